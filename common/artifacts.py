@@ -1,0 +1,128 @@
+"""What passes between stages: tensors or JSON, each with a record of where it came from.
+
+X.safetensors has a sidecar X.json; a directory artifact holds its record in stage.json. The sidecar is renamed into
+place last and carries the sha256 of the tensors, so a pair that does not match is a write that was cut off.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from common.cli import UserError
+
+PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
+RECORD = "stage.json"  # the record inside a directory artifact
+
+
+def sha256(path: str) -> str:
+    """Hex digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
+    """The sidecar of an artifact: who made it, from what, with which settings and versions, and its key figures."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False
+    )
+    return {
+        "stage": stage,
+        "arguments": {name: value for name, value in vars(args).items() if name != "force"},
+        "model": model,
+        "inputs": {os.path.basename(path): sha256(path) for path in inputs},
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": commit.stdout.strip() or None,
+        "seconds": seconds,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "summary": summary,
+    }
+
+
+def refuse_overwrite(path: str, force: bool) -> None:
+    """Raise UserError when path exists and force is off. Call it before any work."""
+    if os.path.exists(path) and not force:
+        raise UserError(f"{path} exists already; give --force to replace it")
+
+
+def write_json(path: str, value: dict) -> None:
+    """JSON, written aside and renamed."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".tmp", path)
+
+
+def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
+    """Tensors and their sidecar; either both are whole under their names, or the reader sees that they are not."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path + ".tmp")
+    digest = sha256(path + ".tmp")
+    os.rename(path + ".tmp", path)
+    write_json(sidecar_path(path), sidecar | {"sha256": digest})
+
+
+@contextlib.contextmanager
+def write_directory(path: str):
+    """A directory to fill; it takes its name only when the block ends without an error."""
+    shutil.rmtree(path + ".tmp", ignore_errors=True)
+    os.makedirs(path + ".tmp")
+    yield path + ".tmp"
+    if os.path.exists(path):
+        os.rename(path, path + ".old")
+    os.rename(path + ".tmp", path)
+    shutil.rmtree(path + ".old", ignore_errors=True)
+
+
+def sidecar_path(path: str) -> str:
+    """X.safetensors -> X.json; a directory -> its stage.json."""
+    return os.path.join(path, RECORD) if os.path.isdir(path) else os.path.splitext(path)[0] + ".json"
+
+
+def read_record(path: str, stage: str, model: dict | None = None) -> dict:
+    """The record of an artifact, checked: it exists, that stage wrote it, and for this model when one is given.
+
+    path: a .safetensors file, a .json artifact or a directory. Raises UserError with file, expected and found.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"{path} not found; run {stage} first")
+    sidecar = sidecar_path(path)
+    try:
+        with open(sidecar, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
+                        f"run {stage} again") from error
+    if found.get("stage") != stage:
+        raise UserError(f"{path}: expected an artifact of {stage}, found one of {found.get('stage')}")
+    if model is not None:
+        check_same_model(path, model, found["model"])
+    return found
+
+
+def check_same_model(path: str, expected: dict, found: dict) -> None:
+    """Raise UserError when an artifact was made from another model."""
+    if expected["fingerprint"] != found["fingerprint"]:
+        raise UserError(f"{path}: expected an artifact of model {expected['path']} ({expected['fingerprint'][:12]}), "
+                        f"found one of {found['path']} ({found['fingerprint'][:12]})")
+
+
+def read_tensors(path: str, stage: str, model: dict | None = None):
+    """An open safetensors file and its record. Raises UserError when truncated, foreign or missing."""
+    found = read_record(path, stage, model)
+    if sha256(path) != found.get("sha256"):
+        raise UserError(f"{path}: its content is not what {sidecar_path(path)} records (a write was cut off, or the "
+                        f"file was changed); run {stage} again with --force")
+    try:
+        return safe_open(path, framework="pt"), found
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a safetensors file: {error}") from error

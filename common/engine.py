@@ -1,0 +1,172 @@
+"""The training loop: one plain loop for every phase. What is trained and how it is judged are given to it."""
+
+import datetime
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common import checkpoints
+from common.cli import UserError
+from common.packing import batch_indices, rows_of_step
+from common.sharding import Ranks
+
+SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the line printed per step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of one training phase."""
+
+    steps: int
+    batch: int  # samples per step, over all ranks
+    warmup: int  # steps of linear warm-up; then cosine to 0
+    clip: float  # gradient norm, 0 = off
+    seed: int
+    tokens_per_microbatch: int
+    save_steps: int
+    print_every: int
+
+
+class Phase:
+    """What the loop asks of a training phase; see 05_prune_train.py for the two of the paper."""
+
+    def begin_step(self, step: int) -> None:
+        """Before the first row of a step."""
+
+    def row_loss(self, row) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One row's share of the batch's loss, and its parts by name; all are summed over rows and ranks."""
+        raise NotImplementedError
+
+    def end_step(self, step: int) -> dict:
+        """After the last backward pass: gradients of what is not sharded. Returns figures for metrics.jsonl."""
+        return {}
+
+
+def cosine(step: int, steps: int, warmup: int) -> float:
+    """Learning-rate factor of step `step` (from 0): linear warm-up, then cosine to 0 at `steps`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class Stopper:
+    """Remembers SIGTERM and SIGINT until the end of the step."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number, frame) -> None:
+        self.asked = True
+
+
+def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks: Ranks) -> bool:
+    """Run a phase to its last step, from the newest checkpoint in `directory` if there is one.
+
+    optimizer: its groups carry "initial_lr". Writes checkpoints and metrics.jsonl (a line per step) in `directory`.
+    Returns False when a signal asked it to stop, after saving. Raises UserError on a non-finite loss.
+    """
+    start = checkpoints.resume(directory, trainee, optimizer)
+    metrics = Metrics(os.path.join(directory, "metrics.jsonl"), start, plan, ranks)
+    if start:
+        ranks.say(f"resumes {directory} after step {start} of {plan.steps}")
+    stopper = Stopper()
+    for step in range(start, plan.steps):
+        began = time.perf_counter()
+        factor = cosine(step, plan.steps, plan.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        rows = rows_of_step(samples, step, plan.batch, plan.seed, plan.tokens_per_microbatch, ranks.rank, ranks.world)
+        phase.begin_step(step)
+        totals: dict[str, torch.Tensor] = {}
+        for row in rows:
+            loss, parts = phase.row_loss(row.to(ranks.device))
+            (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch's loss is a sum
+            for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
+                totals[name] = totals.get(name, 0) + part.detach().double().cpu()
+        figures = phase.end_step(step)
+        totals["stop"] = torch.tensor(float(stopper.asked), dtype=torch.float64)
+        own_loss = float(totals["loss"])
+        summed = torch.stack(list(totals.values()))
+        dist.all_reduce(summed)
+        totals = dict(zip(totals, summed.tolist(), strict=True))
+        if not math.isfinite(totals["loss"]):
+            _stop_non_finite(own_loss, step, plan, len(samples), ranks)
+        norm = clip_gradients(trainee, plan.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        stop = totals.pop("stop") > 0
+        metrics.write({"step": step + 1} | totals | figures | {
+            "lr": factor * optimizer.param_groups[0]["initial_lr"], "grad_norm": norm,
+            "seconds": round(time.perf_counter() - began, 4)})
+        if stop or (step + 1) % plan.save_steps == 0 or step + 1 == plan.steps:
+            checkpoints.save(directory, step + 1, trainee, optimizer)
+        if stop:
+            ranks.say(f"stopped by a signal after step {step + 1}; the same command goes on from there")
+            return False
+    return True
+
+
+def clip_gradients(trainee, clip: float) -> float:
+    """Scale the model's gradients to a norm of at most `clip` (0: leave them); the masks' are not touched."""
+    weights = [p for p in trainee.net.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in weights])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if clip:
+        torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
+    return round(float(norm), 6)
+
+
+def _stop_non_finite(own_loss: float, step: int, plan: Plan, samples: int, ranks: Ranks) -> None:
+    """Every rank stops, naming the ranks whose loss it was and their samples. The last checkpoint stays."""
+    losses = [None] * ranks.world
+    dist.all_gather_object(losses, own_loss)
+    ids = batch_indices(step, plan.batch, samples, plan.seed)
+    found = "; ".join(f"rank {rank}: loss {loss}, samples {ids[rank :: ranks.world]}"
+                      for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    raise UserError(f"step {step + 1}: expected a finite loss, found {found}; the last checkpoint is kept")
+
+
+class Metrics:
+    """metrics.jsonl, a line per step, and the line printed every so often; after a resume it goes on where it was."""
+
+    def __init__(self, path: str, start: int, plan: Plan, ranks: Ranks):
+        self.path, self.plan, self.ranks, self.start = path, plan, ranks, start
+        self.began = time.perf_counter()
+        if ranks.first:
+            kept = [line for line in read_metrics(path) if line["step"] <= start]
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
+
+    def write(self, figures: dict) -> None:
+        if not self.ranks.first:
+            return
+        step, seconds = figures["step"], time.perf_counter() - self.began
+        figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
+        if self.ranks.device.type == "cuda":
+            figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(figures) + "\n")
+        if step % self.plan.print_every and step != self.plan.steps:
+            return
+        left = seconds / (step - self.start) * (self.plan.steps - step)
+        shown = [f"step {step:5d}/{self.plan.steps}"]
+        shown += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
+        shown += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s", f"ETA {datetime.timedelta(seconds=round(left))}"]
+        print(" | ".join(shown), flush=True)
+
+
+def read_metrics(path: str) -> list[dict]:
+    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out."""
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]

@@ -1,0 +1,152 @@
+"""Checkpoints in and out: what a model is, whether the method applies to it, and loading it with clear refusals."""
+
+import glob
+import hashlib
+import os
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from common.cli import UserError
+
+logging.set_verbosity_error()  # the stages print their own account of what they load
+logging.disable_progress_bar()
+
+SUPPORTED = ("llama",)
+DEMO = "demo"
+DEMO_HOME = os.path.join("runs", "demo-model")  # where the embedded model is kept once made
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers that shape an attention layer."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+    @property
+    def group_size(self) -> int:
+        """D = query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+
+def geometry(config) -> Geometry:
+    """Read the geometry off a transformers config."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Geometry(config.num_hidden_layers, heads, kv_heads, head_dim, config.hidden_size)
+
+
+def resolve_model(name: str) -> str:
+    """A local directory for `name`: "demo" (made on first use), a directory, or a hub repository (downloaded)."""
+    if name == DEMO:
+        if not os.path.isdir(DEMO_HOME):
+            from common import demo  # trains a model: only when asked for
+
+            demo.build(DEMO_HOME)
+        return os.path.join(DEMO_HOME, "model")
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.model", "*.txt", *WEIGHT_FILES])
+    except Exception as error:  # a bad name, no network and no permission are different classes
+        raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached "
+                        f"({type(error).__name__})") from error
+
+
+def load_config(path: str):
+    """The config of a Llama-family checkpoint. Raises UserError for any other."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a model config, found none that transformers can read: {error}") from error
+    if config.model_type not in SUPPORTED:
+        raise UserError(f"{path}: expected model_type in {list(SUPPORTED)}, found {config.model_type!r}")
+    return config
+
+
+def require_mha(path: str, shape: Geometry) -> None:
+    """Raise UserError unless every head has its own key and value."""
+    if shape.kv_heads != shape.heads:
+        raise UserError(f"{path}: expected multi-head attention ({shape.heads} key/value heads), "
+                        f"found {shape.kv_heads}")
+
+
+def check_kv_heads(shape: Geometry, kv_heads: int) -> None:
+    """Raise UserError unless kv_heads divides the heads and is smaller."""
+    allowed = [n for n in range(1, shape.heads) if shape.heads % n == 0]
+    if kv_heads not in allowed:
+        raise UserError(f"--kv-heads: expected one of {allowed} for {shape.heads} heads, found {kv_heads}")
+
+
+def fingerprint(path: str) -> str:
+    """A sha256 over config.json and 64 slices of each weight file: any training step changes it, and 13 GB hash at once."""
+    digest = hashlib.sha256()
+    files = sorted(file for pattern in WEIGHT_FILES for file in glob.glob(os.path.join(path, pattern)))
+    if not files:
+        raise UserError(f"{path}: expected weights ({' or '.join(WEIGHT_FILES)}), found none")
+    for name in [os.path.join(path, "config.json"), *files]:
+        size = os.path.getsize(name)
+        digest.update(f"{os.path.basename(name)} {size}\n".encode())
+        with open(name, "rb") as file:
+            for offset in range(0, size, max(size // 64, 1 << 16)):
+                file.seek(offset)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def describe(path: str, name: str | None = None) -> dict:
+    """What a sidecar says of a model: name as given, path, fingerprint and geometry."""
+    config = load_config(path)
+    return {"name": name or path, "path": path, "fingerprint": fingerprint(path)} | asdict(geometry(config))
+
+
+def source_model(record: dict) -> dict:
+    """The model of an artifact's record, checked to be still what it was. Raises UserError when it changed or went."""
+    model = record["model"]
+    if not os.path.isdir(model["path"]):
+        raise UserError(f"model {model['path']}: the directory that 01_calibrate.py read is gone")
+    if fingerprint(model["path"]) != model["fingerprint"]:
+        raise UserError(f"model {model['path']}: changed since 01_calibrate.py read it "
+                        f"(expected {model['fingerprint'][:12]}, found {fingerprint(model['path'])[:12]})")
+    return model
+
+
+def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """The causal language model in eval mode, its weights checked to be finite."""
+    load_config(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except Exception as error:  # truncated shards, missing keys and wrong shapes each raise their own class
+        raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: {error}") from error
+    check_finite(model.named_parameters(), path)
+    return model.to(device).eval()
+
+
+def check_finite(tensors, where: str) -> None:
+    """Raise UserError naming the first tensor that holds a NaN or Inf."""
+    for name, tensor in tensors:
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: NaN or Inf in {name}")
+
+
+def load_tokenizer(path: str):
+    """The checkpoint's own tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # each tokenizer backend raises its own class
+        raise UserError(f"{path}: cannot load a tokenizer: {error}") from error
+
+
+def pick_device(name: str) -> str:
+    """"auto" -> cuda where there is one, else cpu."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

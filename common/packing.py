@@ -1,0 +1,91 @@
+"""Batches: which samples step t holds, how a rank packs its share into rows, and what each token weighs in the loss.
+
+Everything here is a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
+"""
+
+import functools
+from dataclasses import dataclass, fields
+
+import torch
+
+from common.tasks import Sample
+
+
+@functools.lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+def batch_indices(step: int, batch: int, samples: int, seed: int) -> list[int]:
+    """Sample numbers of step `step` (from 0): consecutive pieces of one shuffle after another."""
+    positions = range(step * batch, (step + 1) * batch)
+    return [int(_order(samples, seed, p // samples)[p % samples]) for p in positions]
+
+
+def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Positions in `lengths` laid into rows of at most `capacity` tokens, longest first, first row that fits.
+
+    A sample longer than the capacity gets a row of its own.
+    """
+    rows, room = [], []
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, left in enumerate(room) if left >= lengths[position]), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(position)
+        room[row] -= lengths[position]
+    return rows
+
+
+@dataclass
+class Row:
+    """One micro-batch: samples end to end in a single sequence of T tokens.
+
+    position_ids restart at every sample, from which transformers derives a block-diagonal attention mask.
+    Weights belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) / global
+    batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss. targets: the next
+    token, 0 where nothing is predicted.
+    """
+
+    input_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T]
+    targets: torch.Tensor  # [T]
+    prompt_weight: torch.Tensor  # [T] float32
+    answer_weight: torch.Tensor  # [T] float32
+    all_weight: torch.Tensor  # [T] float32, both parts as one
+
+    def to(self, device) -> "Row":
+        return Row(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def build_row(samples: list[Sample], batch: int) -> Row:
+    """Lay samples end to end. batch: the global batch size that the weights divide by."""
+    ids, positions, targets, prompt_weight, answer_weight, all_weight = [], [], [], [], [], []
+    for sample in samples:
+        tokens = [*sample.prompt, *sample.answer]
+        prompt, answer = len(sample.prompt) - 1, len(sample.answer)  # predicted tokens of either part
+        ids += tokens
+        positions += range(len(tokens))
+        targets += [*tokens[1:], 0]
+        prompt_weight += [1 / prompt / batch] * prompt + [0] * (answer + 1)
+        answer_weight += [0] * prompt + [1 / answer / batch] * answer + [0]
+        all_weight += [1 / (prompt + answer) / batch] * (prompt + answer) + [0]
+    return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets),
+               *map(torch.tensor, (prompt_weight, answer_weight, all_weight)))
+
+
+def rows_of_step(samples: list[Sample], step: int, batch: int, seed: int, capacity: int, rank: int, world: int) -> list[Row]:
+    """This rank's rows of a step. Every rank gets the same number (an all-zero-weight row where it has fewer), because
+    sharded layers communicate in step."""
+    indices = batch_indices(step, batch, len(samples), seed)
+    shares = [indices[r::world] for r in range(world)]
+    packed = [pack([len(samples[i]) for i in share], capacity) for share in shares]
+    rows = [build_row([samples[shares[rank][p]] for p in row], batch) for row in packed[rank]]
+    for _ in range(max(map(len, packed)) - len(rows)):
+        idle = build_row([samples[indices[0]]], batch)
+        for weight in (idle.prompt_weight, idle.answer_weight, idle.all_weight):
+            weight.zero_()
+        rows.append(idle)
+    return rows

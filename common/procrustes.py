@@ -1,0 +1,110 @@
+"""Procrustes analysis on Gram matrices: how alike two heads can be made, and the rotations that align a group.
+
+All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in common/stats.py.
+"""
+
+import torch
+
+MAX_ROUNDS = 500  # generalized Procrustes on real heads settles in tens of rounds; this bounds a pathological one
+TOLERANCE = 1e-10  # relative gain of a round below which it has settled: no figure we print can show it
+
+
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    """The orthogonal Q nearest to matrix [..., d, d]: from Phi S Psi^T = SVD(Y X^T), Q = Phi Psi^T minimises Eq. 4.
+
+    Eq. 6 prints its transpose Psi Phi^T, which is the minimiser for X Y^T.
+    """
+    left, _, right = torch.linalg.svd(matrix)
+    return left @ right
+
+
+def unit_phase(number: torch.Tensor) -> torch.Tensor:
+    """number / |number|, and 1 where the number is 0: a pair that never fires is left as it is."""
+    size = number.abs()
+    return torch.where(size > 0, number / size.where(size > 0, 1), 1)
+
+
+def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[H, H] similarity of value heads before (Eq. 3) and after (Eq. 19, 22) the best alignment of each pair.
+
+    gram: [H, H, d, d], of unit vectors for "cos" and of raw ones for "dist". sum_n <v_i, Q v_j> is largest at the polar
+    factor of C[i, j] and is then its nuclear norm.
+    """
+    before = torch.einsum("ijaa->ij", gram)
+    rows, columns = torch.triu_indices(len(gram), len(gram))
+    after = torch.zeros_like(before)
+    after[rows, columns] = torch.linalg.svdvals(gram[rows, columns]).sum(-1)
+    after = after.triu() + after.triu(1).T
+    return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
+
+
+def key_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18) the best rotation of every RoPE pair.
+
+    gram: [H, H, d/2] complex. sum_n Re(conj(z_i) u z_j) is largest at u = conj(c) / |c| and is then |c|.
+    """
+    before, after = gram.real.sum(-1), gram.abs().sum(-1)
+    return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
+
+
+def _similarity(overlap: torch.Tensor, energy: torch.Tensor, tokens: int, criterion: str) -> torch.Tensor:
+    """Mean cosine, or minus the mean squared distance |v_i|^2 + |v_j|^2 - 2 <v_i, v_j> (Eq. 22, squared)."""
+    if criterion == "cos":
+        return overlap / tokens
+    return -(energy[:, None] + energy[None, :] - 2 * overlap) / tokens
+
+
+def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
+    """Generalized Procrustes (Algorithm 1) of value groups: Q [..., D, d, d], so that the heads Q_i v_i agree.
+
+    gram: C [..., D, D, d, d] of the D heads of each group; any leading axes are worked on at once. With the mean shape
+    M = 1/D sum_j Q_j v_j, the update of Q_i is the polar factor of sum_n M v_i^T = 1/D sum_j Q_j C[j, i]: the vectors
+    themselves are not needed. All heads of a round see the same M, as printed. A group's D = 1 gives the identity.
+    """
+    *lead, members, _, size, _ = gram.shape
+    rotation = torch.eye(size, dtype=gram.dtype, device=gram.device).expand(*lead, members, size, size)
+    before = None
+    for _ in range(rounds):
+        toward_mean = torch.einsum("...jab,...jibc->...iac", rotation, gram) / members  # sum_n M v_i^T
+        agreement = torch.einsum("...iab,...iab->...", rotation, toward_mean)  # = D sum_n |M|^2, rises every round
+        if before is not None and (agreement - before <= TOLERANCE * agreement.abs()).all():
+            break
+        before = agreement
+        rotation = polar(toward_mean)
+    return rotation.contiguous()
+
+
+def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
+    """Generalized Procrustes of key groups: one unit number per head and RoPE pair, u [..., D, d/2] complex.
+
+    gram: c [..., D, D, d/2]. Algorithm 1 with rotations of the form of Eq. 14: u_i <- unit(sum_j u_j c[i, j]).
+    Multiplying by a unit number is a rotation, never a reflection, and commutes with RoPE.
+    """
+    *lead, members, _, pairs = gram.shape
+    rotation = torch.ones(*lead, members, pairs, dtype=gram.dtype, device=gram.device)
+    before = None
+    for _ in range(rounds):
+        toward_mean = torch.einsum("...jp,...ijp->...ip", rotation, gram)
+        agreement = (rotation.conj() * toward_mean).real.sum((-2, -1))
+        if before is not None and (agreement - before <= TOLERANCE * agreement.abs()).all():
+            break
+        before = agreement
+        rotation = unit_phase(toward_mean)
+    return rotation
+
+
+def pair_mean(overlap: torch.Tensor) -> torch.Tensor:
+    """Mean over the pairs i < j of a group of an [..., D, D] matrix, D > 1."""
+    members = overlap.shape[-1]
+    rows, columns = torch.triu_indices(members, members, 1)
+    return overlap[..., rows, columns].mean(-1)
+
+
+def aligned_value_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """[..., D, D] sum_n <Q_i v_i, Q_j v_j> from C [..., D, D, d, d] and Q [..., D, d, d]."""
+    return torch.einsum("...iab,...ijbc,...jac->...ij", rotation, gram, rotation)
+
+
+def aligned_key_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """[..., D, D] sum_n Re(conj(u_i z_i) u_j z_j) from c [..., D, D, d/2] and u [..., D, d/2]."""
+    return torch.einsum("...ip,...ijp,...jp->...ij", rotation.conj(), gram, rotation).real

@@ -1,0 +1,101 @@
+"""Calibration statistics: every later stage works on sums of outer products of head vectors, never on the caches.
+
+Notation: H heads of size d, N tokens. v_i and k_i are head i's value and key (before RoPE) at one token. A key is read
+as d/2 complex numbers z_i[p] = k_i[p] + 1j k_i[p + d/2], because Hugging Face's Llama rotates that pair. RoPE multiplies
+z_i[p] by a unit number that depends on the position alone, so sums of conj(z_i[p]) z_j[p] are the same before and after it.
+
+  value Gram  C[i, j]    = sum_n v_i v_j^T             d x d, real;   C[j, i] = C[i, j]^T
+  key Gram    c[i, j, p] = sum_n conj(z_i[p]) z_j[p]   complex;       c[j, i] = conj(c[i, j])
+
+each for raw vectors (distance, Eq. 20-22) and for vectors scaled to length 1 (cosine, Eq. 7-9).
+"""
+
+import torch
+
+CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> which Grams it is computed from
+
+
+def to_complex(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [..., d] -> RoPE pairs [..., d/2] complex, pair p being (p, p + d/2)."""
+    real, imaginary = keys.chunk(2, dim=-1)
+    return torch.complex(real.contiguous(), imaginary.contiguous())
+
+
+def to_unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Each vector [..., d] scaled to length 1 (Eq. 7, 8); a zero vector stays zero."""
+    length = vectors.norm(dim=-1, keepdim=True)
+    return vectors / length.where(length > 0, 1)
+
+
+def value_gram(values: torch.Tensor) -> torch.Tensor:
+    """Values [n, H, d] -> C [H, H, d, d]."""
+    _, heads, size = values.shape
+    flat = values.flatten(1)
+    return (flat.T @ flat).view(heads, size, heads, size).transpose(1, 2)
+
+
+def key_gram(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [n, H, d] -> c [H, H, d/2] complex."""
+    pairs = to_complex(keys).permute(2, 1, 0)  # [p, H, n]
+    return (pairs.conj() @ pairs.transpose(1, 2)).permute(1, 2, 0)
+
+
+def pack_half(gram: torch.Tensor) -> torch.Tensor:
+    """Value Gram [H, H, d, d] -> its blocks i <= j, [H(H+1)/2, d, d]."""
+    rows, columns = torch.triu_indices(len(gram), len(gram))
+    return gram[rows, columns]
+
+
+def unpack_half(half: torch.Tensor, heads: int) -> torch.Tensor:
+    """Inverse of pack_half, by C[j, i] = C[i, j]^T."""
+    rows, columns = torch.triu_indices(heads, heads)
+    gram = half.new_empty(heads, heads, *half.shape[1:])
+    gram[columns, rows] = half.transpose(1, 2)
+    gram[rows, columns] = half
+    return gram
+
+
+class LayerStats:
+    """Running sums of one layer: products in the activations' float32, sums over batches in float64."""
+
+    def __init__(self, heads: int, head_dim: int, device: str = "cpu"):
+        self.heads, self.head_dim = heads, head_dim
+        shape = heads * (heads + 1) // 2, head_dim, head_dim
+        self.value = {kind: torch.zeros(shape, dtype=torch.float64, device=device) for kind in ("raw", "unit")}
+        shape = heads, heads, head_dim // 2
+        self.key = {kind: torch.zeros(shape, dtype=torch.complex128, device=device) for kind in ("raw", "unit")}
+        self.tokens = 0
+
+    def update_values(self, values: torch.Tensor) -> None:
+        """values: v_proj's output as [n, H, d]."""
+        values = values.float()
+        self.value["raw"] += pack_half(value_gram(values))
+        self.value["unit"] += pack_half(value_gram(to_unit(values)))
+
+    def update_keys(self, keys: torch.Tensor) -> None:
+        """keys: k_proj's output, before RoPE, as [n, H, d]. Also counts the tokens."""
+        keys = keys.float()
+        self.key["raw"] += key_gram(keys)
+        self.key["unit"] += key_gram(to_unit(keys))
+        self.tokens += len(keys)
+
+    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
+        """What calibration.safetensors holds of this layer; complex sums as a last axis of (real, imaginary)."""
+        values = {f"layers.{layer}.value.{kind}": half for kind, half in self.value.items()}
+        keys = {f"layers.{layer}.key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
+        return {name: tensor.cpu() for name, tensor in (values | keys).items()}
+
+
+class Grams:
+    """The Gram matrices of an open calibration file, layer by layer."""
+
+    def __init__(self, file, heads: int):
+        self.file, self.heads = file, heads
+
+    def value(self, layer: int, kind: str) -> torch.Tensor:
+        """C [H, H, d, d] float64; kind "raw" or "unit"."""
+        return unpack_half(self.file.get_tensor(f"layers.{layer}.value.{kind}"), self.heads)
+
+    def key(self, layer: int, kind: str) -> torch.Tensor:
+        """c [H, H, d/2] complex128."""
+        return torch.view_as_complex(self.file.get_tensor(f"layers.{layer}.key.{kind}"))
