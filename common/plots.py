@@ -33,13 +33,13 @@ def heatmaps(plt, matrices: dict[str, dict[str, list]], layers: list[int], title
     figure, axes = plt.subplots(len(matrices), len(layers), squeeze=False, layout="constrained",
                                 figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4))
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
-        for axis, image, layer in zip(row, images, layers, strict=True):
+        for axis, image in zip(row, images, strict=True):
             shown = axis.imshow(image, vmin=0, vmax=1, cmap="viridis")
             axis.set_xticks([])
             axis.set_yticks([])
-            if row is axes[0]:
-                axis.set_title(f"layer {layer}")
         row[0].set_ylabel(label)
+    for axis, layer in zip(axes[0], layers, strict=True):
+        axis.set_title(f"layer {layer}")
     figure.colorbar(shown, ax=axes, shrink=0.6, label="mean cosine of the two heads")
     figure.suptitle(title)
     return figure
@@ -49,28 +49,25 @@ def heatmaps(plt, matrices: dict[str, dict[str, list]], layers: list[int], title
 def curves(plt, steps: list[dict], title: str):
     """Training, from the lines of metrics.jsonl: losses; target and actual mask mean; mask mean per layer (Figure 3)."""
     masked = [line for line in steps if "mask_mean" in line]
-    panels = 3 if masked else 1
-    figure, axes = plt.subplots(1, panels, squeeze=False, figsize=(5.2 * panels, 3.8), layout="constrained")
-    axes = axes[0]
-    for name in ("loss", "kl", "bild", "l0", "cross_entropy"):
+    figure, axes = plt.subplots(1, 3, figsize=(15.6, 3.8), layout="constrained")
+    for name in ("loss", "kl", "bild", "l0"):
         points = [(line["step"], line[name]) for line in steps if line.get(name, 0) > 0]
         if points:
             axes[0].plot(*zip(*points, strict=True), label=name, linewidth=1.2 if name == "loss" else 0.9)
     axes[0].set(title="losses", xlabel="step", yscale="log")
     axes[0].legend()
-    if masked:
-        numbers = [line["step"] for line in masked]
-        axes[1].plot(numbers, [line["mask_target"] for line in masked], "k--", label="target T")
-        axes[1].plot(numbers, [line["mask_expected"] for line in masked], label="expected mask (Eq. 29)")
-        axes[1].plot(numbers, [line["mask_mean"] for line in masked], label="mean of the masks drawn", alpha=0.7)
-        axes[1].set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
-        axes[1].legend()
-        layers = len(masked[0]["mask_per_layer"])
-        for layer in range(layers):
-            axes[2].plot(numbers, [line["mask_per_layer"][layer] for line in masked],
-                         color=plt.cm.viridis(layer / max(layers - 1, 1)), label=f"layer {layer}" if layers <= 8 else None)
-        axes[2].set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
-        if layers <= 8:
-            axes[2].legend()
+    numbers = [line["step"] for line in masked]
+    axes[1].plot(numbers, [line["mask_target"] for line in masked], "k--", label="target T")
+    axes[1].plot(numbers, [line["mask_expected"] for line in masked], label="expected mask (Eq. 29)")
+    axes[1].plot(numbers, [line["mask_mean"] for line in masked], label="mean of the masks drawn", alpha=0.7)
+    axes[1].set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
+    axes[1].legend()
+    layers = len(masked[0]["mask_per_layer"])
+    for layer in range(layers):
+        axes[2].plot(numbers, [line["mask_per_layer"][layer] for line in masked],
+                     color=plt.cm.viridis(layer / max(layers - 1, 1)), label=f"layer {layer}" if layers <= 8 else None)
+    axes[2].set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
+    if layers <= 8:
+        axes[2].legend()
     figure.suptitle(title)
     return figure

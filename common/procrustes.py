@@ -54,7 +54,7 @@ def _similarity(overlap: torch.Tensor, energy: torch.Tensor, tokens: int, criter
     return -(energy[:, None] + energy[None, :] - 2 * overlap) / tokens
 
 
-def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
+def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE) -> torch.Tensor:
     """Generalized Procrustes (Algorithm 1) of value groups: Q [..., D, d, d], so that the heads Q_i v_i agree.
 
     gram: C [..., D, D, d, d] of the D heads of each group; any leading axes are worked on at once. With the mean shape
@@ -67,14 +67,14 @@ def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
     for _ in range(rounds):
         toward_mean = torch.einsum("...jab,...jibc->...iac", rotation, gram) / members  # sum_n M v_i^T
         agreement = torch.einsum("...iab,...iab->...", rotation, toward_mean)  # = D sum_n |M|^2, rises every round
-        if before is not None and (agreement - before <= TOLERANCE * agreement.abs()).all():
+        if before is not None and (agreement - before <= tolerance * agreement.abs()).all():
             break
         before = agreement
         rotation = polar(toward_mean)
     return rotation.contiguous()
 
 
-def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
+def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE) -> torch.Tensor:
     """Generalized Procrustes of key groups: one unit number per head and RoPE pair, u [..., D, d/2] complex.
 
     gram: c [..., D, D, d/2]. Algorithm 1 with rotations of the form of Eq. 14: u_i <- unit(sum_j u_j c[i, j]).
@@ -86,7 +86,7 @@ def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS) -> torch.Tensor:
     for _ in range(rounds):
         toward_mean = torch.einsum("...jp,...ijp->...ip", rotation, gram)
         agreement = (rotation.conj() * toward_mean).real.sum((-2, -1))
-        if before is not None and (agreement - before <= TOLERANCE * agreement.abs()).all():
+        if before is not None and (agreement - before <= tolerance * agreement.abs()).all():
             break
         before = agreement
         rotation = unit_phase(toward_mean)

@@ -24,19 +24,17 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
     if source == DEMO:
         source = os.path.join(DEMO_HOME, "text", f"{'train' if split == 'train' else 'heldout'}.txt")
     whole, packed, documents = [], [], 0
-    bar = tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False)
-    for text in _documents(source):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        documents += 1
-        if len(ids) >= length:
-            whole.append(ids[:length])
-            bar.update()
-            if len(whole) == sequences:
-                bar.close()
-                return torch.tensor(whole), f"{source}: first {sequences} documents of at least {length} tokens"
-        if len(packed) < sequences * length:
-            packed += [*ids, tokenizer.eos_token_id]
-    bar.close()
+    with tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
+        for text in _documents(source):
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            documents += 1
+            if len(ids) >= length:
+                whole.append(ids[:length])
+                bar.update()
+                if len(whole) == sequences:
+                    return torch.tensor(whole), f"{source}: first {sequences} documents of at least {length} tokens"
+            if len(packed) < sequences * length:
+                packed += [*ids, tokenizer.eos_token_id]
     if len(packed) < sequences * length:
         raise UserError(f"{source}: expected {sequences} x {length} = {sequences * length} tokens, found {len(packed)}")
     tokens = torch.tensor(packed[: sequences * length]).view(sequences, length)

@@ -1,0 +1,95 @@
+"""Grouping against full rescoring, brute force and planted answers."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from common.grouping import _swap, anneal, best_pairs, canonical, combine, default_groups, score
+
+
+def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:
+    matrix = np.random.default_rng(seed).normal(size=(layers, heads, heads))
+    return matrix + matrix.transpose(0, 2, 1)
+
+
+def direct_score(matrix: np.ndarray, groups) -> float:
+    """Eq. 23, 24 written out."""
+    return sum(matrix[a, b] for group in groups for a, b in itertools.combinations(group, 2))
+
+
+def all_groupings(heads: list[int], size: int):
+    if not heads:
+        yield []
+        return
+    for rest in itertools.combinations(heads[1:], size - 1):
+        left = [h for h in heads[1:] if h not in rest]
+        for others in all_groupings(left, size):
+            yield [[heads[0], *rest], *others]
+
+
+def test_score_equals_eq_23():
+    similarity = random_similarity(3, 8)
+    groups = np.random.default_rng(1).permuted(np.tile(np.arange(8), (3, 5, 1)), axis=-1).reshape(3, 5, 2, 4)
+    ours = score(similarity, groups)
+    for layer, run in np.ndindex(3, 5):
+        assert ours[layer, run] == pytest.approx(direct_score(similarity[layer], groups[layer, run]), abs=1e-12)
+
+
+def test_a_swap_is_kept_exactly_when_the_full_score_rises():
+    similarity = random_similarity(2, 8)
+    random = np.random.default_rng(3)
+    layer, run = np.ogrid[:2, :50]
+    slots = random.permuted(np.tile(np.arange(8), (2, 50, 1)), axis=-1)
+    kept = 0
+    for _ in range(30):
+        before, old = score(similarity, slots.reshape(2, 50, 4, 2)), slots.copy()
+        _swap(similarity, slots, layer, run, 4, 2, random)
+        after = score(similarity, slots.reshape(2, 50, 4, 2))
+        changed = (slots != old).any(-1)
+        assert (after[changed] > before[changed]).all() and ((slots != old).sum(-1)[changed] == 2).all()
+        kept += changed.sum()
+    assert kept > 50
+    # with every swap tried, what is left is a local optimum: no single swap raises the score
+    for _ in range(1500):
+        _swap(similarity, slots, layer, run, 4, 2, random)
+    settled = slots[0, 0]
+    best = direct_score(similarity[0], settled.reshape(4, 2))
+    for a, b in itertools.combinations(range(8), 2):
+        swapped = settled.copy()
+        swapped[[a, b]] = swapped[[b, a]]
+        assert direct_score(similarity[0], swapped.reshape(4, 2)) <= best + 1e-12
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 4), (9, 3), (6, 1)])
+def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
+    similarity = random_similarity(2, heads, seed=heads + kv_heads)
+    found = anneal(similarity, kv_heads, restarts=30, iterations=400, seed=0)
+    assert (np.sort(found.reshape(2, -1), -1) == np.arange(heads)).all()
+    for layer in range(2):
+        best = max(direct_score(similarity[layer], g) for g in all_groupings(list(range(heads)), heads // kv_heads))
+        assert score(similarity, found)[layer] == pytest.approx(best, abs=1e-12)
+
+
+def test_annealing_is_seeded():
+    similarity = random_similarity(3, 16)
+    first, second = (anneal(similarity, 4, 5, 50, seed=7) for _ in range(2))
+    assert (first == second).all()
+
+
+@pytest.mark.parametrize("heads", [4, 6, 8])
+def test_matching_is_the_exact_optimum_for_pairs(heads):
+    similarity = random_similarity(3, heads, seed=heads)
+    for layer, groups in enumerate(best_pairs(similarity)):
+        best = max(direct_score(similarity[layer], g) for g in all_groupings(list(range(heads)), 2))
+        assert direct_score(similarity[layer], groups) == pytest.approx(best, abs=1e-9)
+
+
+def test_canonical_order_and_default():
+    assert canonical(np.array([[[5, 2], [4, 0], [3, 1]]])).tolist() == [[[0, 4], [1, 3], [2, 5]]]
+    assert default_groups(1, 6, 2).tolist() == [[[0, 1, 2], [3, 4, 5]]]
+
+
+def test_combine_weighs_keys_and_values_alike():
+    key, value = random_similarity(2, 8, 1), random_similarity(2, 8, 2)
+    np.testing.assert_allclose(combine(key, value), combine(1000 * key, value), rtol=1e-9)

@@ -1,0 +1,109 @@
+"""Hard concrete masks against their distribution; the blended projections against Eq. 27, 28."""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from common import masks
+from common.fuse import merge_model
+
+TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("log_alpha", [-3.0, -0.5, 0.0, 1.0, 4.0])
+def test_expected_mask_is_the_probability_of_being_open(log_alpha):
+    drawn = masks.draw(torch.full((200_000,), log_alpha), seed=0, step=0)
+    share = float((drawn > 0).float().mean())
+    assert share == pytest.approx(float(masks.expected(torch.tensor(log_alpha))), abs=5e-3)  # 200,000 draws: 4 sigma
+    assert 0 <= drawn.min() and drawn.max() <= 1
+
+
+def test_hard_concrete_as_printed():
+    """s = sigmoid((log u - log(1 - u) + log_alpha) / beta), stretched to (-0.1, 1.1), clipped (Louizos et al., Eq. 10-11)."""
+    log_alpha = torch.linspace(-4, 4, 50)
+    u = torch.rand(50, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
+    s = torch.sigmoid(((u / (1 - u)).log() + log_alpha) / (2 / 3))
+    torch.testing.assert_close(masks.draw(log_alpha, seed=3, step=7), (s * 1.2 - 0.1).clamp(0, 1))
+
+
+def test_masks_start_at_one_and_noise_depends_on_step_only():
+    start = torch.full((500, 40), masks.START)
+    assert 1 - masks.draw(start, 0, 0).mean() < 1e-3
+    assert torch.equal(masks.draw(start / 8, 1, 5), masks.draw(start / 8, 1, 5))
+    assert not torch.equal(masks.draw(start / 8, 1, 5), masks.draw(start / 8, 1, 6))
+
+
+def test_target_falls_to_zero_over_the_warmup():
+    assert [masks.target(step, 100) for step in (0, 15, 30, 99)] == pytest.approx([1, 0.5, 0, 0])
+
+
+def test_l0_loss_is_equation_29():
+    log_alpha = torch.randn(4, 8, requires_grad=True)
+    size = 1 - torch.sigmoid(masks.BETA * math.log(0.1 / 1.1) - log_alpha)  # 1 - P(z = 0)
+    for goal in (0.0, 0.9):
+        gap = float(size.detach().mean()) - goal
+        assert float(masks.l0_loss(log_alpha, goal).detach()) == pytest.approx(abs(gap) + gap**2, abs=1e-6)
+    masks.l0_loss(log_alpha, 0.0).backward()
+    assert (log_alpha.grad > 0).all()  # descent closes every mask
+
+
+def patched(bias: bool = True):
+    """An aligned model, its merged GQA model, and a student that blends the two."""
+    aligned = tiny_model(bias=bias)
+    merged = merge_model(aligned, 2)
+    with torch.no_grad():
+        for parameter in merged.parameters():  # as after training: not the mean of anything
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    student = copy.deepcopy(aligned)
+    masks.patch(student, 2)
+    for index, _, (key, value) in masks.blended_projections(student):
+        key.merged.load_state_dict(merged.model.layers[index].self_attn.k_proj.state_dict())
+        value.merged.load_state_dict(merged.model.layers[index].self_attn.v_proj.state_dict())
+    return aligned, merged, student
+
+
+def test_blend_is_equations_27_and_28():
+    _, _, student = patched()
+    z = torch.rand(3, 8)
+    masks.set_masks(student, z)
+    _, _, projections = list(masks.blended_projections(student))[1]
+    x = torch.randn(5, 48)
+    for projection in projections:
+        own, shared = projection.original, projection.merged
+        heads = []
+        for j in range(8):
+            rows, group = slice(8 * j, 8 * j + 8), slice(8 * (j // 4), 8 * (j // 4) + 8)
+            weight = z[1, j] * own.weight[rows] + (1 - z[1, j]) * shared.weight[group]
+            heads.append(x @ weight.T + z[1, j] * own.bias[rows] + (1 - z[1, j]) * shared.bias[group])
+        torch.testing.assert_close(projection(x), torch.cat(heads, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias):
+    aligned, merged, student = patched(bias)
+    with torch.no_grad():
+        masks.set_masks(student, torch.ones(3, 8))
+        assert torch.equal(student(TOKENS).logits, aligned(TOKENS).logits)
+        gqa = copy.deepcopy(merged)
+        gqa.load_state_dict({name: tensor for name, tensor in merged.state_dict().items() if "k_proj" in name or "v_proj" in name}
+                            | {name: tensor for name, tensor in aligned.state_dict().items() if "k_proj" not in name and "v_proj" not in name})
+        masks.set_masks(student, torch.zeros(3, 8))
+        closed = student(TOKENS).logits
+        torch.testing.assert_close(closed, gqa(TOKENS).logits, rtol=0, atol=1e-5)
+        masks.switch_to_merged(student)
+        torch.testing.assert_close(student(TOKENS).logits, closed, rtol=0, atol=1e-5)
+        assert student.model.layers[0].self_attn.k_proj(torch.randn(1, 1, 48)).shape[-1] == 2 * 8
+    assert (closed - aligned(TOKENS).logits).abs().max() > 1e-2  # the two ends are different models
+
+
+def test_mask_gradient_reaches_log_alpha_through_the_model():
+    _, _, student = patched()
+    log_alpha = torch.zeros(3, 8, requires_grad=True)
+    masks.set_masks(student, masks.draw(log_alpha, 0, 1))
+    student(TOKENS).logits.square().mean().backward()
+    drawn = masks.draw(log_alpha, 0, 1)
+    inside = (drawn > 0) & (drawn < 1)
+    assert inside.any() and (log_alpha.grad[inside] != 0).all() and (log_alpha.grad[~inside] == 0).all()

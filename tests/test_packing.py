@@ -1,0 +1,88 @@
+"""Packing changes the speed and nothing else: no attention across samples, the same loss and gradient."""
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from common.losses import cross_entropy
+from common.packing import batch_indices, build_row, pack, rows_of_step
+from common.sharding import Trainee
+from common.tasks import Sample
+
+
+def random_samples(count: int, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low, high):
+        return tuple(torch.randint(0, 256, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator).tolist())
+
+    return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
+
+
+def test_pack_holds_everything_once_and_within_capacity():
+    lengths = [len(sample) for sample in random_samples(200)]
+    rows = pack(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    assert all(sum(lengths[i] for i in row) <= 64 for row in rows)
+    assert len(rows) <= 1.2 * sum(lengths) / 64 + 1
+    assert pack([100, 5], 64) == [[0], [1]]  # longer than a row: a row of its own
+
+
+def test_batches_are_shuffled_epochs():
+    seen = [i for step in range(10) for i in batch_indices(step, 7, 35, seed=1)]
+    assert sorted(seen[:35]) == sorted(seen[35:]) == list(range(35))
+    assert seen[:35] != seen[35:]
+    assert batch_indices(3, 7, 35, seed=1) == batch_indices(3, 7, 35, seed=1) != batch_indices(3, 7, 35, seed=2)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_share_a_step(world):
+    """Together the ranks hold each predicted token's weight once, in the same number of rows each."""
+    samples = random_samples(20)
+    shares = [rows_of_step(samples, 2, 8, 0, 64, rank, world) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    rows = [row for share in shares for row in share]
+    for weight in ("prompt_weight", "answer_weight", "all_weight"):
+        assert sum(float(getattr(row, weight).sum()) for row in rows) == pytest.approx(1, abs=1e-5)
+
+
+def test_weights_stand_where_tokens_are_predicted():
+    row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6, 7), (8,))], batch=2)
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert row.targets.tolist() == [2, 3, 4, 5, 0, 7, 8, 0]
+    assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0, 0, 0.5, 0, 0]
+    assert row.answer_weight.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0.5, 0]
+    assert row.all_weight.tolist() == [0.125] * 4 + [0, 0.25, 0.25, 0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_does_not_cross_samples(attention):
+    trainee = Trainee(tiny_model(attn_implementation=attention))
+    first, second, other = random_samples(3)
+    with torch.no_grad():
+        together = trainee(build_row([first, second], 2))[len(first) :]
+        beside_another = trainee(build_row([other, second], 2))[len(other) :]
+        alone = trainee(build_row([second], 2))
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(beside_another, alone, rtol=0, atol=1e-5)
+    row = build_row([first, second], 2)
+    row.position_ids = torch.arange(row.input_ids.shape[1])[None]  # the fault: positions that do not restart
+    with torch.no_grad():
+        assert (trainee(row)[len(first) :] - alone).abs().max() > 1e-2
+
+
+def test_packed_gradient_equals_one_sample_at_a_time():
+    samples = random_samples(8)
+    gradients = []
+    for capacity in (1, 64, 10_000):  # a row each, several rows, one row
+        trainee = Trainee(tiny_model())
+
+        def head_loss(hidden, lm_head, row):
+            return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
+
+        for row in rows_of_step(samples, 0, 8, 0, capacity, 0, 1):
+            trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
+    for packed in gradients[1:]:
+        torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=1e-5 * float(gradients[0].abs().max()) + 1e-7)

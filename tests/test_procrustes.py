@@ -1,0 +1,170 @@
+"""Procrustes on Gram matrices against the formulas on vectors, with scipy as the witness."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from conftest import tiny_model
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from common.fuse import rotate_pairs
+from common.procrustes import align_keys, align_values, key_similarity, pair_mean, polar, value_similarity
+from common.stats import LayerStats, key_gram, pack_half, to_complex, to_unit, unpack_half, value_gram
+
+N, H, D = 300, 4, 8
+
+
+@pytest.fixture
+def heads() -> torch.Tensor:
+    """[n, H, d] correlated head vectors in float64."""
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randn(N, 1, D, generator=generator, dtype=torch.float64)
+    mix = torch.randn(H, D, D, generator=generator, dtype=torch.float64)
+    own = torch.randn(N, H, D, generator=generator, dtype=torch.float64)
+    return torch.einsum("nzd,hde->nhe", shared, mix) + 0.5 * own
+
+
+def best_pair_rotations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Turn each RoPE pair of x [n, d] by its best angle towards y, the angle found from its own 2 x 2 problem."""
+    turned, half = np.empty_like(x), x.shape[1] // 2
+    for p in range(half):
+        (a, b), (c, e) = x[:, [p, p + half]].T, y[:, [p, p + half]].T
+        angle = np.arctan2((a * e - b * c).sum(), (a * c + b * e).sum())
+        turned[:, p], turned[:, p + half] = np.cos(angle) * a - np.sin(angle) * b, np.sin(angle) * a + np.cos(angle) * b
+    return turned
+
+
+def direct(x: np.ndarray, y: np.ndarray, criterion: str) -> float:
+    """Eq. 2, 3, 18, 19 and 22 (squared) as printed, on vectors [n, d]."""
+    if criterion == "cos":
+        return float(np.mean(np.sum(x * y, 1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)))
+    return -float(np.mean(np.sum((x - y) ** 2, 1)))
+
+
+@pytest.mark.parametrize("criterion", ["cos", "dist"])
+def test_similarity_equals_direct_formulas(heads, criterion):
+    chosen = to_unit(heads) if criterion == "cos" else heads
+    values = value_similarity(value_gram(chosen), N, criterion)
+    keys = key_similarity(key_gram(chosen), N, criterion)
+    vectors, raw = chosen.numpy(), heads.numpy()
+    for i in range(H):
+        for j in range(H):
+            rotation, _ = scipy.linalg.orthogonal_procrustes(vectors[:, j], vectors[:, i])  # min |x_j R - x_i|
+            turned = best_pair_rotations(vectors[:, j], vectors[:, i])
+            assert values[0][i, j] == pytest.approx(direct(raw[:, i], raw[:, j], criterion), abs=1e-10)
+            assert values[1][i, j] == pytest.approx(direct(vectors[:, i], vectors[:, j] @ rotation, criterion), abs=1e-10)
+            assert keys[0][i, j] == pytest.approx(direct(raw[:, i], raw[:, j], criterion), abs=1e-10)
+            assert keys[1][i, j] == pytest.approx(direct(vectors[:, i], turned, criterion), abs=1e-10)
+
+
+def test_statistics_in_batches_equal_one_product(heads):
+    stats = LayerStats(H, D)
+    for part in heads.split(70):
+        stats.update_keys(part)
+        stats.update_values(part)
+    assert stats.tokens == N
+    float32 = {"rtol": 1e-5, "atol": 1e-3}  # batch products are float32, sums of 300 terms of size ~10
+    torch.testing.assert_close(unpack_half(stats.value["raw"], H), value_gram(heads), **float32)
+    torch.testing.assert_close(unpack_half(stats.value["unit"], H), value_gram(to_unit(heads)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.key["raw"], key_gram(heads), **float32)
+    torch.testing.assert_close(stats.key["unit"], key_gram(to_unit(heads)), rtol=1e-5, atol=1e-5)
+
+
+def test_half_gram_loses_nothing(heads):
+    gram = value_gram(heads)
+    torch.testing.assert_close(gram, unpack_half(pack_half(gram), H), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gram[1, 2], heads[:, 1].T @ heads[:, 2])
+
+
+def test_polar_agrees_with_scipy(heads):
+    x, y = heads[:, 0], heads[:, 1]
+    ours = polar(y.T @ x)  # minimises |Q x - y| for column vectors, Eq. 4
+    theirs, _ = scipy.linalg.orthogonal_procrustes(x.numpy(), y.numpy())  # minimises |x R - y| for row vectors
+    np.testing.assert_allclose(ours.numpy(), theirs.T, atol=1e-10)
+    eq6 = ours.T  # what Eq. 6 prints is the transpose: it must fit worse
+    assert (x @ ours.T - y).norm() < (x @ eq6.T - y).norm()
+
+
+def test_keys_before_rope_are_enough():
+    model = tiny_model()
+    rotary = LlamaRotaryEmbedding(model.config)
+    keys = torch.randn(N, H, D)
+    positions = torch.randint(0, 4096, (1, N))
+    cos, sin = rotary(keys, positions)
+    after = apply_rotary_pos_emb(keys.transpose(0, 1)[None], keys.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
+    # float32 angles up to 4096 radians: 1e-3 of sums of 300 products
+    torch.testing.assert_close(key_gram(after.double()), key_gram(keys.double()), rtol=1e-3, atol=2e-2)
+
+
+def algorithm_1(shapes: list[np.ndarray], rounds: int, solve) -> list[np.ndarray]:
+    """Generalized Procrustes as printed, on vectors [n, d]: solve(Y_i, mean) returns Y_i turned onto the mean."""
+    turned = [shape.copy() for shape in shapes]
+    for _ in range(rounds):
+        mean = sum(turned) / len(turned)
+        turned = [solve(shape, mean) for shape in turned]
+    return turned
+
+
+def onto(shape: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    left, _, right = np.linalg.svd(shape.T @ mean)
+    return shape @ left @ right
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 40])
+def test_value_alignment_equals_algorithm_1_on_vectors(heads, rounds):
+    rotation = align_values(value_gram(heads)[None], rounds, tolerance=-1)[0]  # -1: do not stop early
+    expected = algorithm_1([heads[:, i].numpy() for i in range(H)], rounds, onto)
+    for i in range(H):
+        np.testing.assert_allclose((heads[:, i] @ rotation[i].T).numpy(), expected[i], atol=1e-8)
+    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(D, dtype=torch.float64).expand(H, D, D), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 40])
+def test_key_alignment_equals_algorithm_1_on_vectors(heads, rounds):
+    rotation = align_keys(key_gram(heads)[None], rounds, tolerance=-1)[0]  # -1: do not stop early
+    expected = algorithm_1([heads[:, i].numpy() for i in range(H)], rounds, best_pair_rotations)
+    turned = rotate_pairs(heads.permute(1, 2, 0), rotation).permute(2, 0, 1)
+    for i in range(H):
+        np.testing.assert_allclose(turned[:, i].numpy(), expected[i], atol=1e-8)
+
+
+def test_alignment_of_hidden_copies_is_exact(heads):
+    """Heads that are one shape behind unknown rotations come back together, for values and for keys."""
+    one = heads[:, :1]
+    rotations = torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64)).Q
+    values = torch.einsum("nzd,hed->nhe", one, rotations)
+    found = align_values(value_gram(values)[None])[0]
+    aligned = torch.einsum("nhd,hed->nhe", values, found)
+    torch.testing.assert_close(aligned, aligned[:, :1].expand(-1, H, -1), rtol=0, atol=1e-5)
+    phases = torch.polar(torch.ones(H, D // 2, dtype=torch.float64), 6 * torch.rand(H, D // 2, dtype=torch.float64))
+    keys = rotate_pairs(one.expand(-1, H, -1).permute(1, 2, 0), phases).permute(2, 0, 1)
+    found = align_keys(key_gram(keys)[None])[0]
+    aligned = rotate_pairs(keys.permute(1, 2, 0), found).permute(2, 0, 1)
+    torch.testing.assert_close(aligned, aligned[:, :1].expand(-1, H, -1), rtol=0, atol=1e-5)
+
+
+def test_key_rotation_is_orthogonal_never_a_reflection_and_commutes_with_rope(heads):
+    rotation = align_keys(key_gram(heads)[None])[0]
+    matrix = rotate_pairs(torch.eye(D, dtype=torch.float64).expand(H, D, D), rotation)  # the d x d map of each head
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(D, dtype=torch.float64).expand(H, D, D), rtol=0, atol=1e-12)
+    pairs = torch.stack([matrix[:, [p, p + D // 2]][:, :, [p, p + D // 2]] for p in range(D // 2)])
+    torch.testing.assert_close(torch.linalg.det(pairs), torch.ones(D // 2, H, dtype=torch.float64), rtol=0, atol=1e-12)
+    angles = torch.rand(D // 2, dtype=torch.float64) * 100
+    rope = rotate_pairs(torch.eye(D, dtype=torch.float64).expand(H, D, D), torch.polar(torch.ones_like(angles), angles).expand(H, -1))
+    torch.testing.assert_close(rope @ matrix, matrix @ rope, rtol=0, atol=1e-12)
+
+
+def test_silent_pair_is_left_alone(heads):
+    silent = heads.clone()
+    silent[:, :, [0, D // 2]] = 0
+    assert torch.equal(align_keys(key_gram(silent)[None])[0][:, 0], torch.ones(H, dtype=torch.complex128))
+
+
+def test_pair_mean():
+    matrix = torch.tensor([[9.0, 1, 2], [1, 9, 3], [2, 3, 9]])
+    assert pair_mean(matrix) == 2
+
+
+def test_to_complex_pairs_first_and_second_half():
+    keys = torch.arange(8.0)[None]
+    assert torch.equal(to_complex(keys), torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))[None])

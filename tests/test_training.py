@@ -1,0 +1,105 @@
+"""Stage 5 under torchrun: two processes equal one, a killed run equals one that was not, signals and NaN are handled."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import ROOT, TRAINING, copy_run, run
+
+from common.checkpoints import steps_saved, whole_weights
+from common.engine import cosine
+
+
+def metrics(home) -> list[dict]:
+    return [json.loads(line) for line in (home / "train" / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_weights(home) -> dict[str, torch.Tensor]:
+    return whole_weights(steps_saved(str(home / "train"))[-1])
+
+
+def test_one_process_equals_two(finished_run, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING)
+    alone, together = (safetensors.torch.load_file(path / "teacher" / "model.safetensors") for path in (home, finished_run))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(tensor, together[name], rtol=0, atol=1e-5)
+    # the students get the same teacher to the bit: BiLD's top 16 is a choice, which rounding in the teacher can flip
+    shutil.rmtree(home / "train")
+    shutil.rmtree(home / "teacher")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING)
+    for ours, theirs in zip(metrics(home), metrics(finished_run), strict=True):
+        for name in ("loss", "kl", "bild", "mask_mean", "mask_expected"):
+            assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-5), (ours["step"], name)
+    other = final_weights(finished_run)
+    for name, tensor in final_weights(home).items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-4)
+
+
+def start(home, inputs, *arguments) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "05_prune_train.py")]
+    return subprocess.Popen([*command, "--run-dir", str(home), "--tasks", inputs["tasks"], *TRAINING, *arguments], cwd=ROOT,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def wait_for_step(home, step: int) -> None:
+    path, limit = home / "train" / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count("\n") >= step):
+        assert time.monotonic() < limit, "the run did not get that far"
+        time.sleep(0.01)
+
+
+def test_killed_and_resumed_is_bit_identical(finished_run, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    step = random.randint(1, 8)
+    print(f"killed at step {step}")
+    process = start(home, inputs)
+    wait_for_step(home, step)
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+        ranks = [int(pid) for pid in file.read().split()]
+    for pid in (process.pid, *ranks):  # the launcher first, so that it has no time to tidy up
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert not (home / "train" / "stage.json").exists()
+    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    ours, theirs = final_weights(home), final_weights(finished_run)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    timing = {"seconds", "tokens_per_s"}
+    assert [{k: v for k, v in a.items() if k not in timing} for a in metrics(home)] == [{k: v for k, v in b.items() if k not in timing} for b in metrics(finished_run)]
+
+
+def test_sigterm_saves_and_other_settings_are_refused(finished_run, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    command = [sys.executable, str(ROOT / "05_prune_train.py"), "--run", str(home), "--tasks", inputs["tasks"], *TRAINING, "--steps", "2000", "--save-steps", "5000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for_step(home, 2)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by a signal" in output
+    step = len(metrics(home))
+    assert steps_saved(str(home / "train")) == [str(home / "train" / f"step-{step:08d}")]
+    done = run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, fails=True)
+    assert "was begun with other settings (steps 2000 -> 10" in done.stderr
+
+
+def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    done = run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, "--lr", "1e30", "--clip", "0", fails=True)
+    assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr and "the last checkpoint is kept" in done.stderr
+
+
+def test_cosine_schedule():
+    factors = [cosine(step, 100, 10) for step in range(100)]
+    assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and factors[55] == pytest.approx(0.5) and factors[99] < 1e-3
