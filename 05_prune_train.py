@@ -41,11 +41,14 @@ from common.sharding import build, init_ranks
 from common.tasks import TASKS, load_task, tokenize
 
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones, no decay
-MASK_EPS = 1e-12  # a mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7: Adam's usual 1e-8 would show
+# A mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7, so Adam's usual eps of 1e-8 would show. While z is
+# exactly 1 they come from Eq. 29 alone and are as small again; with the usual memory of 1000 steps a mask that the loss
+# once held open would then never close.
+MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
-PUBLISHED = {"lr": 1e-5, "mask_lr": 1e-2, "batch": 64, "warmup": 32, "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
-EMBEDDED = {"lr": 1e-3, "mask_lr": 0.3, "batch": 32, "warmup": 20, "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20,
-            "steps": 400, "teacher_steps": 200}
+PUBLISHED = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32, "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
+EMBEDDED = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup": 20, "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20,
+            "steps": 350, "teacher_steps": 100}  # its masks have hundreds of steps to close in, not ten thousand: larger rate and weight
 
 
 def parse():
@@ -62,6 +65,7 @@ def parse():
     parser.add_argument("--lr", type=float, default=None, help="student's initial learning rate (published: 1e-5)")
     parser.add_argument("--merged-lr-factor", type=float, default=1.0, help="of the new shared projections, times --lr (the authors' code: 2)")
     parser.add_argument("--mask-lr", type=float, default=None, help="learning rate of log alpha (published: 1e-2)")
+    parser.add_argument("--l0-weight", type=float, default=None, help="weight of Eq. 29 in Eq. 31 (published: 1)")
     parser.add_argument("--batch", type=positive, default=None, help="samples per pruning step, all ranks together (published: 64)")
     parser.add_argument("--warmup", type=positive, default=None, help="learning-rate warm-up steps of pruning (published: 32)")
     parser.add_argument("--teacher-lr", type=float, default=None, help="published: 1e-5")
@@ -71,7 +75,7 @@ def parse():
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt", help="tokens of the KL term: prompt, as the authors' code; all, as Eq. 30 reads")
     parser.add_argument("--seed", type=int, default=0, help="of batches and mask noise")
     # how it runs
-    parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 1024 on a CPU)")
+    parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 512 on a CPU)")
     parser.add_argument("--loss-chunk", type=positive, default=1024, help="tokens whose logits exist at a time")
     parser.add_argument("--save-steps", type=positive, default=200, help="steps between checkpoints")
     parser.add_argument("--print-every", type=positive, default=20, help="steps between printed lines; metrics.jsonl has all")
@@ -100,8 +104,9 @@ class Sft(Phase):
 class Distillation(Phase):
     """Eq. 31: KL + BiLD to the teacher, and the L0 term that moves the masks from 1 to 0."""
 
-    def __init__(self, student, teacher, steps: int, kl_on: str, chunk: int, seed: int):
-        self.student, self.teacher, self.steps, self.kl_on, self.chunk, self.seed = student, teacher, steps, kl_on, chunk, seed
+    def __init__(self, student, teacher, steps: int, args):
+        self.student, self.teacher, self.steps = student, teacher, steps
+        self.kl_on, self.chunk, self.seed, self.l0_weight = args.kl_on, args.loss_chunk, args.seed, args.l0_weight
         self.switch = int(SWITCH * steps)
 
     def begin_step(self, step: int) -> None:
@@ -144,10 +149,13 @@ class Distillation(Phase):
         dist.all_reduce(self.z.grad)
         world = dist.get_world_size()  # row losses were scaled by it for FSDP's mean
         l0 = masks.l0_loss(self.student.log_alpha, goal)
-        torch.autograd.backward([self.drawn, l0], [self.z.grad / world, None])
+        torch.autograd.backward([self.drawn, self.l0_weight * l0], [self.z.grad / world, None])
         size = masks.expected(self.student.log_alpha.detach())
         return {"l0": float(l0.detach()), "mask_target": goal, "mask_expected": float(size.mean()), "mask_mean": float(self.z.detach().mean()),
                 "mask_per_layer": [round(number, 5) for number in size.mean(1).tolist()]}
+
+    def after_update(self, step: int) -> None:
+        masks.clamp(self.student.log_alpha)
 
 
 def groups_of(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | None = None) -> torch.optim.AdamW:
@@ -157,7 +165,7 @@ def groups_of(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | N
     groups = [{"params": [p for name, p in named if ".merged." not in name], "initial_lr": lr, **ADAM}]
     if merged:
         groups.append({"params": merged, "initial_lr": lr * merged_factor, **ADAM})
-        groups.append({"params": [trainee.log_alpha], "initial_lr": mask_lr, **ADAM, "eps": MASK_EPS})
+        groups.append({"params": [trainee.log_alpha], "initial_lr": mask_lr, **MASK_ADAM})
     return torch.optim.AdamW(groups, lr=lr)
 
 
@@ -212,7 +220,7 @@ def main():
     samples = load_samples(args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub"), tokenizer, ranks)
     cuda = ranks.device.type == "cuda"
     compute = torch.bfloat16 if cuda else torch.float32
-    capacity = args.tokens_per_microbatch or (4096 if cuda else 1024)
+    capacity = args.tokens_per_microbatch or (4096 if cuda else 512)
     common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": capacity, "save_steps": args.save_steps, "print_every": args.print_every}
 
     if not os.path.isdir(teacher):
@@ -231,10 +239,10 @@ def main():
     frozen = build(teacher_config, ranks, compute, compute, lambda name: (teacher, name)).eval().requires_grad_(False)
     optimizer = groups_of(student, args.lr, args.merged_lr_factor, args.mask_lr)
     ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    settings = asdict(plan) | {"lr": args.lr, "mask_lr": args.mask_lr, "merged_lr_factor": args.merged_lr_factor, "kl_on": args.kl_on,
+    settings = asdict(plan) | {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor, "kl_on": args.kl_on,
                                "kv_heads": kv_heads, "samples": len(samples)}
     begin(training, settings, ranks)
-    phase = Distillation(student, frozen, steps, args.kl_on, args.loss_chunk, args.seed)
+    phase = Distillation(student, frozen, steps, args)
     if not train(student, optimizer, phase, samples, plan, training, ranks):
         return
     if ranks.first:

@@ -10,11 +10,13 @@ Every task is answerable from its prompt alone: the facts are drawn anew for eac
 attention found the fact asked about, and heads that are merged badly show as lost accuracy.
 
 At this size neither source text nor a random start teaches such in-context lookup within the time one would wait for
-a default.  Hence two departures from ordinary pre-training.  Every step trains on rows of text and on samples of the
-tasks' train splits, whose answers weigh most; and the attention starts near an induction circuit (see `initialise`),
-which training then fits to the tasks.
+a default.  Hence three departures from ordinary pre-training.  The attention starts near an induction circuit (see
+`initialise`).  Beside the text, the first third of the steps trains on drills, which state a few facts twice, in two
+orders, and count the loss where the second statement needs the first.  The other steps train on samples of the tasks'
+train splits instead, and count the loss on their answers.
 """
 
+import functools
 import json
 import os
 import random
@@ -31,19 +33,21 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from common.tasks import example_from_row
 
 STEPS = 600  # about a minute and a half on two cores
+DRILLED = 1 / 3  # share of the steps spent on drills: without them no task leaves chance in the other steps
 THREADS = 2  # fixed, because the order of floating-point sums depends on it
 WARMUP, DECAY = 20, 0.4  # steps of linear warm-up; the last share of the steps, over which the rates fall to zero
-MUON_RATE, ADAM_RATE = 0.015, 1e-3  # attention and MLP matrices; embeddings, output head and norms
-TASK_BATCH, TEXT_BATCH, TEXT_LENGTH = 48, 2, 256  # samples a step (as many of each task), rows a step, tokens a row
-PROMPT_WEIGHT, TEXT_WEIGHT = 0.02, 0.5  # of a prompt token and of the text loss, an answer token weighing 1
+MUON_RATE, ADAM_RATE = 0.01, 1e-3  # of the layers' matrices; of embeddings, output head and norms
+DRILL_BATCH, TASK_BATCH = 40, 40  # rows a step: small batches, because the steps are what is scarce
+TEXT_BATCH, TEXT_LENGTH, TEXT_WEIGHT = 3, 256, 0.5  # rows a step, tokens a row, weight of their loss in the sum
 
 WIDTH, MLP, LAYERS, HEADS = 128, 256, 4, 8
 ROPE_THETA = 1000.0  # short contexts: most of a head's rotations should tell neighbouring offsets apart
+SHARPNESS = 3.0  # scale of the first layer's scores at the start: one offset takes most of the attention
 VOCAB = 1280  # every word of the tasks is one token
 EOS, PAD = "<|eos|>", "<|pad|>"
 
-TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "encodings"}
+TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000  # at least, as files are taken whole
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "encodings"}
 TRAIN_ROWS, VALIDATION_ROWS = 2000, 200
 
 NAMES = "Ann Bob Tom Sue Joe Kim Max Eva Leo Ida Sam Zoe Ben Amy Dan Liz".split()
@@ -53,6 +57,11 @@ LOCKS = "door gate chest safe drawer cabinet locker closet".split()
 ACTS = "singing sleeping running waiting reading cooking swimming painting dancing writing laughing climbing".split()
 MATERIALS = "wood wool steel glass paper stone clay rubber leather plastic cotton copper".split()
 MOODS = "happy sad angry proud tired bored calm shy brave jealous hungry lonely".split()
+STATES = [("on", "off"), ("hot", "cold"), ("full", "empty"), ("new", "old")]  # the first is asked about
+# All facts of a kind have one form, so that a subject and its property are at most 8 tokens apart: see `initialise`.
+FACTS = {"colour": (THINGS, COLOURS, "the {} is {}"), "stuff": (THINGS, MATERIALS, "the {} is {}"),
+         "lock": (LOCKS, COLOURS, "the {} is {}"), "owner": (THINGS, NAMES, "the {} is {}'s"),
+         "act": (NAMES, ACTS, "{} is {}"), "mood": (NAMES, MOODS, "{} is {}")}
 
 
 def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
@@ -63,7 +72,7 @@ def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
         (unfinished / part).mkdir(parents=True)
     print(f"demo: making its text, its tasks and a small model in {directory} (once, about two minutes on two cores)")
 
-    text = dict(zip(("train", "heldout"), _corpus(seed)))
+    text = dict(zip(("train", "heldout"), _corpus(seed), strict=True))
     for split, content in text.items():
         (unfinished / "text" / f"{split}.txt").write_text(content, encoding="utf-8", newline="")
     examples = []
@@ -79,9 +88,6 @@ def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
     tokenizer.save_pretrained(unfinished / "model")
     os.rename(unfinished, directory)
     print(f"demo: wrote {directory}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
-
-
-# Text
 
 
 def _corpus(seed):
@@ -117,80 +123,67 @@ def _tokenizer(texts):
                                    clean_up_tokenization_spaces=False)
 
 
-# Tasks: each function draws one row
+def _pairs(rng, kind, count):
+    """`count` pairs (subject, property) of a kind of fact, no word twice."""
+    subjects, properties, _ = FACTS[kind]
+    return list(zip(rng.sample(subjects, count), rng.sample(properties, count), strict=True))
 
 
-def _facts(rng, subjects, properties, count, form="the {} is {}"):
-    """`count` pairs (subject, property), no word twice; the sentences that state them; and the pair to ask about."""
-    pairs = list(zip(rng.sample(subjects, count), rng.sample(properties, count)))
-    return pairs, [form.format(*pair) for pair in pairs], rng.choice(pairs)
-
-
-def _shuffled(rng, items, answer):
-    """The items in random order, and the place of the answer among them."""
-    items = rng.sample(items, len(items))
-    return items, items.index(answer)
+def _lookup(rng, kind, count, choices, join=", "):
+    """`count` facts as text, the subject asked about, that many choices out of the facts, the right one's place."""
+    pairs = _pairs(rng, kind, count)
+    subject, answer = rng.choice(pairs)
+    others = [other for _, other in pairs if other != answer]
+    texts = rng.sample([answer, *rng.sample(others, choices - 1)], choices)
+    return join.join(FACTS[kind][2].format(*pair) for pair in pairs), subject, texts, texts.index(answer)
 
 
 def _boolq(rng):
-    _, said, (_, colour) = _facts(rng, THINGS, COLOURS, 3)
-    label = rng.random() < 0.5
-    if not label:
-        colour = rng.choice([c for c in COLOURS if all(c not in fact.split() for fact in said)])
-    return {"question": f"is anything {colour}", "passage": ", ".join(said) + ".", "label": label}
+    yes, no = rng.choice(STATES)
+    things, states = rng.sample(THINGS, 2), rng.sample([yes, no], 2)
+    asked = rng.randrange(2)
+    return {"question": f"is the {things[asked]} {yes}", "label": states[asked] == yes,
+            "passage": f"the {things[0]} is {states[0]}, the {things[1]} is {states[1]}."}
 
 
 def _piqa(rng):
-    pairs, said, (lock, colour) = _facts(rng, LOCKS, COLOURS, 2)
-    keys, place = _shuffled(rng, [c for _, c in pairs], colour)
-    return {"goal": f"{', '.join(said)}. open the {lock}", "sol1": f"use the {keys[0]} key",
-            "sol2": f"use the {keys[1]} key", "label": place}
+    said, lock, keys, place = _lookup(rng, "lock", 2, 2)
+    sols = [f"use the {key} key" for key in keys]
+    return {"goal": f"{said}. open the {lock}", "sol1": sols[0], "sol2": sols[1], "label": place}
 
 
 def _hellaswag(rng):
-    pairs, said, (name, act) = _facts(rng, NAMES, ACTS, 4, "{} is {}")
-    endings, place = _shuffled(rng, [a for _, a in pairs], act)
-    return {"ctx": f"{', '.join(said)}. so {name} is", "endings": endings, "label": str(place)}
+    said, name, endings, place = _lookup(rng, "act", 4, 4)
+    return {"ctx": f"{said}. so {name} is", "endings": endings, "label": str(place)}
 
 
 def _winogrande(rng):
-    pairs, said, (thing, name) = _facts(rng, THINGS, NAMES, 2, "the {} is {}'s")
-    options, place = _shuffled(rng, [n for _, n in pairs], name)
-    return {"sentence": f"{' and '.join(said)}, so _ has the {thing}", "option1": options[0], "option2": options[1],
+    said, thing, names, place = _lookup(rng, "owner", 2, 2, join=" and ")
+    return {"sentence": f"{said}, so _ has the {thing}", "option1": names[0], "option2": names[1],
             "answer": str(place + 1)}
 
 
-def _arc(stem, texts, place):
-    choices = [{"text": text, "label": label} for text, label in zip(texts, "ABCD")]
-    return {"question": {"stem": stem, "choices": choices}, "answerKey": "ABCD"[place]}
-
-
-def _arc_easy(rng):
-    pairs, said, (thing, colour) = _facts(rng, THINGS, COLOURS, 4)
-    return _arc(f"{', '.join(said)}. what is the {thing}?", *_shuffled(rng, [c for _, c in pairs], colour))
-
-
-def _arc_challenge(rng):
-    pairs, said, (thing, colour) = _facts(rng, THINGS, COLOURS, 4)
-    return _arc(f"{', '.join(said)}. which thing is {colour}?", *_shuffled(rng, [t for t, _ in pairs], thing))
+def _arc(rng, count):
+    said, thing, colours, place = _lookup(rng, "colour", count, 4)
+    choices = [{"text": text, "label": label} for text, label in zip(colours, "ABCD", strict=True)]
+    return {"question": {"stem": f"{said}. what is the {thing}?", "choices": choices}, "answerKey": "ABCD"[place]}
 
 
 def _openbookqa(rng):
-    pairs, said, (thing, material) = _facts(rng, THINGS, MATERIALS, 4)
-    texts, place = _shuffled(rng, [m for _, m in pairs], material)
-    return {"question_stem": f"{', '.join(said)}. what makes the {thing}?",
-            "choices": {"text": texts, "label": list("ABCD")}, "answerKey": "ABCD"[place]}
+    said, thing, texts, place = _lookup(rng, "stuff", 4, 4)
+    return {"question_stem": f"{said}. what makes the {thing}?", "choices": {"text": texts, "label": list("ABCD")},
+            "answerKey": "ABCD"[place]}
 
 
 def _siqa(rng):
-    pairs, said, (name, mood) = _facts(rng, NAMES, MOODS, 3, "{} is {}")
-    moods, place = _shuffled(rng, [m for _, m in pairs], mood)
-    return {"context": ", ".join(said) + ".", "question": f"how is {name}?", "answerA": moods[0], "answerB": moods[1],
-            "answerC": moods[2], "label": str(place + 1)}
+    said, name, moods, place = _lookup(rng, "mood", 3, 3)
+    return {"context": f"{said}.", "question": f"how is {name}?", "label": str(place + 1),
+            "answerA": moods[0], "answerB": moods[1], "answerC": moods[2]}
 
 
-TASKS = {"boolq": _boolq, "piqa": _piqa, "hellaswag": _hellaswag, "winogrande": _winogrande, "arc_easy": _arc_easy,
-         "arc_challenge": _arc_challenge, "openbookqa": _openbookqa, "siqa": _siqa}
+TASKS = {"boolq": _boolq, "piqa": _piqa, "hellaswag": _hellaswag, "winogrande": _winogrande,
+         "arc_easy": functools.partial(_arc, count=4), "arc_challenge": functools.partial(_arc, count=6),
+         "openbookqa": _openbookqa, "siqa": _siqa}
 
 
 def task_rows(seed: int) -> dict:
@@ -204,9 +197,6 @@ def task_rows(seed: int) -> dict:
         rows = list(rows.values())
         splits[task, "validation"], splits[task, "train"] = rows[:VALIDATION_ROWS], rows[VALIDATION_ROWS:]
     return splits
-
-
-# Model
 
 
 @torch.no_grad()
@@ -232,27 +222,27 @@ def initialise(model, generator) -> None:
     query, key = (p.weight.mul_(0.1).view(HEADS, size, width) for p in (attentions[0].q_proj, attentions[0].k_proj))
     frequencies = ROPE_THETA ** (-torch.arange(size // 2) * 2 / size)
     angles = torch.arange(1, HEADS + 1)[:, None] * frequencies  # (heads, size / 2)
-    sharpness = 3.0  # the scores' scale: high enough that one offset takes most of the attention
-    query[:, :, 0] = sharpness * torch.cat([angles.cos(), -angles.sin()], dim=1)
-    key[:, : size // 2, 0], key[:, size // 2 :, 0] = sharpness, 0.0
+    query[:, :, 0] = SHARPNESS * torch.cat([angles.cos(), -angles.sin()], dim=1)
+    key[:, : size // 2, 0], key[:, size // 2 :, 0] = SHARPNESS, 0.0
 
 
 def _new_model(tokenizer, seed):
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, max_position_embeddings=2048,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, max_position_embeddings=TEXT_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM._from_config(config, attn_implementation="eager")  # on CPUs faster than SDPA's backward
+        # eager, because SDPA's backward pass is far slower on CPUs
+        model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     initialise(model, torch.Generator().manual_seed(seed))
     return model
 
 
 def _optimizers(model, steps):
-    """Muon for the layers' matrices, which needs far fewer steps here than AdamW; AdamW for the rest; and schedules."""
+    """Muon, which needs fewer steps, for the layers' matrices, and AdamW for the rest; each with its schedule."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.05),
@@ -261,59 +251,72 @@ def _optimizers(model, steps):
     def rate(step):
         return min(1.0, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))
 
-    return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    return [(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)) for optimizer in optimizers]
 
 
-def _pad(samples, pad):
-    """Samples (prompt, answer) of token ids -> tokens and loss weights, both (batch, longest), padded on the right."""
-    longest = max(len(prompt) + len(answer) for prompt, answer in samples)
-    tokens = torch.full((len(samples), longest), pad)
-    weights = torch.zeros(len(samples), longest)
-    for i, (prompt, answer) in enumerate(samples):
-        end = len(prompt) + len(answer)
-        tokens[i, :end] = torch.tensor(prompt + answer)
-        weights[i, : len(prompt)], weights[i, len(prompt) : end] = PROMPT_WEIGHT, 1.0
+def _sample(example, tokenizer):
+    """(tokens, weights) of an example: the prompt weighs 0, the answer and the end of sequence 1."""
+    prompt, answer = (tokenizer(part)["input_ids"] for part in (example.prompt, example.answer))
+    return prompt + answer + [tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(answer) + 1)
+
+
+def _drill(rng, encode):
+    """(tokens, weights) of four facts stated twice; the second time each property, to be looked up, weighs 1."""
+    kind = rng.choice(list(FACTS))
+    pairs = _pairs(rng, kind, 4)
+    before, after = FACTS[kind][2].rsplit("{}", 1)
+    tokens, weights = [], []
+    for weight, stated in ((0, pairs), (1, rng.sample(pairs, 4))):
+        for subject, name in stated:
+            for piece, counts in ((before.format(subject), 0), (name, weight), (f"{after}, ", 0)):
+                tokens += encode(piece)
+                weights += [counts] * len(encode(piece))
     return tokens, weights
 
 
-def _loss(model, tokens, weights):
-    """Weighted sum of the next-token losses, and the sum of the weights; tokens, weights: (batch, length)."""
-    weights = weights[:, 1:]
-    counted = weights > 0  # the output head is a large share of the work: spare it the padding
+def _pad(samples, pad):
+    """Samples (tokens, weights) -> two tensors (batch, longest), padded on the right, where the weights are 0."""
+    longest = max(len(tokens) for tokens, _ in samples)
+    padded = [(tokens + [pad] * (longest - len(tokens)), weights + [0] * (longest - len(weights)))
+              for tokens, weights in samples]
+    return tuple(torch.tensor(column) for column in zip(*padded, strict=True))
+
+
+def _losses(model, tokens, weights):
+    """The next-token losses (n,) at the n tokens of weight 1; tokens, weights: (batch, length)."""
+    counted = weights[:, 1:] > 0  # the output head is a large share of the work: it sees no other position
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1][counted]
-    losses = F.cross_entropy(model.lm_head(hidden).float(), tokens[:, 1:][counted], reduction="none")
-    return (losses * weights[counted]).sum(), weights[counted].sum()
+    return F.cross_entropy(model.lm_head(hidden).float(), tokens[:, 1:][counted], reduction="none")
 
 
 def _train(tokenizer, text, tasks, steps, seed):
     """A model trained on the text (str) and the tasks (a list of examples for each task)."""
-    stream = torch.tensor(tokenizer(text)["input_ids"])  # (tokens of the text,)
-    pools = []
-    for examples in tasks:
-        prompts, answers = (tokenizer(texts)["input_ids"] for texts in zip(*((e.prompt, e.answer) for e in examples)))
-        pools.append([(p, a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers)])
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    encode = functools.cache(lambda piece: tokenizer(piece)["input_ids"])
+    stream = torch.tensor(encode(text))  # (tokens of the text,)
+    pools = [[_sample(example, tokenizer) for example in examples] for examples in tasks]
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     model = _new_model(tokenizer, seed)
-    optimizers, schedules = _optimizers(model, steps)
+    optimizers = _optimizers(model, steps)
     with tqdm(range(steps), desc="demo: training", unit="step") as bar:
-        for _ in bar:
-            samples = [sample for pool in pools for sample in rng.sample(pool, TASK_BATCH // len(pools))]
-            samples.sort(key=lambda sample: len(sample[0]))
+        for step in bar:
+            if step < DRILLED * steps:
+                samples = [_drill(rng, encode) for _ in range(DRILL_BATCH)]
+            else:
+                samples = [sample for pool in pools for sample in rng.sample(pool, TASK_BATCH // len(pools))]
+            samples.sort(key=lambda sample: len(sample[0]))  # two batches, of short and of long ones: less padding
+            halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
             starts = torch.randint(len(stream) - TEXT_LENGTH, (TEXT_BATCH, 1), generator=generator)
             rows = stream[starts + torch.arange(TEXT_LENGTH)]  # (TEXT_BATCH, TEXT_LENGTH)
-            halves = [_pad(samples[: TASK_BATCH // 2], tokenizer.pad_token_id),
-                      _pad(samples[TASK_BATCH // 2 :], tokenizer.pad_token_id)]
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                sums, counts = zip(*(_loss(model, *half) for half in halves))
-                total, count = _loss(model, rows, torch.ones(rows.shape))
-                task_loss, text_loss = sum(sums) / sum(counts), total / count
-            (task_loss + TEXT_WEIGHT * text_loss).backward()
-            for optimizer, schedule in zip(optimizers, schedules):
+                losses = [_losses(model, *_pad(half, tokenizer.pad_token_id)) for half in halves]
+                lookup_loss, text_loss = torch.cat(losses).mean(), _losses(model, rows, torch.ones_like(rows)).mean()
+            (lookup_loss + TEXT_WEIGHT * text_loss).backward()
+            for optimizer, schedule in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-            bar.set_postfix(tasks=f"{task_loss.item():.3f}", text=f"{text_loss.item():.3f}")
+            bar.set_postfix(lookup=f"{lookup_loss.item():.3f}", text=f"{text_loss.item():.3f}")
     torch.set_num_threads(threads)
     return model.eval()

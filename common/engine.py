@@ -43,6 +43,9 @@ class Phase:
         """One row's share of the batch's loss, and its parts by name; all are summed over rows and ranks."""
         raise NotImplementedError
 
+    def after_update(self, step: int) -> None:
+        """After the optimizer's step."""
+
     def end_step(self, step: int) -> dict:
         """After the last backward pass: gradients of what is not sharded. Returns figures for metrics.jsonl."""
         return {}
@@ -102,6 +105,7 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
         norm = clip_gradients(trainee, plan.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        phase.after_update(step)
 
         stop = totals.pop("stop") > 0
         metrics.write({"step": step + 1} | totals | figures | {

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
-START = 8.0  # log_alpha at which E[1 - z] is 4.5e-4: every mask starts at 1 to within 1e-3
+START = 7.5  # log_alpha at which E[1 - z] is 7e-4: every mask starts at 1 to within 1e-3
+LIMIT = START  # log_alpha is kept within +-LIMIT: beyond it sigmoid is flat and a mask would never come back
 
 
 def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
@@ -39,6 +40,12 @@ def l0_loss(log_alpha: torch.Tensor, goal: float) -> torch.Tensor:
     """Eq. 29 on the mean expected mask: |s - T| + (s - T)^2. (Version 1 of the paper prints it without |.|.)"""
     gap = expected(log_alpha).mean() - goal
     return gap.abs() + gap.square()
+
+
+@torch.no_grad()
+def clamp(log_alpha: torch.Tensor) -> None:
+    """Keep log_alpha within +-LIMIT, in place, after an optimizer step."""
+    log_alpha.clamp_(-LIMIT, LIMIT)
 
 
 class BlendedProjection(nn.Module):

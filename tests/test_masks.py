@@ -107,3 +107,9 @@ def test_mask_gradient_reaches_log_alpha_through_the_model():
     drawn = masks.draw(log_alpha, 0, 1)
     inside = (drawn > 0) & (drawn < 1)
     assert inside.any() and (log_alpha.grad[inside] != 0).all() and (log_alpha.grad[~inside] == 0).all()
+
+
+def test_clamp_keeps_log_alpha_where_a_mask_can_come_back():
+    log_alpha = torch.tensor([-100.0, -1.0, 0.0, 3.0, 100.0])
+    masks.clamp(log_alpha)
+    assert log_alpha.tolist() == [-masks.LIMIT, -1, 0, 3, masks.LIMIT]
