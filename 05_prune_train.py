@@ -55,6 +55,7 @@ def parse():
     parser = stage_parser(__doc__)
     # what is trained on what
     parser.add_argument("--tasks", default=None, metavar="DIR", help="TASK.train.jsonl files, or hub (default: hub; the embedded tasks for demo)")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--teacher", default=None, metavar="DIR", help="an SFT teacher to share between runs (default: RUN/teacher, made if missing)")
     # length of the two phases
     parser.add_argument("--teacher-epochs", type=float, default=2, help="SFT passes over the training sets")
@@ -169,10 +170,10 @@ def groups_of(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | N
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def load_samples(source: str, tokenizer, ranks) -> list:
-    """The training sets of all eight tasks, tokenized, in the order of the tasks."""
+def load_samples(tasks, source: str, tokenizer, ranks) -> list:
+    """The training sets of the tasks, tokenized, one task after another."""
     samples = []
-    for task in TASKS:
+    for task in tasks:
         examples, read = load_task(task, "train", source)
         samples += [tokenize(example, tokenizer) for example in examples]
         ranks.say(f"reads   {read}: {len(examples)} samples")
@@ -217,7 +218,7 @@ def main():
     dist.barrier()
 
     tokenizer = load_tokenizer(source)
-    samples = load_samples(args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub"), tokenizer, ranks)
+    samples = load_samples(args.only, args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub"), tokenizer, ranks)
     cuda = ranks.device.type == "cuda"
     compute = torch.bfloat16 if cuda else torch.float32
     capacity = args.tokens_per_microbatch or (4096 if cuda else 512)

@@ -289,6 +289,7 @@ def _losses(model, tokens, weights):
     return F.cross_entropy(model.lm_head(hidden).float(), tokens[:, 1:][counted], reduction="none")
 
 
+@torch.enable_grad()  # whoever asks for the model may stand under no_grad
 def _train(tokenizer, text, tasks, steps, seed):
     """A model trained on the text (str) and the tasks (a list of examples for each task)."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
