@@ -29,7 +29,6 @@ from common.artifacts import (
     check_same_model,
     read_record,
     record,
-    refuse_overwrite,
     write_directory,
     write_json,
 )
@@ -96,10 +95,9 @@ class Sft(Phase):
             def per_chunk(hidden, targets, weight):
                 return (cross_entropy(lm_head(hidden).float(), targets) * weight).sum()
 
-            return chunked(per_chunk, self.chunk, hidden[at], row.targets[at], row.answer_weight[at]) + 0 * hidden.sum()
+            return chunked(per_chunk, self.chunk, hidden[at], row.targets[at], row.answer_weight[at])
 
-        loss = self.trainee(row, head_loss)
-        return loss, {}
+        return self.trainee(row, head_loss), {}
 
 
 class Distillation(Phase):
@@ -137,7 +135,7 @@ class Distillation(Phase):
                 return chunked(per_chunk, self.chunk, hidden[at], teacher_hidden[at], weight[at])
 
             kl_weight = row.prompt_weight if self.kl_on == "prompt" else row.all_weight
-            return term(kl, kl_weight) + 0 * hidden.sum(), term(bild, row.answer_weight) + 0 * hidden.sum()
+            return term(kl, kl_weight), term(bild, row.answer_weight)
 
         kl_loss, bild_loss = self.student(row, head_loss)
         return kl_loss + bild_loss, {"kl": kl_loss, "bild": bild_loss}
@@ -159,7 +157,7 @@ class Distillation(Phase):
         masks.clamp(self.student.log_alpha)
 
 
-def groups_of(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | None = None) -> torch.optim.AdamW:
+def make_optimizer(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | None = None) -> torch.optim.AdamW:
     """AdamW over the model's weights, the new shared projections and the masks, each with its learning rate."""
     named = list(trainee.net.named_parameters())
     merged = [p for name, p in named if ".merged." in name]
@@ -180,8 +178,9 @@ def load_samples(tasks, source: str, tokenizer, ranks) -> list:
     return samples
 
 
-def begin(directory: str, settings: dict, ranks) -> None:
-    """Make the phase's directory; a directory begun with other settings is refused, not continued."""
+def begin(directory: str, plan: Plan, more: dict, ranks) -> dict:
+    """Make the phase's directory and return its settings; one begun with other settings is refused, not continued."""
+    settings = {name: value for name, value in asdict(plan).items() if name not in ("save_steps", "print_every")} | more
     path = os.path.join(directory, "plan.json")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
@@ -192,6 +191,7 @@ def begin(directory: str, settings: dict, ranks) -> None:
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
+    return settings
 
 
 def main():
@@ -209,7 +209,6 @@ def main():
             setattr(args, name, value)
 
     teacher, training = args.teacher or os.path.join(args.run, "teacher"), os.path.join(args.run, "train")
-    refuse_overwrite(os.path.join(training, RECORD), args.force)
     if args.teacher or (os.path.isdir(teacher) and not args.force):
         check_same_model(teacher, described, read_record(teacher, "05_prune_train.py")["model"])
     if args.force and ranks.first:
@@ -232,17 +231,18 @@ def main():
     else:
         ranks.say(f"reads   {teacher}: the teacher stands")
 
-    epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5
+    epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
     steps = args.steps or max(1, int(epochs * len(samples) / args.batch))
     plan = Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
+    settings = begin(training, plan, {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor,
+                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples)}, ranks)
+    if os.path.exists(os.path.join(training, RECORD)):
+        ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
+        return
     student = build_student(aligned, merged, kv_heads, compute, ranks)
-    teacher_config = load_config(teacher)
-    frozen = build(teacher_config, ranks, compute, compute, lambda name: (teacher, name)).eval().requires_grad_(False)
-    optimizer = groups_of(student, args.lr, args.merged_lr_factor, args.mask_lr)
+    frozen = build(load_config(teacher), ranks, compute, compute, lambda name: (teacher, name)).eval().requires_grad_(False)
+    optimizer = make_optimizer(student, args.lr, args.merged_lr_factor, args.mask_lr)
     ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    settings = asdict(plan) | {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor, "kl_on": args.kl_on,
-                               "kv_heads": kv_heads, "samples": len(samples)}
-    begin(training, settings, ranks)
     phase = Distillation(student, frozen, steps, args)
     if not train(student, optimizer, phase, samples, plan, training, ranks):
         return
@@ -276,16 +276,16 @@ def train_teacher(args, described, samples, plan, teacher, tokenizer, compute, r
     source, directory = described["path"], teacher + ".train"
     config = load_config(source)
     trainee = build(config, ranks, torch.float32, compute, lambda name: (source, name), recompute=ranks.device.type == "cuda")
-    optimizer = groups_of(trainee, args.teacher_lr)
+    optimizer = make_optimizer(trainee, args.teacher_lr)
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    begin(directory, asdict(plan) | {"lr": args.teacher_lr, "samples": len(samples)}, ranks)
+    settings = begin(directory, plan, {"lr": args.teacher_lr, "samples": len(samples)}, ranks)
     if not train(trainee, optimizer, Sft(trainee, args.loss_chunk), samples, plan, directory, ranks):
         return False
     if ranks.first:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
         model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
         lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
-        summary = asdict(plan) | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
+        summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
         with write_directory(teacher) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)

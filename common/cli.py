@@ -35,10 +35,10 @@ def positive(text: str) -> int:
 
 
 def run_stage(main) -> None:
-    """Call main() and turn a UserError into one line on standard error and exit code 2."""
+    """Call main() and turn a UserError, or what the operating system refuses, into one line and exit code 2."""
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake: one says it
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)

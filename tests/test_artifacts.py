@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from conftest import save_tiny, tiny_model
 
 from common import artifacts
 from common.cli import UserError
@@ -20,6 +19,7 @@ from common.models import (
     load_model,
     require_mha,
 )
+from conftest import save_tiny, tiny_model
 
 MODEL = {"path": "m", "fingerprint": "f" * 64}
 

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import END, byte_tokenizer, task_rows, tiny_model
 from tqdm import tqdm
 
 from common import evaluate
 from common.tasks import example_from_row, tokenize
+from conftest import END, byte_tokenizer, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 

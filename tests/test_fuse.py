@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import tiny_model
 
 from common.fuse import fuse_layer, merge_heads, merge_model
+from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
 

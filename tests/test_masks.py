@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from conftest import tiny_model
 
 from common import masks
 from common.fuse import merge_model
+from conftest import tiny_model
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
 

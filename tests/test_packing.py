@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import tiny_model
 
 from common.losses import cross_entropy
 from common.packing import batch_indices, build_row, pack, rows_of_step
 from common.sharding import Trainee
 from common.tasks import Sample
+from conftest import tiny_model
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from conftest import tiny_model
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.fuse import rotate_pairs
 from common.procrustes import align_keys, align_values, key_similarity, pair_mean, polar, value_similarity
 from common.stats import LayerStats, key_gram, pack_half, to_complex, to_unit, unpack_half, value_gram
+from conftest import tiny_model
 
 N, H, D = 300, 4, 8
 

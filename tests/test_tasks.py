@@ -4,10 +4,10 @@ import json
 import os
 
 import pytest
-from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
 
 from common.cli import UserError
 from common.tasks import TASKS, example_from_row, load_task, tokenize
+from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
 
 LISTED = {"question": "What is 1 + 1?", "choices": {"text": ["two", "it's one"], "label": ["A", "B"]}, "answerKey": "A"}
 TABLE_5 = [  # task, row, prompt, answer

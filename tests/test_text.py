@@ -4,10 +4,10 @@ import gzip
 import json
 
 import pytest
-from conftest import END, byte_tokenizer
 
 from common.cli import UserError
 from common.text import load_tokens
+from conftest import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
 
