@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import demo
 from common.tasks import TASKS, load_task, tokenize
-from conftest import run
+from conftest import ROOT, run
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,15 @@ def test_alignment_helps_a_trained_model(made, tmp_path, kv_heads):
         assert layer["key_after"] > layer["key_before"] and layer["value_after"] > layer["value_before"]
     assert aligned["max_logit_difference"] <= 1e-4
     assert aligned["perplexity_source"] < aligned["perplexity_merged"] < pooled["perplexity_merged"]
+
+
+@pytest.mark.slow
+def test_whole_demo(tmp_path):
+    """`make demo` without its set-up: the teacher has learnt every task, and the aligned student keeps more than the mean-pooled."""
+    subprocess.run(["bash", "pipelines/demo.sh"], cwd=ROOT, check=True, env=os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run")})
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    for task in results["teacher"]["tasks"].values():
+        assert task["exact_match"] >= task["chance"] + 0.25
+    assert results["aligned"]["macro_exact_match"] > results["mean-pool"]["macro_exact_match"]
+    assert results["aligned-untrained"]["perplexity"] < results["mean-pool-untrained"]["perplexity"]
+    assert results["aligned"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]

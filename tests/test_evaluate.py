@@ -38,14 +38,15 @@ def examples():
 def test_batched_generation_equals_one_at_a_time(model):
     tokenizer = byte_tokenizer()
     samples = [tokenize(example, tokenizer) for example in examples()]
+    samples = [sample for sample in samples if len(sample.answer) == 4]  # one length: every batch generates as far
+    assert len({len(sample.prompt) for sample in samples}) > 3  # padding is needed
     batched = evaluate.generate_answers(model, tokenizer, samples, 7, tqdm(disable=True))
     for sample, answer in zip(samples, batched, strict=True):
         ids = list(sample.prompt)
         with torch.no_grad():
-            while len(ids) < len(sample) and (len(ids) == len(sample.prompt) or ids[-1] != END):
+            while len(ids) < len(sample) and END not in ids:
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        alone = tokenizer.decode(ids[len(sample.prompt) :], skip_special_tokens=True).lstrip()
-        assert answer.startswith(alone.rstrip()[: max(0, len(alone) - 3)])  # a byte cut in the middle of a character may show
+        assert answer == tokenizer.decode(ids[len(sample.prompt) :], skip_special_tokens=True).strip()
 
 
 def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):
