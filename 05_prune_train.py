@@ -10,8 +10,9 @@ Writes  RUN/teacher/   an ordinary MHA checkpoint; skipped when it stands alread
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10     # a single process works too
 
 The same command again goes on after the last checkpoint; a run that was killed ends as if it had not been, to the
-bit, at the same number of processes. SIGTERM and Ctrl-C save at the end of the step. Flags left out take the
-published values (Appendix A), or for the embedded model values that suit its size.
+bit, at the same number of processes. SIGTERM and Ctrl-C save at the end of the step. --force moves train/ and teacher/
+aside (to train.old/, teacher.old/) and begins anew; a teacher named by --teacher stays. Flags left out take the published
+values (Appendix A), or for the embedded model values that suit its size.
 """
 
 import json
@@ -35,7 +36,7 @@ from common.artifacts import (
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.engine import Phase, Plan, read_metrics, train
 from common.losses import bild, chunked, cross_entropy, kl
-from common.models import DEMO, DEMO_HOME, load_config, load_tokenizer, source_model
+from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer, source_model
 from common.sharding import build, init_ranks
 from common.tasks import TASKS, load_task, tokenize
 
@@ -213,7 +214,9 @@ def main():
         check_same_model(teacher, described, read_record(teacher, "05_prune_train.py")["model"])
     if args.force and ranks.first:
         for path in (training, *(() if args.teacher else (teacher, teacher + ".train"))):
-            shutil.rmtree(path, ignore_errors=True)
+            if os.path.exists(path):  # days of training may be in there: moved aside, not deleted
+                shutil.rmtree(path + ".old", ignore_errors=True)
+                os.rename(path, path + ".old")
     dist.barrier()
 
     tokenizer = load_tokenizer(source)
@@ -235,7 +238,8 @@ def main():
     steps = args.steps or max(1, int(epochs * len(samples) / args.batch))
     plan = Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
     settings = begin(training, plan, {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor,
-                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples)}, ranks)
+                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples),
+                                      "aligned": fingerprint(aligned), "merged": fingerprint(merged), "teacher": fingerprint(teacher)}, ranks)
     if os.path.exists(os.path.join(training, RECORD)):
         ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
         return
