@@ -89,8 +89,8 @@ def main():
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}")
 
     length = args.length or min(2048, model.config.max_position_embeddings)
-    text = args.text or (DEMO if args.model == DEMO else "c4")
-    tokens, said = load_tokens(text, load_tokenizer(path), args.sequences, length)
+    args.text = args.text or (DEMO if args.model == DEMO else "c4")  # as it was, for the record: stage 4 reads it there
+    tokens, said = load_tokens(args.text, load_tokenizer(path), args.sequences, length)
     print(f"reads   {said}; {tokens.numel()} tokens")
 
     collector = Collector(model, shape, tokens.numel(), args.sample_tokens)

@@ -102,7 +102,7 @@ def main():
     print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {grouping['summary']['by']})")
 
     length = args.length or min(512, calibration["summary"]["length"])
-    text = args.text or calibration["arguments"]["text"] or ("demo" if described["name"] == "demo" else "c4")
+    text = args.text or calibration["arguments"]["text"]
     tokens, said = load_tokens(text, tokenizer, args.sequences, length, split="heldout")
     print(f"reads   {said}, for the proof")
     source_logits = all_logits(model, tokens)

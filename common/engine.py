@@ -43,12 +43,12 @@ class Phase:
         """One row's share of the batch's loss, and its parts by name; all are summed over rows and ranks."""
         raise NotImplementedError
 
-    def after_update(self, step: int) -> None:
-        """After the optimizer's step."""
-
     def end_step(self, step: int) -> dict:
         """After the last backward pass: gradients of what is not sharded. Returns figures for metrics.jsonl."""
         return {}
+
+    def after_update(self, step: int) -> None:
+        """After the optimizer's step."""
 
 
 def cosine(step: int, steps: int, warmup: int) -> float:
@@ -74,7 +74,7 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
     """Run a phase to its last step, from the newest checkpoint in `directory` if there is one.
 
     optimizer: its groups carry "initial_lr". Writes checkpoints and metrics.jsonl (a line per step) in `directory`.
-    Returns False when a signal asked it to stop, after saving. Raises UserError on a non-finite loss.
+    Returns False when a signal asked it to stop, after saving. Raises UserError on a non-finite loss or gradient.
     """
     start = checkpoints.resume(directory, trainee, optimizer)
     metrics = Metrics(os.path.join(directory, "metrics.jsonl"), start, plan, ranks)
@@ -100,9 +100,9 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
         summed = torch.stack(list(totals.values()))
         dist.all_reduce(summed)
         totals = dict(zip(totals, summed.tolist(), strict=True))
-        if not math.isfinite(totals["loss"]):
-            _stop_non_finite(own_loss, step, plan, len(samples), ranks)
         norm = clip_gradients(trainee, plan.clip)
+        if not math.isfinite(totals["loss"] + norm):  # before the update: no checkpoint ever holds what came of it
+            _stop_non_finite(own_loss, norm, step, plan, len(samples), ranks)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         phase.after_update(step)
@@ -129,13 +129,14 @@ def clip_gradients(trainee, clip: float) -> float:
     return round(float(norm), 6)
 
 
-def _stop_non_finite(own_loss: float, step: int, plan: Plan, samples: int, ranks: Ranks) -> None:
+def _stop_non_finite(own_loss: float, norm: float, step: int, plan: Plan, samples: int, ranks: Ranks) -> None:
     """Every rank stops, naming the ranks whose loss it was and their samples. The last checkpoint stays."""
     losses = [None] * ranks.world
     dist.all_gather_object(losses, own_loss)
     ids = batch_indices(step, plan.batch, samples, plan.seed)
     found = "; ".join(f"rank {rank}: loss {loss}, samples {ids[rank :: ranks.world]}"
                       for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    found = found or f"a gradient of norm {norm}, samples {ids}"
     raise UserError(f"step {step + 1}: expected a finite loss, found {found}; the last checkpoint is kept")
 
 

@@ -56,18 +56,19 @@ def curves(plt, steps: list[dict], title: str):
             axes[0].plot(*zip(*points, strict=True), label=name, linewidth=1.2 if name == "loss" else 0.9)
     axes[0].set(title="losses", xlabel="step", yscale="log")
     axes[0].legend()
-    numbers = [line["step"] for line in masked]
-    axes[1].plot(numbers, [line["mask_target"] for line in masked], "k--", label="target T")
-    axes[1].plot(numbers, [line["mask_expected"] for line in masked], label="expected mask (Eq. 29)")
-    axes[1].plot(numbers, [line["mask_mean"] for line in masked], label="mean of the masks drawn", alpha=0.7)
-    axes[1].set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
-    axes[1].legend()
-    layers = len(masked[0]["mask_per_layer"])
-    for layer in range(layers):
-        axes[2].plot(numbers, [line["mask_per_layer"][layer] for line in masked],
-                     color=plt.cm.viridis(layer / max(layers - 1, 1)), label=f"layer {layer}" if layers <= 8 else None)
-    axes[2].set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
-    if layers <= 8:
-        axes[2].legend()
+    if masked:  # a run of one step has no masked phase
+        numbers = [line["step"] for line in masked]
+        axes[1].plot(numbers, [line["mask_target"] for line in masked], "k--", label="target T")
+        axes[1].plot(numbers, [line["mask_expected"] for line in masked], label="expected mask (Eq. 29)")
+        axes[1].plot(numbers, [line["mask_mean"] for line in masked], label="mean of the masks drawn", alpha=0.7)
+        axes[1].set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
+        axes[1].legend()
+        layers = len(masked[0]["mask_per_layer"])
+        for layer in range(layers):
+            axes[2].plot(numbers, [line["mask_per_layer"][layer] for line in masked],
+                         color=plt.cm.viridis(layer / max(layers - 1, 1)), label=f"layer {layer}" if layers <= 8 else None)
+        axes[2].set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
+        if layers <= 8:
+            axes[2].legend()
     figure.suptitle(title)
     return figure

@@ -78,7 +78,7 @@ def test_half_gram_loses_nothing(heads):
 
 def test_polar_agrees_with_scipy(heads):
     x, y = heads[:, 0], heads[:, 1]
-    ours = polar(y.T @ x)  # minimises |Q x - y| for column vectors, Eq. 4
+    ours = polar(value_gram(heads)[1, 0])  # of Y X^T: minimises |Q x - y| for column vectors, Eq. 4
     theirs, _ = scipy.linalg.orthogonal_procrustes(x.numpy(), y.numpy())  # minimises |x R - y| for row vectors
     np.testing.assert_allclose(ours.numpy(), theirs.T, atol=1e-10)
     eq6 = ours.T  # what Eq. 6 prints is the transpose: it must fit worse

@@ -13,9 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from common import engine, plots
 from common.checkpoints import steps_saved, whole_weights
+from common.cli import UserError
 from common.engine import cosine
-from conftest import ROOT, TRAINING, copy_run, run
+from common.sharding import Ranks, Trainee
+from common.tasks import Sample
+from conftest import ROOT, TRAINING, copy_run, run, tiny_model
 
 
 def metrics(home) -> list[dict]:
@@ -101,6 +105,30 @@ def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, 
     assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr and "the last checkpoint is kept" in done.stderr
 
 
+def test_non_finite_gradient_stops_before_the_update(monkeypatch, tmp_path):
+    """A loss can be finite where its gradient is not: sqrt at 0."""
+    monkeypatch.setattr(engine.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(engine.dist, "all_gather_object", lambda found, own: found.__setitem__(0, own))
+
+    class Faulty(engine.Phase):
+        def row_loss(self, row):
+            return (0 * trainee(row)).abs().sum().sqrt(), {}
+
+    trainee = Trainee(tiny_model())
+    before = [p.clone() for p in trainee.parameters()]
+    optimizer = torch.optim.SGD([{"params": list(trainee.parameters()), "initial_lr": 1.0}])
+    plan = engine.Plan(steps=3, batch=1, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=1, print_every=1)
+    with pytest.raises(UserError, match=r"step 1: expected a finite loss, found a gradient of norm nan, samples \[0\]"):
+        engine.train(trainee, optimizer, Faulty(), [Sample((1, 2), (3,))], plan, str(tmp_path), Ranks(0, 1, torch.device("cpu")))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainee.parameters(), strict=True))
+    assert steps_saved(str(tmp_path)) == []
+
+
 def test_cosine_schedule():
     factors = [cosine(step, 100, 10) for step in range(100)]
     assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and factors[55] == pytest.approx(0.5) and factors[99] < 1e-3
+
+
+def test_curves_of_a_run_too_short_for_masks(tmp_path):
+    plots.curves(str(tmp_path / "curves.png"), [{"step": 1, "loss": 2.0, "kl": 1.0, "bild": 1.0}], "one step")
+    assert (tmp_path / "curves.png").stat().st_size > 5_000
