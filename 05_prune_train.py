@@ -3,28 +3,39 @@ key/value projection to its group's, while KL + BiLD keep it close to the teache
 
 Reads   RUN/aligned/, RUN/merged/, the model that stage 1 read, the eight tasks' training sets
 Writes  RUN/teacher/   an ordinary MHA checkpoint; skipped when it stands already
-        RUN/train/     checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png; stage.json when it is done
+        RUN/train/     checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/ (where it is
+                       installed); stage.json when it is done
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b     # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                              # the embedded model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10     # a single process works too
+    python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB           # what it will take; trains nothing
 
-The same command again goes on after the last checkpoint; a run that was killed ends as if it had not been, to the
-bit, at the same number of processes. SIGTERM and Ctrl-C save at the end of the step. --force moves train/ and teacher/
-aside (to train.old/, teacher.old/) and begins anew; a teacher named by --teacher stays. Flags left out take the published
-values (Appendix A), or for the embedded model values that suit its size.
+With torchrun --nnodes N, RUN lies on a disk that all nodes share; weights are sharded within a node and replicated over nodes.
+After 80% of the steps the masks are gone: the student is saved, built anew as the GQA model it has become, and trained on.
+
+The same command again goes on after the last whole checkpoint; a run that was killed ends as if it had not been, to
+the bit, at the same number of processes. SIGTERM and Ctrl-C save at the end of the step (torchrun waits 30 s for that: give
+it --shutdown-timeout 600 where a save takes longer). --force moves train/ and teacher/ aside (to train.old/, teacher.old/)
+and begins anew; a teacher named by --teacher stays. Flags left out take the published values (Appendix A), or for the
+embedded model values that suit its size.
 """
 
+import argparse
+import gc
 import json
+import math
 import os
+import re
 import shutil
 from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
-from common import checkpoints, masks, plots
+from common import budget, checkpoints, masks, plots
 from common.artifacts import (
     RECORD,
     check_same_model,
@@ -77,10 +88,19 @@ def parse():
     parser.add_argument("--seed", type=int, default=0, help="of batches and mask noise")
     # how it runs
     parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 512 on a CPU)")
-    parser.add_argument("--loss-chunk", type=positive, default=1024, help="tokens whose logits exist at a time")
-    parser.add_argument("--save-steps", type=positive, default=200, help="steps between checkpoints")
-    parser.add_argument("--print-every", type=positive, default=20, help="steps between printed lines; metrics.jsonl has all")
+    parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens whose logits exist at a time")
+    parser.add_argument("--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa", help="implementation, of teacher and student")
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=None, help="keep only the input of each layer for the backward pass (default: on GPUs)")
+    parser.add_argument("--save-minutes", type=float, default=20, help="longest time between checkpoints")
+    parser.add_argument("--save-steps", type=positive, default=None, help="steps between checkpoints, beside --save-minutes (default: none)")
+    parser.add_argument("--print-every", type=positive, default=1, help="steps between printed lines; metrics.jsonl has all")
+    parser.add_argument("--plan", default=None, metavar="COUNTxDEVICE", help=f"print memory, operations and time on that hardware, and leave ({', '.join(budget.HARDWARE)})")
     return parser.parse_args()
+
+
+def row_flops(config, row, predicted: int) -> float:
+    """Of one forward pass over a row; a token attends to those of its sample up to itself."""
+    return budget.forward_flops(config, row.input_ids.numel(), int((row.position_ids + 1).sum()), predicted)
 
 
 class Sft(Phase):
@@ -90,61 +110,63 @@ class Sft(Phase):
         self.trainee, self.chunk = trainee, chunk
 
     def row_loss(self, row):
-        def head_loss(hidden, lm_head):
-            at = row.answer_weight.nonzero()[:, 0]
+        def loss(kind, at, logits):
+            return (cross_entropy(logits.float(), row.targets[at]) * row.answer_weight[at]).sum()
 
-            def per_chunk(hidden, targets, weight):
-                return (cross_entropy(lm_head(hidden).float(), targets) * weight).sum()
+        pieces = [("answer", at) for at in row.answer_at.split(self.chunk)]
+        return self.trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), {}
 
-            return chunked(per_chunk, self.chunk, hidden[at], row.targets[at], row.answer_weight[at])
-
-        return self.trainee(row, head_loss), {}
+    def flops(self, row):
+        return 3 * row_flops(self.trainee.net.config, row, len(row.answer_at))
 
 
 class Distillation(Phase):
-    """Eq. 31: KL + BiLD to the teacher, and the L0 term that moves the masks from 1 to 0."""
+    """Eq. 30: KL + BiLD to the teacher, for a student without masks."""
 
-    def __init__(self, student, teacher, steps: int, args):
-        self.student, self.teacher, self.steps = student, teacher, steps
-        self.kl_on, self.chunk, self.seed, self.l0_weight = args.kl_on, args.loss_chunk, args.seed, args.l0_weight
-        self.switch = int(SWITCH * steps)
-
-    def begin_step(self, step: int) -> None:
-        """Draw this step's masks; from the switch on, the shared projections alone."""
-        if step >= self.switch:
-            self.z = None
-            masks.switch_to_merged(self.student.net)
-        else:
-            self.drawn = masks.draw(self.student.log_alpha, self.seed, step)
-            self.z = self.drawn.detach().requires_grad_()  # a leaf: rows add up its gradient, end_step passes it on
-            masks.set_masks(self.student.net, self.z)
+    def __init__(self, student, teacher, args):
+        self.student, self.teacher, self.kl_on, self.chunk = student, teacher, args.kl_on, args.loss_chunk
 
     def row_loss(self, row):
         with torch.no_grad():
             teacher_hidden = self.teacher(row)
         teacher_head = self.teacher.net.lm_head
+        kl_weight = row.prompt_weight if self.kl_on == "prompt" else row.all_weight
+        parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
 
-        def head_loss(hidden, lm_head):
-            def term(loss, weight):
-                at = weight.nonzero()[:, 0]
+        def loss(kind, at, student):
+            with torch.no_grad():
+                teacher = teacher_head(teacher_hidden[at]).float()
+            total, student = 0, student.float()
+            for name, per_token, weight in (("kl", kl, kl_weight), ("bild", bild, row.answer_weight)):
+                if name == kind or (name == "kl" and self.kl_on == "all"):
+                    part = (per_token(student, teacher) * weight[at]).sum()
+                    parts[name] += part.detach()
+                    total = total + part
+            return total
 
-                def per_chunk(student, teacher, weight):
-                    with torch.no_grad():
-                        teacher_logits = teacher_head(teacher).float()
-                    return (loss(lm_head(student).float(), teacher_logits) * weight).sum()
+        pieces = [("kl", at) for at in row.prompt_at.split(self.chunk)] + [("bild", at) for at in row.answer_at.split(self.chunk)]
+        return self.student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), parts
 
-                return chunked(per_chunk, self.chunk, hidden[at], teacher_hidden[at], weight[at])
+    def flops(self, row):
+        predicted = len(row.prompt_at) + len(row.answer_at)
+        return 3 * row_flops(self.student.net.config, row, predicted) + row_flops(self.teacher.net.config, row, predicted)
 
-            kl_weight = row.prompt_weight if self.kl_on == "prompt" else row.all_weight
-            return term(kl, kl_weight), term(bild, row.answer_weight)
 
-        kl_loss, bild_loss = self.student(row, head_loss)
-        return kl_loss + bild_loss, {"kl": kl_loss, "bild": bild_loss}
+class MaskedDistillation(Distillation):
+    """Eq. 31: the same, with the L0 term that moves the masks from 1 to 0."""
+
+    def __init__(self, student, teacher, steps: int, args):
+        super().__init__(student, teacher, args)
+        self.steps, self.seed, self.l0_weight = steps, args.seed, args.l0_weight
+
+    def begin_step(self, step: int) -> None:
+        """Draw this step's masks."""
+        self.drawn = masks.draw(self.student.log_alpha, self.seed, step)
+        self.z = self.drawn.detach().requires_grad_()  # a leaf: rows add up its gradient, end_step passes it on
+        masks.set_masks(self.student.net, self.z)
 
     def end_step(self, step: int) -> dict:
         """Pass the masks' gradient, summed over ranks, and that of Eq. 29 on to log_alpha."""
-        if self.z is None:
-            return {}
         goal = masks.target(step, self.steps)
         dist.all_reduce(self.z.grad)
         world = dist.get_world_size()  # row losses were scaled by it for FSDP's mean
@@ -158,13 +180,15 @@ class Distillation(Phase):
         masks.clamp(self.student.log_alpha)
 
 
-def make_optimizer(trainee, lr: float, merged_factor: float = 1.0, mask_lr: float | None = None) -> torch.optim.AdamW:
-    """AdamW over the model's weights, the new shared projections and the masks, each with its learning rate."""
+def make_optimizer(trainee, lr: float, shared: str | None = None, shared_lr: float = 0.0, mask_lr: float = 0.0) -> torch.optim.AdamW:
+    """AdamW over the weights, those whose name matches `shared`, and the masks where there are any, each with its learning rate."""
     named = list(trainee.net.named_parameters())
-    merged = [p for name, p in named if ".merged." in name]
-    groups = [{"params": [p for name, p in named if ".merged." not in name], "initial_lr": lr, **ADAM}]
-    if merged:
-        groups.append({"params": merged, "initial_lr": lr * merged_factor, **ADAM})
+    chosen = [p for name, p in named if shared and re.search(shared, name)]
+    rest = [p for name, p in named if not (shared and re.search(shared, name))]
+    groups = [{"params": rest, "initial_lr": lr, **ADAM}]
+    if chosen:
+        groups.append({"params": chosen, "initial_lr": shared_lr, **ADAM})
+    if trainee.log_alpha is not None:
         groups.append({"params": [trainee.log_alpha], "initial_lr": mask_lr, **MASK_ADAM})
     return torch.optim.AdamW(groups, lr=lr)
 
@@ -181,7 +205,7 @@ def load_samples(tasks, source: str, tokenizer, ranks) -> list:
 
 def begin(directory: str, plan: Plan, more: dict, ranks) -> dict:
     """Make the phase's directory and return its settings; one begun with other settings is refused, not continued."""
-    settings = {name: value for name, value in asdict(plan).items() if name not in ("save_steps", "print_every")} | more
+    settings = {name: value for name, value in asdict(plan).items() if name not in ("save_steps", "save_minutes", "print_every")} | more
     path = os.path.join(directory, "plan.json")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
@@ -195,95 +219,27 @@ def begin(directory: str, plan: Plan, more: dict, ranks) -> dict:
     return settings
 
 
-def main():
-    args, clock = parse(), Clock()
-    ranks = init_ranks()
-    aligned, merged = (os.path.join(args.run, name) for name in ("aligned", "merged"))
-    aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
-    if aligned_record["inputs"] != merged_record["inputs"]:
-        raise UserError(f"{merged}: expected the groups of {aligned}, found others; run 04_align.py again with --force")
-    described = source_model(aligned_record)
-    source, kv_heads = described["path"], aligned_record["summary"]["kv_heads"]
-    demo = described["name"] == DEMO
-    for name, value in (PUBLISHED | (EMBEDDED if demo else {})).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-    teacher, training = args.teacher or os.path.join(args.run, "teacher"), os.path.join(args.run, "train")
-    if args.teacher or (os.path.isdir(teacher) and not args.force):
-        check_same_model(teacher, described, read_record(teacher, "05_prune_train.py")["model"])
-    if args.force and ranks.first:
-        for path in (training, *(() if args.teacher else (teacher, teacher + ".train"))):
-            if os.path.exists(path):  # days of training may be in there: moved aside, not deleted
-                shutil.rmtree(path + ".old", ignore_errors=True)
-                os.rename(path, path + ".old")
-    dist.barrier()
-
-    tokenizer = load_tokenizer(source)
-    samples = load_samples(args.only, args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub"), tokenizer, ranks)
-    cuda = ranks.device.type == "cuda"
-    compute = torch.bfloat16 if cuda else torch.float32
-    capacity = args.tokens_per_microbatch or (4096 if cuda else 512)
-    common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": capacity, "save_steps": args.save_steps, "print_every": args.print_every}
-
-    if not os.path.isdir(teacher):
-        steps = args.teacher_steps or max(1, int(args.teacher_epochs * len(samples) / args.teacher_batch))
-        plan = Plan(steps=steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
-        if not train_teacher(args, described, samples, plan, teacher, tokenizer, compute, ranks, clock):
-            return
-    else:
-        ranks.say(f"reads   {teacher}: the teacher stands")
-
-    epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
-    steps = args.steps or max(1, int(epochs * len(samples) / args.batch))
-    plan = Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
-    settings = begin(training, plan, {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor,
-                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples),
-                                      "aligned": fingerprint(aligned), "merged": fingerprint(merged), "teacher": fingerprint(teacher)}, ranks)
-    if os.path.exists(os.path.join(training, RECORD)):
-        ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
-        return
-    student = build_student(aligned, merged, kv_heads, compute, ranks)
-    frozen = build(load_config(teacher), ranks, compute, compute, lambda name: (teacher, name)).eval().requires_grad_(False)
-    optimizer = make_optimizer(student, args.lr, args.merged_lr_factor, args.mask_lr)
-    ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    phase = Distillation(student, frozen, steps, args)
-    if not train(student, optimizer, phase, samples, plan, training, ranks):
-        return
-    if ranks.first:
-        lines = read_metrics(os.path.join(training, "metrics.jsonl"))
-        plots.curves(os.path.join(training, "curves.png"), lines, f"{described['heads']} -> {kv_heads} kv heads")
-        summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
-        inputs = [os.path.join(path, RECORD) for path in (aligned, merged, teacher)]
-        written = record("05_prune_train.py", args, described, inputs, summary, clock())
-        write_json(os.path.join(training, RECORD), written)
-        print(f"wrote   {training}")
-        print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at z = 1, "
-              f"{lines[-1]['loss']:.3f} as GQA, in {clock()} s")
+def resume(directory: str, steps: int, ranks) -> tuple[str | None, int]:
+    """The checkpoint to go on from, and its step; (None, 0) at the beginning."""
+    path = checkpoints.newest(directory, ranks)
+    step = checkpoints.step_of(path) if path else 0
+    if path:
+        ranks.say(f"resumes {directory} after step {step} of {steps}")
+    return path, step
 
 
-def build_student(aligned: str, merged: str, kv_heads: int, compute, ranks):
-    """The aligned model with every k/v projection blended towards merged/, masks at 1."""
-
-    def sources(name: str) -> tuple[str, str]:
-        return (merged if ".merged." in name else aligned), name.replace(".merged.", ".").replace(".original.", ".")
-
-    config = load_config(aligned)
-    student = build(config, ranks, torch.float32, compute, sources, lambda model: masks.patch(model, kv_heads),
-                    (config.num_hidden_layers, config.num_attention_heads), recompute=ranks.device.type == "cuda")
-    torch.nn.init.constant_(student.log_alpha, masks.START)
-    return student
-
-
-def train_teacher(args, described, samples, plan, teacher, tokenizer, compute, ranks, clock) -> bool:
+def train_teacher(args, described, samples, plan, teacher, tokenizer, how, ranks, clock) -> bool:
     """SFT of the untouched source model; writes teacher/ and removes its checkpoints. False when stopped by a signal."""
     source, directory = described["path"], teacher + ".train"
     config = load_config(source)
-    trainee = build(config, ranks, torch.float32, compute, lambda name: (source, name), recompute=ranks.device.type == "cuda")
-    optimizer = make_optimizer(trainee, args.teacher_lr)
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
     settings = begin(directory, plan, {"lr": args.teacher_lr, "samples": len(samples)}, ranks)
-    if not train(trainee, optimizer, Sft(trainee, args.loss_chunk), samples, plan, directory, ranks):
+    saved, start = resume(directory, plan.steps, ranks)
+    trainee = build(config, ranks, torch.float32, sources=None if saved else lambda name: (source, name), **how)
+    optimizer = make_optimizer(trainee, args.teacher_lr)
+    if saved:
+        checkpoints.load(saved, trainee, optimizer)
+    if not train(trainee, optimizer, Sft(trainee, args.loss_chunk), samples, plan, directory, ranks, start):
         return False
     if ranks.first:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
@@ -299,6 +255,129 @@ def train_teacher(args, described, samples, plan, teacher, tokenizer, compute, r
         print(f"wrote   {teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
     dist.barrier()
     return True
+
+
+def train_masked(args, aligned, merged, kv_heads, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
+    """The first 80%: the aligned model, every k/v projection blended towards that of merged/, masks from 1 to 0."""
+
+    def sources(name: str) -> tuple[str, str]:
+        return (merged if ".merged." in name else aligned), name.replace(".merged.", ".").replace(".original.", ".")
+
+    config = load_config(aligned)
+    student = build(config, ranks, torch.float32, sources=None if saved else sources, prepare=lambda model: masks.patch(model, kv_heads),
+                    masks=(config.num_hidden_layers, config.num_attention_heads), **how)
+    torch.nn.init.constant_(student.log_alpha, masks.START)
+    optimizer = make_optimizer(student, args.lr, r"\.merged\.", args.lr * args.merged_lr_factor, args.mask_lr)
+    start = checkpoints.load(saved, student, optimizer) if saved else 0
+    return train(student, optimizer, MaskedDistillation(student, frozen, plan.steps, args), samples, plan, directory, ranks, start, switch)
+
+
+def train_gqa(args, merged, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
+    """The rest: the GQA model that the student is with every mask at 0. What masks needed is neither read nor held."""
+    student = build(load_config(merged), ranks, torch.float32, **how)
+    optimizer = make_optimizer(student, args.lr, r"\.[kv]_proj\.", args.lr * args.merged_lr_factor)
+
+    def name_before(name: str) -> str:
+        return re.sub(r"(\.[kv]_proj)\.", r"\1.merged.", name)
+
+    start = checkpoints.step_of(saved)
+    checkpoints.load(saved, student, optimizer, name_before if start == switch else lambda name: name)
+    return train(student, optimizer, Distillation(student, frozen, args), samples, plan, directory, ranks, start)
+
+
+def print_plan(args, described, kv_heads, samples, plans, recompute) -> None:
+    """What both phases take on --plan's hardware, from configs alone. Raises UserError when one does not fit."""
+    world, hardware = budget.parse_hardware(args.plan)
+    config = load_config(described["path"])
+    lengths, answers = [len(sample) for sample in samples], [len(sample.answer) for sample in samples]
+    fits, hours = True, 0.0
+    for title, groups, plan in (("teacher", None, plans[0]), (f"pruning {described['heads']} -> {kv_heads} kv heads", kv_heads, plans[1])):
+        lines, taken, fit = budget.report(title, config, groups, lengths, answers, plan, args.loss_chunk, recompute, world, hardware)
+        print("\n".join(lines))
+        fits, hours = fits and fit, hours + taken
+    if not fits:
+        raise UserError(f"--plan: expected {args.plan} to hold both phases, found that it does not; see above")
+    print(f"05_prune_train: {hours:.1f} h on {args.plan}, the teacher included")
+
+
+def main():
+    args, clock = parse(), Clock()
+    ranks = init_ranks()
+    aligned, merged = (os.path.join(args.run, name) for name in ("aligned", "merged"))
+    aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
+    if aligned_record["inputs"] != merged_record["inputs"]:
+        raise UserError(f"{merged}: expected the groups of {aligned}, found others; run 04_align.py again with --force")
+    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attention: expected the package flash-attn for flash_attention_2, found none that works here")
+    described = source_model(aligned_record)
+    source, kv_heads = described["path"], aligned_record["summary"]["kv_heads"]
+    demo = described["name"] == DEMO
+    for name, value in (PUBLISHED | (EMBEDDED if demo else {})).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+    tokenizer = load_tokenizer(source)
+    samples = load_samples(args.only, args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub"), tokenizer, ranks)
+    cuda = ranks.device.type == "cuda" or bool(args.plan)
+    recompute = cuda if args.recompute is None else args.recompute
+    how = {"compute": torch.bfloat16 if cuda else torch.float32, "recompute": recompute, "attention": args.attention}
+    common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 512),
+              "save_steps": args.save_steps, "save_minutes": args.save_minutes, "print_every": args.print_every}
+    teacher_steps = args.teacher_steps or max(1, math.ceil(args.teacher_epochs * len(samples) / args.teacher_batch))
+    teacher_plan = Plan(steps=teacher_steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
+    epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
+    steps = args.steps or math.ceil(epochs * len(samples) / args.batch)
+    if steps < 2:
+        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
+    plan = Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
+    if args.plan:
+        return print_plan(args, described, kv_heads, samples, (teacher_plan, plan), recompute)
+
+    teacher, training = args.teacher or os.path.join(args.run, "teacher"), os.path.join(args.run, "train")
+    if args.teacher or (os.path.isdir(teacher) and not args.force):
+        check_same_model(teacher, described, read_record(teacher, "05_prune_train.py")["model"])
+    if args.force and ranks.first:
+        for path in (training, *(() if args.teacher else (teacher, teacher + ".train"))):
+            if os.path.exists(path):  # days of training may be in there: moved aside, not deleted
+                shutil.rmtree(path + ".old", ignore_errors=True)
+                os.rename(path, path + ".old")
+    dist.barrier()
+    if os.path.isdir(teacher):
+        ranks.say(f"reads   {teacher}: the teacher stands")
+    elif not train_teacher(args, described, samples, teacher_plan, teacher, tokenizer, how, ranks, clock):
+        return
+
+    settings = begin(training, plan, {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor,
+                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples),
+                                      "aligned": fingerprint(aligned), "merged": fingerprint(merged), "teacher": fingerprint(teacher)}, ranks)
+    if os.path.exists(os.path.join(training, RECORD)):
+        ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
+        return
+    ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
+    switch = max(1, int(SWITCH * steps))
+    saved, start = resume(training, steps, ranks)
+    frozen = build(load_config(teacher), ranks, how["compute"], sources=lambda name: (teacher, name), **(how | {"recompute": False}))
+    frozen.eval().requires_grad_(False)
+    if start < switch:
+        if not train_masked(args, aligned, merged, kv_heads, frozen, samples, plan, switch, training, saved, how, ranks):
+            return
+        gc.collect()  # modules refer to themselves: the masked student and its optimizer go now, not some time later
+        if cuda:
+            torch.cuda.empty_cache()
+        saved = checkpoints.steps_saved(training)[-1]
+        ranks.say(f"switch  after step {switch}: every mask is 0; built anew with {kv_heads} kv heads from {saved}")
+    if not train_gqa(args, merged, frozen, samples, plan, switch, training, saved, how, ranks):
+        return
+    if ranks.first:
+        lines = read_metrics(os.path.join(training, "metrics.jsonl"))
+        plots.curves(os.path.join(training, "curves.png"), lines, f"{described['heads']} -> {kv_heads} kv heads")
+        summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
+        inputs = [os.path.join(path, RECORD) for path in (aligned, merged, teacher)]
+        written = record("05_prune_train.py", args, described, inputs, summary, clock())
+        write_json(os.path.join(training, RECORD), written)
+        print(f"wrote   {training}")
+        print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at z = 1, "
+              f"{lines[-1]['loss']:.3f} as GQA, in {clock()} s")
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
 from common.models import check_finite, load_config, load_tokenizer
 
-# student's name -> stock name; None = left behind: after the switch the student no longer uses it
-TENSORS = {
-    "log_alpha": None,
+TENSORS = {  # the trained student's name -> the name in a stock checkpoint
     "model.embed_tokens.weight": "model.embed_tokens.weight",
     "model.norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
@@ -44,14 +42,10 @@ LAYER_TENSORS = {  # below model.layers.N.
     "post_attention_layernorm.weight": "post_attention_layernorm.weight",
     "self_attn.q_proj.weight": "self_attn.q_proj.weight",
     "self_attn.q_proj.bias": "self_attn.q_proj.bias",
-    "self_attn.k_proj.merged.weight": "self_attn.k_proj.weight",
-    "self_attn.k_proj.merged.bias": "self_attn.k_proj.bias",
-    "self_attn.k_proj.original.weight": None,
-    "self_attn.k_proj.original.bias": None,
-    "self_attn.v_proj.merged.weight": "self_attn.v_proj.weight",
-    "self_attn.v_proj.merged.bias": "self_attn.v_proj.bias",
-    "self_attn.v_proj.original.weight": None,
-    "self_attn.v_proj.original.bias": None,
+    "self_attn.k_proj.weight": "self_attn.k_proj.weight",
+    "self_attn.k_proj.bias": "self_attn.k_proj.bias",
+    "self_attn.v_proj.weight": "self_attn.v_proj.weight",
+    "self_attn.v_proj.bias": "self_attn.v_proj.bias",
     "self_attn.o_proj.weight": "self_attn.o_proj.weight",
     "self_attn.o_proj.bias": "self_attn.o_proj.bias",
     "mlp.gate_proj.weight": "mlp.gate_proj.weight",
@@ -70,21 +64,24 @@ def parse():
     return parser.parse_args()
 
 
-def stock_name(name: str) -> str | None:
-    """The exported name of a student's tensor, None if it is left behind. Raises UserError for an unknown one."""
+def stock_name(name: str) -> str:
+    """The exported name of a student's tensor. Raises UserError for an unknown one."""
     layer = re.fullmatch(r"(model\.layers\.\d+\.)(.+)", name)
     prefix, rest, table = (layer[1], layer[2], LAYER_TENSORS) if layer else ("", name, TENSORS)
     if rest not in table:
         raise UserError(f"train/: tensor {name} is not in the table of exported names")
-    return None if table[rest] is None else prefix + table[rest]
+    return prefix + table[rest]
 
 
 @torch.no_grad()
 def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the student as it was trained, H-head attention with every mask at 0."""
+    """Logits of the student as the masked phase computes it, H-head attention, with every mask at 0."""
     student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    masks.patch(student, kv_heads)
-    student.load_state_dict({name: tensor for name, tensor in weights.items() if name != "log_alpha"})
+    masks.patch(student, kv_heads)  # the heads' own projections stay random: at z = 0 they do not count
+    blended = {re.sub(r"(\.[kv]_proj)\.", r"\1.merged.", name): tensor for name, tensor in weights.items()}
+    missing = student.load_state_dict(blended, strict=False)
+    if missing.unexpected_keys or any(".original." not in name for name in missing.missing_keys):
+        raise UserError(f"train/: expected the tensors of {type(student).__name__}, found others: {missing}")
     masks.set_masks(student, torch.zeros(config.num_hidden_layers, config.num_attention_heads))
     return all_logits(student, tokens)
 
@@ -108,7 +105,7 @@ def main():
     config = copy.deepcopy(source)
     config.num_key_value_heads = kv_heads
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.load_state_dict({stock_name(name): tensor for name, tensor in weights.items() if stock_name(name)})
+    model.load_state_dict({stock_name(name): tensor for name, tensor in weights.items()})
     model.generation_config = AutoModelForCausalLM.from_pretrained(aligned).generation_config
     dtype = (source.dtype or torch.float32) if args.dtype == "source" else getattr(torch, args.dtype)
 

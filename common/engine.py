@@ -1,5 +1,6 @@
 """The training loop: one plain loop for every phase. What is trained and how it is judged are given to it."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common import checkpoints
+from common.budget import peak_flops
 from common.cli import UserError
 from common.packing import batch_indices, rows_of_step
 from common.sharding import Ranks
@@ -29,7 +31,8 @@ class Plan:
     clip: float  # gradient norm, 0 = off
     seed: int
     tokens_per_microbatch: int
-    save_steps: int
+    save_steps: int | None  # steps between checkpoints, None: by time alone
+    save_minutes: float  # the longest time between checkpoints
     print_every: int
 
 
@@ -42,6 +45,10 @@ class Phase:
     def row_loss(self, row) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """One row's share of the batch's loss, and its parts by name; all are summed over rows and ranks."""
         raise NotImplementedError
+
+    def flops(self, row) -> float:
+        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 where not known."""
+        return 0.0
 
     def end_step(self, step: int) -> dict:
         """After the last backward pass: gradients of what is not sharded. Returns figures for metrics.jsonl."""
@@ -70,18 +77,16 @@ class Stopper:
         self.asked = True
 
 
-def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks: Ranks) -> bool:
-    """Run a phase to its last step, from the newest checkpoint in `directory` if there is one.
+def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks: Ranks, start: int = 0, until: int | None = None) -> bool:
+    """Run a phase's steps start .. until (default: its last) and save at the end.
 
     optimizer: its groups carry "initial_lr". Writes checkpoints and metrics.jsonl (a line per step) in `directory`.
     Returns False when a signal asked it to stop, after saving. Raises UserError on a non-finite loss or gradient.
     """
-    start = checkpoints.resume(directory, trainee, optimizer)
-    metrics = Metrics(os.path.join(directory, "metrics.jsonl"), start, plan, ranks)
-    if start:
-        ranks.say(f"resumes {directory} after step {start} of {plan.steps}")
-    stopper = Stopper()
-    for step in range(start, plan.steps):
+    until = until or plan.steps
+    metrics = Metrics(directory, start, plan, ranks)
+    stopper, saved = Stopper(), time.perf_counter()
+    for step in range(start, until):
         began = time.perf_counter()
         factor = cosine(step, plan.steps, plan.warmup)
         for group in optimizer.param_groups:
@@ -95,7 +100,10 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
             for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
                 totals[name] = totals.get(name, 0) + part.detach().double().cpu()
         figures = phase.end_step(step)
+        totals["flops"] = torch.tensor(sum(map(phase.flops, rows)), dtype=torch.float64)
         totals["stop"] = torch.tensor(float(stopper.asked), dtype=torch.float64)
+        late = ranks.first and time.perf_counter() - saved > 60 * plan.save_minutes  # one clock decides for all ranks
+        totals["late"] = torch.tensor(float(late), dtype=torch.float64)
         own_loss = float(totals["loss"])
         summed = torch.stack(list(totals.values()))
         dist.all_reduce(summed)
@@ -107,15 +115,17 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
         optimizer.zero_grad(set_to_none=True)
         phase.after_update(step)
 
-        stop = totals.pop("stop") > 0
+        stop, late = totals.pop("stop") > 0, totals.pop("late") > 0
         metrics.write({"step": step + 1} | totals | figures | {
             "lr": factor * optimizer.param_groups[0]["initial_lr"], "grad_norm": norm,
             "seconds": round(time.perf_counter() - began, 4)})
-        if stop or (step + 1) % plan.save_steps == 0 or step + 1 == plan.steps:
+        if stop or late or step + 1 == until or (plan.save_steps and (step + 1) % plan.save_steps == 0):
             checkpoints.save(directory, step + 1, trainee, optimizer)
+            saved = time.perf_counter()
         if stop:
             ranks.say(f"stopped by a signal after step {step + 1}; the same command goes on from there")
             return False
+    metrics.close()
     return True
 
 
@@ -141,32 +151,54 @@ def _stop_non_finite(own_loss: float, norm: float, step: int, plan: Plan, sample
 
 
 class Metrics:
-    """metrics.jsonl, a line per step, and the line printed every so often; after a resume it goes on where it was."""
+    """metrics.jsonl and, where tensorboard is installed, its event files; and the line printed per step.
 
-    def __init__(self, path: str, start: int, plan: Plan, ranks: Ranks):
-        self.path, self.plan, self.ranks, self.start = path, plan, ranks, start
+    After a resume all of them go on where the checkpoint was.
+    """
+
+    def __init__(self, directory: str, start: int, plan: Plan, ranks: Ranks):
+        self.path, self.plan, self.ranks, self.start, self.events = os.path.join(directory, "metrics.jsonl"), plan, ranks, start, None
         self.began = time.perf_counter()
-        if ranks.first:
-            kept = [line for line in read_metrics(path) if line["step"] <= start]
-            with open(path, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
+        self.peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        if not ranks.first:
+            return
+        kept = [line for line in read_metrics(self.path) if line["step"] <= start]
+        with open(self.path + ".tmp", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+        os.rename(self.path + ".tmp", self.path)
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(os.path.join(directory, "tensorboard"), purge_step=start + 1)
 
     def write(self, figures: dict) -> None:
         if not self.ranks.first:
             return
         step, seconds = figures["step"], time.perf_counter() - self.began
         figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
+        flops = figures.pop("flops")
+        if self.peak:
+            figures["mfu"] = round(flops / figures["seconds"] / self.ranks.world / self.peak, 4)
         if self.ranks.device.type == "cuda":
             figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
+        if self.events:
+            for name, number in figures.items():
+                if isinstance(number, (int, float)) and name != "step":
+                    self.events.add_scalar(name, number, step)
         if step % self.plan.print_every and step != self.plan.steps:
             return
         left = seconds / (step - self.start) * (self.plan.steps - step)
         shown = [f"step {step:5d}/{self.plan.steps}"]
         shown += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
-        shown += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s", f"ETA {datetime.timedelta(seconds=round(left))}"]
+        shown += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s", *([f"MFU {figures['mfu']:.1%}"] if self.peak else []),
+                  f"ETA {datetime.timedelta(seconds=round(left))}"]
         print(" | ".join(shown), flush=True)
+
+    def close(self) -> None:
+        if self.events:
+            self.events.close()
 
 
 def read_metrics(path: str) -> list[dict]:

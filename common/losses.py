@@ -6,7 +6,7 @@ sequences' mean. Those means are weights given per token, so packing and shardin
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 TOP_K, TEMPERATURE = 16, 3.0  # k = 16: Appendix A; temperature 3: the BiLD paper's
 
@@ -42,13 +42,39 @@ def bild(student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K, temperatu
     return loss
 
 
-def chunked(per_token, chunk: int, *rows: torch.Tensor) -> torch.Tensor:
-    """sum over chunks of per_token(*rows of the chunk), each chunk recomputed in the backward pass.
+def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+    """sum over pieces of loss(kind, at, logits of the tokens `at`), with never more than one piece's logits in memory.
 
-    per_token takes chunk-sized slices of `rows` (same length each) and returns a tensor that is summed over chunks:
-    what it builds inside (logits over the vocabulary) exists for one chunk at a time, forward and backward.
+    pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a scalar.
+    Each piece's gradient is formed right after its loss, while its logits exist, and only the sums [T, h] and [V, h] are
+    kept for the backward pass: nothing is computed twice, and `loss` is called once per piece.
     """
-    total = 0
-    for parts in zip(*(tensor.split(chunk) for tensor in rows), strict=True):
-        total = total + checkpoint(per_token, *parts, use_reentrant=False)
-    return total
+    return _Chunked.apply(loss, pieces, hidden, lm_head)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, pieces, hidden, lm_head):
+        wanted = any(ctx.needs_input_grad)
+        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(wanted)
+        precise = torch.promote_types(lm_head.dtype, torch.float32)  # bf16 never accumulates
+        total = torch.zeros((), dtype=precise, device=hidden.device)
+        hidden_grad = torch.zeros_like(hidden) if wanted else None
+        head_grad = torch.zeros_like(lm_head, dtype=precise) if wanted else None
+        for kind, at in pieces:
+            with torch.set_grad_enabled(wanted):
+                part = hidden[at].requires_grad_(wanted)
+                value = loss(kind, at, F.linear(part, lm_head))
+            total += value.detach()
+            if wanted:
+                part_grad, own_head_grad = torch.autograd.grad(value, (part, lm_head))
+                hidden_grad.index_add_(0, at, part_grad)
+                head_grad += own_head_grad
+        ctx.save_for_backward(hidden_grad, head_grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        hidden_grad, head_grad = ctx.saved_tensors
+        return None, None, hidden_grad * scale.to(hidden_grad.dtype), head_grad * scale

@@ -52,14 +52,13 @@ class BlendedProjection(nn.Module):
     """A k_proj or v_proj on its way from H heads to G: W_apply = z W + (1 - z) W~[group] (Eq. 27, 28).
 
     Weights are blended, not activations: one matrix product per call whatever z is. `z` is set before each forward
-    pass, one number per head; `merged_only` makes it the plain G-head projection, which it stays.
+    pass, one number per head.
     """
 
     def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int):
         super().__init__()
         self.original, self.merged, self.head_dim = original, merged, head_dim
         self.z: torch.Tensor | None = None
-        self.merged_only = False
 
     def blend(self, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """own [H * d, ...] and shared [G * d, ...] -> [H * d, ...], mixed in float32, back to own's dtype."""
@@ -70,8 +69,6 @@ class BlendedProjection(nn.Module):
         return (z * own_heads + (1 - z) * repeated).to(own.dtype).view_as(own)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.merged_only:
-            return self.merged(x)
         own, shared = self.original, self.merged
         bias = None if own.bias is None else self.blend(own.bias, shared.bias)
         return F.linear(x, self.blend(own.weight, shared.weight), bias)
@@ -99,11 +96,3 @@ def set_masks(model, z: torch.Tensor) -> None:
     for index, _, projections in blended_projections(model):
         for projection in projections:
             projection.z = z[index]
-
-
-def switch_to_merged(model) -> None:
-    """Make the student a GQA model: original projections are no longer used, attention repeats G heads D times."""
-    for _, attention, projections in blended_projections(model):
-        for projection in projections:
-            attention.num_key_value_groups = projection.original.out_features // projection.merged.out_features
-            projection.merged_only = True

@@ -4,7 +4,7 @@ Everything here is a pure function of (seed, step, rank, world), so a resumed ru
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -46,7 +46,7 @@ class Row:
     position_ids restart at every sample, from which transformers derives a block-diagonal attention mask.
     Weights belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) / global
     batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss. targets: the next
-    token, 0 where nothing is predicted.
+    token, 0 where nothing is predicted. The positions of either part are listed apart, since they carry other losses.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -55,6 +55,8 @@ class Row:
     prompt_weight: torch.Tensor  # [T] float32
     answer_weight: torch.Tensor  # [T] float32
     all_weight: torch.Tensor  # [T] float32, both parts as one
+    prompt_at: torch.Tensor  # positions that predict a prompt token
+    answer_at: torch.Tensor  # positions that predict an answer token
 
     def to(self, device) -> "Row":
         return Row(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
@@ -72,20 +74,21 @@ def build_row(samples: list[Sample], batch: int) -> Row:
         prompt_weight += [1 / prompt / batch] * prompt + [0] * (answer + 1)
         answer_weight += [0] * prompt + [1 / answer / batch] * answer + [0]
         all_weight += [1 / (prompt + answer) / batch] * (prompt + answer) + [0]
-    return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets),
-               *map(torch.tensor, (prompt_weight, answer_weight, all_weight)))
+    weights = [torch.tensor(weight) for weight in (prompt_weight, answer_weight, all_weight)]
+    return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets), *weights,
+               *(weight.nonzero()[:, 0] for weight in weights[:2]))
 
 
 def rows_of_step(samples: list[Sample], step: int, batch: int, seed: int, capacity: int, rank: int, world: int) -> list[Row]:
-    """This rank's rows of a step. Every rank gets the same number (an all-zero-weight row where it has fewer), because
-    sharded layers communicate in step."""
+    """This rank's rows of a step. Every rank gets the same number (a row that predicts nothing where it has fewer),
+    because sharded layers communicate in step."""
     indices = batch_indices(step, batch, len(samples), seed)
     shares = [indices[r::world] for r in range(world)]
     packed = [pack([len(samples[i]) for i in share], capacity) for share in shares]
     rows = [build_row([samples[shares[rank][p]] for p in row], batch) for row in packed[rank]]
     for _ in range(max(map(len, packed)) - len(rows)):
         idle = build_row([samples[indices[0]]], batch)
-        for weight in (idle.prompt_weight, idle.answer_weight, idle.all_weight):
-            weight.zero_()
-        rows.append(idle)
+        for of_losses in (idle.prompt_weight, idle.answer_weight, idle.all_weight):
+            of_losses.zero_()
+        rows.append(replace(idle, prompt_at=idle.prompt_at[:0], answer_at=idle.answer_at[:0]))
     return rows

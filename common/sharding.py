@@ -68,19 +68,29 @@ class Trainee(nn.Module):
         return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
 
 
-def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, sources, prepare=None, masks=None, recompute=False) -> Trainee:
+def mesh_of(ranks: Ranks):
+    """One node: weights sharded over all ranks. Several: sharded within a node and replicated over nodes (HSDP), so that
+    only gradients, reduced within their node first, travel between nodes."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    if local == ranks.world:
+        return init_device_mesh(ranks.device.type, (ranks.world,))
+    return init_device_mesh(ranks.device.type, (ranks.world // local, local), mesh_dim_names=("nodes", "ranks"))
+
+
+def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, sources=None, prepare=None, masks=None, recompute=False,
+          attention: str = "sdpa") -> Trainee:
     """A sharded Trainee with weights in `dtype`, computing in `compute`, gradients reduced in float32.
 
-    sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from. prepare(model)
-    changes the modules before they are sharded. masks: shape of log_alpha, left for the caller to fill.
+    sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from; without it
+    all are left for checkpoints.load to fill. prepare(model) changes the modules before they are sharded. masks: shape of
+    log_alpha, left for the caller to fill. recompute: a layer keeps its input alone for the backward pass.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if prepare:
             prepare(model)
         trainee = Trainee(model, masks)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
+    options = {"mesh": mesh_of(ranks), "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     ignored = {trainee.log_alpha} if masks else None  # a few hundred numbers: every rank holds them all
@@ -89,7 +99,8 @@ def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, source
     model.tie_weights()
     rotary = model.model.rotary_emb  # its buffers are computed from the config, not stored
     model.model.rotary_emb = type(rotary)(config).to(ranks.device)
-    load_rows(model, sources)
+    if sources:
+        load_rows(model, sources)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return trainee.train()

@@ -54,28 +54,59 @@ def test_bild_gradient():
     assert torch.autograd.gradcheck(lambda z: bild(z, teacher), student)
 
 
-@pytest.mark.parametrize("loss", [kl, bild])
+def pieces_of(tokens: int, chunk: int) -> list:
+    """Every third token under BiLD, the others under KL, one token under neither."""
+    at = torch.arange(tokens - 1)
+    return [("bild", part) for part in at[::3].split(chunk)] + [("kl", part) for part in at[at % 3 > 0].split(chunk)]
+
+
+def both(teacher, weight):
+    return lambda kind, at, logits: ({"kl": kl, "bild": bild}[kind](logits, teacher[at]) * weight[at]).sum()
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_chunked_equals_plain(loss, chunk):
-    """Value and gradients for hidden states and for the head, formed chunk by chunk."""
-    hidden, teacher = torch.randn(10, 8, dtype=torch.float64), logits(10, 30)
-    weight, head = torch.rand(10, dtype=torch.float64), torch.nn.Linear(8, 30, bias=False, dtype=torch.float64)
-    results = []
-    for run in (lambda per, *rows: chunked(per, chunk, *rows), lambda per, *rows: per(*rows)):
-        h = hidden.clone().requires_grad_()
-        head.zero_grad()
-        value = run(lambda x, t, w: (loss(head(x), t) * w).sum(), h, teacher, weight)
-        value.backward()
-        results.append((value.detach(), h.grad, head.weight.grad.clone()))
-    for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+def test_chunked_equals_plain(chunk):
+    """Value and gradients for hidden states and for the head, formed chunk by chunk; each piece's loss called once."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, head, weight = (torch.rand(*shape, dtype=torch.float64, generator=generator) for shape in ((10, 8), (30, 8), (10,)))
+    teacher, calls, results = logits(10, 30), [], []
+
+    def counted(*piece):
+        calls.append(piece)
+        return both(teacher, weight)(*piece)
+
+    def plain(hidden, head):
+        whole, at = hidden @ head.T, torch.arange(9)
+        return both(teacher, weight)("bild", at[::3], whole[at[::3]]) + both(teacher, weight)("kl", at[at % 3 > 0], whole[at[at % 3 > 0]])
+
+    for run in (lambda h, w: chunked(counted, pieces_of(10, chunk), h, w), plain):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        value = run(h, w)
+        (3 * value).backward()
+        results.append((value.detach(), h.grad, w.grad))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert (results[0][1][9] == 0).all() and len(calls) == len(pieces_of(10, chunk))
+    with torch.no_grad():
+        assert float(chunked(counted, pieces_of(10, chunk), hidden, head)) == pytest.approx(float(results[1][0]), abs=1e-12)
 
 
 def test_chunked_gradcheck():
-    teacher, weight = logits(5, 12), torch.rand(5, dtype=torch.float64)
-    hidden, matrix = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 4), (12, 4)))
+    teacher, weight = logits(7, 20), torch.rand(7, dtype=torch.float64)
+    hidden, head = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 4), (20, 4)))
+    assert torch.autograd.gradcheck(lambda h, w: chunked(both(teacher, weight), pieces_of(7, 2), h, w), (hidden, head))
 
-    def total(h, w):
-        return chunked(lambda x, t, weights: ((kl(x @ w.T, t) + bild(x @ w.T, t)) * weights).sum(), 2, h, teacher, weight)
 
-    assert torch.autograd.gradcheck(total, (hidden, matrix))
+def test_chunked_without_pieces_is_zero():
+    """A rank with nothing to predict still takes part in the backward pass."""
+    hidden, head = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    value = chunked(None, [], hidden, head)
+    value.backward()
+    assert float(value.detach()) == 0 and (hidden.grad == 0).all() and (head.grad == 0).all()
+
+
+def test_head_gradient_does_not_accumulate_in_bfloat16():
+    """4096 tokens pull the same way, one a chunk: a bfloat16 sum would stop growing at 256."""
+    hidden, head = (torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True) for n in (4096, 2))
+    chunked(lambda kind, at, logits: logits.float().sum(), [("all", at) for at in torch.arange(4096).split(1)], hidden, head).backward()
+    assert (head.grad == 4096).all()

@@ -93,9 +93,6 @@ def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias):
         masks.set_masks(student, torch.zeros(3, 8))
         closed = student(TOKENS).logits
         torch.testing.assert_close(closed, gqa(TOKENS).logits, rtol=0, atol=1e-5)
-        masks.switch_to_merged(student)
-        torch.testing.assert_close(student(TOKENS).logits, closed, rtol=0, atol=1e-5)
-        assert student.model.layers[0].self_attn.k_proj(torch.randn(1, 1, 48)).shape[-1] == 2 * 8
     assert (closed - aligned(TOKENS).logits).abs().max() > 1e-2  # the two ends are different models
 
 

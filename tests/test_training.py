@@ -117,7 +117,7 @@ def test_non_finite_gradient_stops_before_the_update(monkeypatch, tmp_path):
     trainee = Trainee(tiny_model())
     before = [p.clone() for p in trainee.parameters()]
     optimizer = torch.optim.SGD([{"params": list(trainee.parameters()), "initial_lr": 1.0}])
-    plan = engine.Plan(steps=3, batch=1, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=1, print_every=1)
+    plan = engine.Plan(steps=3, batch=1, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=1, save_minutes=1, print_every=1)
     with pytest.raises(UserError, match=r"step 1: expected a finite loss, found a gradient of norm nan, samples \[0\]"):
         engine.train(trainee, optimizer, Faulty(), [Sample((1, 2), (3,))], plan, str(tmp_path), Ranks(0, 1, torch.device("cpu")))
     assert all(torch.equal(a, b) for a, b in zip(before, trainee.parameters(), strict=True))
