@@ -67,7 +67,7 @@ def parse():
     # what is trained on what
     parser.add_argument("--tasks", default=None, metavar="DIR", help="TASK.train.jsonl files, or hub (default: hub; the embedded tasks for demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--teacher", default=None, metavar="DIR", help="an SFT teacher to share between runs (default: RUN/teacher, made if missing)")
+    parser.add_argument("--teacher", default=None, metavar="DIR", help="the SFT teacher, to share between runs; made there if missing (default: RUN/teacher)")
     # length of the two phases
     parser.add_argument("--teacher-epochs", type=float, default=2, help="SFT passes over the training sets")
     parser.add_argument("--teacher-steps", type=positive, default=None, help="instead of --teacher-epochs")
@@ -87,9 +87,9 @@ def parse():
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt", help="tokens of the KL term: prompt, as the authors' code; all, as Eq. 30 reads")
     parser.add_argument("--seed", type=int, default=0, help="of batches and mask noise")
     # how it runs
-    parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 512 on a CPU)")
+    parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 2048 on a CPU)")
     parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens whose logits exist at a time")
-    parser.add_argument("--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa", help="implementation, of teacher and student")
+    parser.add_argument("--attention", choices=("packed", "sdpa", "eager", "flash_attention_2"), default="packed", help="packed: torch's fused kernel sample by sample; the others are transformers'")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=None, help="keep only the input of each layer for the backward pass (default: on GPUs)")
     parser.add_argument("--save-minutes", type=float, default=20, help="longest time between checkpoints")
     parser.add_argument("--save-steps", type=positive, default=None, help="steps between checkpoints, beside --save-minutes (default: none)")
@@ -321,7 +321,7 @@ def main():
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     recompute = cuda if args.recompute is None else args.recompute
     how = {"compute": torch.bfloat16 if cuda else torch.float32, "recompute": recompute, "attention": args.attention}
-    common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 512),
+    common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048),
               "save_steps": args.save_steps, "save_minutes": args.save_minutes, "print_every": args.print_every}
     teacher_steps = args.teacher_steps or max(1, math.ceil(args.teacher_epochs * len(samples) / args.teacher_batch))
     teacher_plan = Plan(steps=teacher_steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
@@ -334,7 +334,7 @@ def main():
         return print_plan(args, described, kv_heads, samples, (teacher_plan, plan), recompute)
 
     teacher, training = args.teacher or os.path.join(args.run, "teacher"), os.path.join(args.run, "train")
-    if args.teacher or (os.path.isdir(teacher) and not args.force):
+    if os.path.isdir(teacher) and (args.teacher or not args.force):
         check_same_model(teacher, described, read_record(teacher, "05_prune_train.py")["model"])
     if args.force and ranks.first:
         for path in (training, *(() if args.teacher else (teacher, teacher + ".train"))):

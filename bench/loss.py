@@ -18,8 +18,9 @@ import time
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common.losses import bild, chunked, kl
 from machine import machine
+
+from common.losses import bild, chunked, kl
 
 
 def parse():

@@ -23,16 +23,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from machine import machine
+
 from common import masks
 from common.budget import peak_flops
 from common.engine import clip_gradients
 from common.packing import build_row, pack
 from common.sharding import build, init_ranks
 from common.tasks import Sample
-from machine import machine
 
 stage = importlib.import_module("05_prune_train")
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
+    "demo": (128, 256, 4, 8, 1280),
     "small": (256, 688, 6, 8, 2000),
     "1.3b": (2048, 5504, 24, 16, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
@@ -43,7 +45,8 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16, layers recomputed)")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=512)
+    parser.add_argument("--attention", default="packed", help="of all models measured, as 05_prune_train.py --attention")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one of each that is not counted")
     parser.add_argument("--loss-chunk", type=int, default=512)
@@ -91,7 +94,7 @@ def main():
         return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
                            num_key_value_heads=kv_heads, vocab_size=vocab)
 
-    how = {"compute": torch.bfloat16 if cuda else torch.float32, "recompute": cuda}
+    how = {"compute": torch.bfloat16 if cuda else torch.float32, "recompute": cuda, "attention": args.attention}
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as home:
         configs = {"mha": config(heads), "gqa": config(heads // 4)}

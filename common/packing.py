@@ -7,6 +7,8 @@ import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.tasks import Sample
 
@@ -43,7 +45,8 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 class Row:
     """One micro-batch: samples end to end in a single sequence of T tokens.
 
-    position_ids restart at every sample, from which transformers derives a block-diagonal attention mask.
+    position_ids restart at every sample: attention does not cross samples, by `packed_attention` or, under transformers'
+    own implementations, by the block-diagonal mask they derive from the restarts.
     Weights belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) / global
     batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss. targets: the next
     token, 0 where nothing is predicted. The positions of either part are listed apart, since they carry other losses.
@@ -57,9 +60,25 @@ class Row:
     all_weight: torch.Tensor  # [T] float32, both parts as one
     prompt_at: torch.Tensor  # positions that predict a prompt token
     answer_at: torch.Tensor  # positions that predict an answer token
+    lengths: tuple[int, ...]  # tokens of each sample
 
     def to(self, device) -> "Row":
-        return Row(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "lengths"}
+        return replace(self, **moved)
+
+
+def packed_attention(module, query, key, value, attention_mask, sample_lengths=(), **kwargs):
+    """Causal attention of each sample of a row by itself, with torch's fused kernel and without a T x T mask.
+
+    query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built with
+    attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward.
+    """
+    parts = (states.split(sample_lengths, dim=2) for states in (query, key, value))
+    alone = [sdpa_attention_forward(module, *sample, None, is_causal=True, **kwargs)[0] for sample in zip(*parts, strict=True)]
+    return torch.cat(alone, dim=1), None
+
+
+AttentionInterface.register("packed", packed_attention)
 
 
 def build_row(samples: list[Sample], batch: int) -> Row:
@@ -76,7 +95,7 @@ def build_row(samples: list[Sample], batch: int) -> Row:
         all_weight += [1 / (prompt + answer) / batch] * (prompt + answer) + [0]
     weights = [torch.tensor(weight) for weight in (prompt_weight, answer_weight, all_weight)]
     return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets), *weights,
-               *(weight.nonzero()[:, 0] for weight in weights[:2]))
+               *(weight.nonzero()[:, 0] for weight in weights[:2]), tuple(map(len, samples)))
 
 
 def rows_of_step(samples: list[Sample], step: int, batch: int, seed: int, capacity: int, rank: int, world: int) -> list[Row]:

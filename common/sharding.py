@@ -62,8 +62,9 @@ class Trainee(nn.Module):
         self.log_alpha = nn.Parameter(torch.empty(mask_shape, dtype=torch.float32)) if mask_shape else None
 
     def forward(self, row, head_loss=None):
-        # use_cache=False lets transformers derive the block-diagonal mask from the restarting position ids
-        output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
+        # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
+        own = {"sample_lengths": row.lengths} if self.net.config._attn_implementation == "packed" else {}
+        output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **own)
         hidden = output.last_hidden_state[0]
         return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
 
@@ -78,7 +79,7 @@ def mesh_of(ranks: Ranks):
 
 
 def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, sources=None, prepare=None, masks=None, recompute=False,
-          attention: str = "sdpa") -> Trainee:
+          attention: str = "packed") -> Trainee:
     """A sharded Trainee with weights in `dtype`, computing in `compute`, gradients reduced in float32.
 
     sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from; without it

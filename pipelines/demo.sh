@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 RUN=${RUN:-runs/demo}
 POOL=$RUN/meanpool
-train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 05_prune_train.py "$@"; }
+train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 05_prune_train.py --print-every 20 "$@"; }
 make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # two training processes share two cores
 

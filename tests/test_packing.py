@@ -1,7 +1,10 @@
 """Packing changes the speed and nothing else: no attention across samples, the same loss and gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from common.losses import cross_entropy
 from common.packing import batch_indices, build_row, pack, rows_of_step
@@ -56,7 +59,10 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.all_weight.tolist() == [0.125] * 4 + [0, 0.25, 0.25, 0]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+FLASH = pytest.param("flash_attention_2", marks=pytest.mark.skipif(not (torch.cuda.is_available() and is_flash_attn_2_available()), reason="needs a GPU and flash-attn"))
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
 def test_attention_does_not_cross_samples(attention):
     trainee = Trainee(tiny_model(attn_implementation=attention))
     first, second, other = random_samples(3)
@@ -66,17 +72,33 @@ def test_attention_does_not_cross_samples(attention):
         alone = trainee(build_row([second], 2))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     torch.testing.assert_close(beside_another, alone, rtol=0, atol=1e-5)
-    row = build_row([first, second], 2)
-    row.position_ids = torch.arange(row.input_ids.shape[1])[None]  # the fault: positions that do not restart
+    row = build_row([first, second], 2)  # the faults: positions that do not restart, samples not told apart
+    row = replace(row, position_ids=torch.arange(row.input_ids.shape[1])[None], lengths=(row.input_ids.shape[1],))
     with torch.no_grad():
         assert (trainee(row)[len(first) :] - alone).abs().max() > 1e-2
 
 
-def test_packed_gradient_equals_one_sample_at_a_time():
+@pytest.mark.parametrize("attention", ["packed", "sdpa", FLASH])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_attentions_agree_with_eager(attention, kv_heads):
+    """Hidden states and gradients of a packed row, as the plainest implementation gives them."""
+    device, dtype, close = ("cuda", torch.bfloat16, 3e-2) if attention == "flash_attention_2" else ("cpu", torch.float32, 1e-4)
+    row, found = build_row(random_samples(5), 5).to(device), []
+    for name in (attention, "eager"):
+        trainee = Trainee(tiny_model(attn_implementation=name, num_key_value_heads=kv_heads)).to(device, dtype)
+        hidden = trainee(row)
+        (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)).sum().backward()
+        found.append([hidden.detach(), *(p.grad for p in trainee.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
+def test_packed_gradient_equals_one_sample_at_a_time(attention):
     samples = random_samples(8)
     gradients = []
     for capacity in (1, 64, 10_000):  # a row each, several rows, one row
-        trainee = Trainee(tiny_model())
+        trainee = Trainee(tiny_model(attn_implementation=attention))
 
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
