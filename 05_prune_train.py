@@ -297,7 +297,7 @@ def print_plan(args, described, kv_heads, samples, plans, recompute) -> None:
         fits, hours = fits and fit, hours + taken
     if not fits:
         raise UserError(f"--plan: expected {args.plan} to hold both phases, found that it does not; see above")
-    print(f"05_prune_train: {hours:.1f} h on {args.plan}, the teacher included")
+    print(f"05_prune_train: {hours:.2g} h on {args.plan}, the teacher included")
 
 
 def main():

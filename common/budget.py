@@ -144,9 +144,9 @@ def report(title: str, config, kv_heads: int | None, lengths: list[int], answers
     limit = USABLE * hardware.memory * 2**30
     fits = need["total"] <= limit
     lines = [f"{title}: {plan.steps} steps of {plan.batch} samples, {mean:.0f} tokens each; {rows} row(s) of up to {row} tokens per rank",
-             "  GiB per rank | " + " | ".join(f"{name} {number / 2**30:.1f}" for name, number in need.items()) + f" of {limit / 2**30:.0f} usable"]
-    lines.append(f"  per step     | {useful / 1e12:.1f} TFLOP | {traffic / 2**30:.1f} GiB moved per rank | {step:.2f} s at {EFFICIENCY:.0%} of peak "
-                 f"| {plan.steps * step / 3600:.1f} h in all")
+             "  GiB per rank | " + " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items()) + f" of {limit / 2**30:.0f} usable"]
+    lines.append(f"  per step     | {useful / 1e12:.3g} TFLOP | {traffic / 2**30:.3g} GiB moved per rank | {step:.2g} s at {EFFICIENCY:.0%} of peak "
+                 f"| {plan.steps * step / 3600:.2g} h in all")
     if fits:
         lines.append("  fits")
     else:

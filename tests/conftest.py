@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from common.sharding import init_ranks
 
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
@@ -119,8 +122,14 @@ def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
     return home
 
 
-def copy_run(source: Path, target: Path) -> Path:
-    import shutil
+@pytest.fixture
+def group_of_one():
+    """This process as the only rank."""
+    ranks = init_ranks()
+    yield ranks
+    torch.distributed.destroy_process_group()
 
+
+def copy_run(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target
