@@ -66,15 +66,17 @@ def cosine(step: int, steps: int, warmup: int) -> float:
 
 
 class Stopper:
-    """Remembers SIGTERM and SIGINT until the end of the step."""
+    """Remembers SIGTERM and SIGINT until the end of a step, be it the next phase's."""
+
+    asked = False
 
     def __init__(self):
-        self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 
-    def _ask(self, number, frame) -> None:
-        self.asked = True
+    @staticmethod
+    def _ask(number, frame) -> None:
+        Stopper.asked = True
 
 
 def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks: Ranks, start: int = 0, until: int | None = None) -> bool:
@@ -85,7 +87,7 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
     """
     until = until or plan.steps
     metrics = Metrics(directory, start, plan, ranks)
-    stopper, saved = Stopper(), time.perf_counter()
+    stopper, stop, saved = Stopper(), False, time.perf_counter()
     for step in range(start, until):
         began = time.perf_counter()
         factor = cosine(step, plan.steps, plan.warmup)
@@ -123,10 +125,11 @@ def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory
             checkpoints.save(directory, step + 1, trainee, optimizer)
             saved = time.perf_counter()
         if stop:
-            ranks.say(f"stopped by a signal after step {step + 1}; the same command goes on from there")
-            return False
+            break
     metrics.close()
-    return True
+    if stop:
+        ranks.say(f"stopped by a signal after step {step + 1}; the same command goes on from there")
+    return not stop
 
 
 def clip_gradients(trainee, clip: float) -> float:

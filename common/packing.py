@@ -67,13 +67,13 @@ class Row:
         return replace(self, **moved)
 
 
-def packed_attention(module, query, key, value, attention_mask, sample_lengths=(), **kwargs):
+def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, **kwargs):
     """Causal attention of each sample of a row by itself, with torch's fused kernel and without a T x T mask.
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built with
-    attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward.
+    attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward. None: one sample.
     """
-    parts = (states.split(sample_lengths, dim=2) for states in (query, key, value))
+    parts = (states.split(sample_lengths or query.shape[2], dim=2) for states in (query, key, value))
     alone = [sdpa_attention_forward(module, *sample, None, is_causal=True, **kwargs)[0] for sample in zip(*parts, strict=True)]
     return torch.cat(alone, dim=1), None
 

@@ -103,8 +103,14 @@ def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, source
     if sources:
         load_rows(model, sources)
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     return trainee.train()
+
+
+def recompute_layers(model) -> None:
+    """Activation checkpointing of every decoder layer, by the name that this version of transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from common import budget, masks
 from common.cli import UserError
 from common.engine import Plan
 from common.packing import build_row
-from common.sharding import Trainee
+from common.sharding import Trainee, recompute_layers
 from conftest import tiny_model
 from test_packing import random_samples
 
@@ -37,13 +37,15 @@ def test_sizes_are_those_of_the_model():
         assert size.whole == sum(p.numel() for p in model.parameters())
 
 
-def saved_bytes(layers: int, dtype, masked: bool) -> int:
+def saved_bytes(layers: int, dtype, masked: bool, recompute: bool = False) -> int:
     """Of all storages that autograd keeps for the backward pass of one packed row, parameters aside."""
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers, "vocab_size": 260, "attn_implementation": "packed"}
     model = tiny_model(**shape).to(dtype)
     if masked:
         masks.patch(model, 2)
         masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
+    if recompute:
+        recompute_layers(model.train())
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -65,6 +67,13 @@ def test_activations_are_those_autograd_keeps(dtype, masked):
     tokens = sum(map(len, random_samples(40)))
     layer = (saved_bytes(4, dtype, masked) - saved_bytes(2, dtype, masked)) / 2
     assert budget.activation_bytes(config, tokens, dtype.itemsize, masked)[0] == pytest.approx(layer, rel=0.1)
+
+
+def test_a_recomputed_layer_keeps_its_input_alone():
+    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
+    tokens = sum(map(len, random_samples(40)))
+    layer = (saved_bytes(4, torch.float32, False, recompute=True) - saved_bytes(2, torch.float32, False, recompute=True)) / 2
+    assert budget.activation_bytes(config, tokens, 4, False)[1] == pytest.approx(layer, rel=0.02)
 
 
 def plan(steps: int, batch: int) -> Plan:

@@ -1,5 +1,6 @@
 """Stage 5 under torchrun: two processes equal one, a killed run equals one that was not, signals and NaN are handled."""
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -22,7 +23,9 @@ from common import checkpoints, engine, masks, plots
 from common.checkpoints import steps_saved, whole_weights
 from common.cli import UserError
 from common.engine import cosine
+from common.losses import bild, kl
 from common.models import load_config
+from common.packing import build_row
 from common.sharding import Ranks, Trainee, build
 from common.tasks import Sample
 from conftest import ROOT, TRAINING, copy_run, run, save_tiny, tiny_model
@@ -66,6 +69,33 @@ def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
     trained = safetensors.torch.load_file(alone / "teacher" / "model.safetensors")
     for name, tensor in safetensors.torch.load_file(together / "teacher" / "model.safetensors").items():
         torch.testing.assert_close(tensor, trained[name], rtol=0, atol=1e-5)
+
+
+def test_recomputed_layers_train_the_same(alone, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(alone / "teacher", home / "teacher")
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *SHARED, "--recompute")
+    assert_same_training(home, alone)
+
+
+@pytest.mark.parametrize("kl_on", ["prompt", "all"])
+def test_distillation_is_equation_30(kl_on):
+    """From whole logits of each sample by itself: means over its tokens, then over samples."""
+    stage = importlib.import_module("05_prune_train")
+    student, teacher = (Trainee(tiny_model(seed=seed, attn_implementation="packed")) for seed in (0, 1))
+    samples = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
+    phase = stage.Distillation(student, teacher, argparse.Namespace(kl_on=kl_on, loss_chunk=2))
+    loss, parts = phase.row_loss(build_row(samples, 3))
+    expected = {"kl": 0.0, "bild": 0.0}
+    for sample in samples:
+        tokens = torch.tensor([[*sample.prompt, *sample.answer]])
+        ours, theirs = (trainee.net(input_ids=tokens).logits[0, :-1].detach() for trainee in (student, teacher))
+        prompt = len(sample.prompt) - 1
+        last = prompt if kl_on == "prompt" else None
+        expected["kl"] += float(kl(ours[:last], theirs[:last]).mean()) / 3
+        expected["bild"] += float(bild(ours[prompt:], theirs[prompt:]).mean()) / 3
+    assert {name: float(part) for name, part in parts.items()} == pytest.approx(expected, rel=1e-4)
+    assert float(loss.detach()) == pytest.approx(sum(expected.values()), rel=1e-4)
 
 
 def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
