@@ -48,7 +48,7 @@ from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.engine import Phase, Plan, read_metrics, train
 from common.losses import bild, chunked, cross_entropy, kl
 from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer, source_model
-from common.sharding import build, init_ranks
+from common.sharding import build, joined_ranks
 from common.tasks import TASKS, load_task, tokenize
 
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones, no decay
@@ -300,9 +300,8 @@ def print_plan(args, described, kv_heads, samples, plans, recompute) -> None:
     print(f"05_prune_train: {hours:.2g} h on {args.plan}, the teacher included")
 
 
-def main():
-    args, clock = parse(), Clock()
-    ranks = init_ranks()
+def teach_and_prune(args, clock: Clock, ranks) -> None:
+    """Both phases, each from where it was left."""
     aligned, merged = (os.path.join(args.run, name) for name in ("aligned", "merged"))
     aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
     if aligned_record["inputs"] != merged_record["inputs"]:
@@ -378,6 +377,12 @@ def main():
         print(f"wrote   {training}")
         print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at z = 1, "
               f"{lines[-1]['loss']:.3f} as GQA, in {clock()} s")
+
+
+def main():
+    args, clock = parse(), Clock()
+    with joined_ranks() as ranks:
+        teach_and_prune(args, clock, ranks)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from common import masks
 from common.budget import peak_flops
 from common.engine import clip_gradients
 from common.packing import build_row, pack
-from common.sharding import build, init_ranks
+from common.sharding import build, joined_ranks
 from common.tasks import Sample
 
 stage = importlib.import_module("05_prune_train")
@@ -83,9 +83,8 @@ class Timed:
         return time.perf_counter() - start
 
 
-def main():
-    args = parse()
-    ranks = init_ranks()
+def measure(args, ranks) -> dict:
+    """The figures of the last line."""
     assert ranks.device.type == args.device, f"--device {args.device}, but the device here is {ranks.device}"
     cuda = args.device == "cuda"
     hidden, inner, layers, heads, vocab = SHAPES[args.shape]
@@ -164,7 +163,14 @@ def main():
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
         figures |= {"mfu": round(flops / medians["masked"] / peak, 3), "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
-    print(json.dumps(figures | {"settings": vars(args), "machine": machine(args.device)}))
+    return figures | {"settings": vars(args), "machine": machine(args.device)}
+
+
+def main():
+    args = parse()
+    with joined_ranks() as ranks:
+        figures = measure(args, ranks)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

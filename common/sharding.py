@@ -1,5 +1,6 @@
 """FSDP2: the process group, models built without memory, sharded, and filled from safetensors row by row."""
 
+import contextlib
 import glob
 import os
 from dataclasses import dataclass
@@ -47,6 +48,16 @@ def init_ranks() -> Ranks:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+@contextlib.contextmanager
+def joined_ranks():
+    """init_ranks for a block. All ranks leave it together, with the group taken down: a process that ends while its group's threads
+    still run may abort, and torchrun would then stop a rank that is still writing."""
+    ranks = init_ranks()
+    yield ranks
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 class Trainee(nn.Module):
