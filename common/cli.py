@@ -36,15 +36,23 @@ def positive(text: str) -> int:
 
 def run_stage(main) -> None:
     """Call main() and turn a UserError, or what the operating system refuses, into one line and exit code 2."""
+    code = 0
     try:
         main()
     except (UserError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake: one says it
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
         print("interrupted: nothing unfinished was kept", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    if "RANK" in os.environ:
+        # A thread of the process group that asks for the interpreter while Python takes itself down aborts the process, and
+        # torchrun would call the run failed: a rank leaves without that.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class Clock:

@@ -52,8 +52,7 @@ def init_ranks() -> Ranks:
 
 @contextlib.contextmanager
 def joined_ranks():
-    """init_ranks for a block. All ranks leave it together, with the group taken down: a process that ends while its group's threads
-    still run may abort, and torchrun would then stop a rank that is still writing."""
+    """init_ranks for a block. All ranks leave it together, with the group taken down, so that none ends while the first writes."""
     ranks = init_ranks()
     yield ranks
     dist.barrier()
