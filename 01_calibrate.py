@@ -2,7 +2,8 @@
 
 Reads   a Llama-family checkpoint with multi-head attention, and text
 Writes  RUN/calibration.safetensors (+ .json): per layer the Gram matrices of all heads, raw and length-1, keys before
-        RoPE; and --sample-tokens raw head vectors, from which Eq. 2-22 can be recomputed directly
+        RoPE; what closed-form merging weighs them by (query energies, Grams of W_O); and --sample-tokens raw head
+        vectors, from which Eq. 2-22 can be recomputed directly
 
     python 01_calibrate.py                                                     # the embedded model, made on first use
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from common.artifacts import record, refuse_overwrite, write_tensors
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.models import DEMO, describe, geometry, load_model, load_tokenizer, pick_device, require_mha, resolve_model
-from common.stats import LayerStats
+from common.stats import LayerStats, output_gram
 from common.text import load_tokens
 
 
@@ -41,7 +42,7 @@ def parse():
 
 
 class Collector:
-    """Forward hooks on every k_proj and v_proj: each batch goes into LayerStats, sampled tokens are kept as they are."""
+    """Forward hooks on every q, k and v_proj: each batch goes into LayerStats, sampled keys and values are kept as they are."""
 
     def __init__(self, model, shape, tokens: int, samples: int):
         self.shape = shape
@@ -49,7 +50,10 @@ class Collector:
         self.layers = [LayerStats(shape.heads, shape.head_dim, device) for _ in range(shape.layers)]
         self.sampled = torch.linspace(0, tokens - 1, min(samples, tokens)).long().unique()
         self.samples = {}  # tensor name -> list of [n, H, d]
+        self.outputs = {f"layers.{index}.output.gram": output_gram(layer.self_attn.o_proj.weight, shape.heads).cpu()
+                        for index, layer in enumerate(model.model.layers)}
         for index, layer in enumerate(model.model.layers):
+            layer.self_attn.q_proj.register_forward_hook(self._hook(index, "query", self.layers[index].update_queries))
             layer.self_attn.k_proj.register_forward_hook(self._hook(index, "key", self.layers[index].update_keys))
             layer.self_attn.v_proj.register_forward_hook(self._hook(index, "value", self.layers[index].update_values))
 
@@ -64,12 +68,13 @@ class Collector:
             if not torch.isfinite(heads.sum(dtype=torch.float32)):
                 raise UserError(f"NaN or Inf in the output of model.layers.{layer}.self_attn.{kind[0]}_proj")
             update(heads)
-            self.samples.setdefault(f"layers.{layer}.sample.{kind}", []).append(heads[self.here].float().cpu())
+            if kind != "query":
+                self.samples.setdefault(f"layers.{layer}.sample.{kind}", []).append(heads[self.here].float().cpu())
 
         return collect
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {name: torch.cat(parts) for name, parts in self.samples.items()}
+        tensors = {name: torch.cat(parts) for name, parts in self.samples.items()} | self.outputs
         for index, layer in enumerate(self.layers):
             tensors |= layer.tensors(index)
         return tensors

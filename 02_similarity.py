@@ -19,6 +19,7 @@ from tqdm import tqdm
 from common import plots
 from common.artifacts import read_tensors, record, refuse_overwrite, write_tensors
 from common.cli import Clock, run_stage, stage_parser
+from common.closed_form import key_loss, key_weights, value_loss
 from common.models import pick_device
 from common.procrustes import key_similarity, pair_mean, value_similarity
 from common.stats import CRITERIA, Grams
@@ -49,6 +50,9 @@ def main():
             for head, gram, similarity in (("key", grams.key, key_similarity), ("value", grams.value, value_similarity)):
                 for when, matrix in zip(("before", "after"), similarity(gram(layer, kind).to(device), tokens, criterion), strict=True):
                     found.setdefault(f"{head}.{criterion}.{when}", []).append(matrix.cpu())
+        lost = value_loss(grams.value(layer, "raw").to(device), grams.output(layer).to(device))
+        lost = lost + key_loss(grams.key(layer, "raw").to(device), key_weights(grams.query(layer).to(device)))
+        found.setdefault("energy", []).append(-lost.cpu())
     tensors = {name: torch.stack(matrices) for name, matrices in found.items()}
 
     means = {name: pair_mean(matrix) for name, matrix in tensors.items()}  # [L]: over all pairs of a layer
@@ -59,6 +63,7 @@ def main():
                  for name in ("key.cos", "value.cos", "key.dist", "value.dist")]
         print(f"{layer:5d} | " + " | ".join(f"{cell:19s}" for cell in cells))
 
+    print(f"energy that a merged pair loses, values and keys, as shares of a layer's: mean {-float(means['energy'].mean()):.4f}")
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
     write_tensors(output, tensors, record("02_similarity.py", args, model, [source], summary, clock()))
     print(f"wrote   {output}")

@@ -8,7 +8,8 @@ Writes  RUN/groups.json: per layer, kv_heads groups of head numbers, with their 
 
 The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23, 24).
 Algorithm 2 as published: random starts, random swaps, only improvements kept. For groups of two the exact optimum is
-printed beside it, so that one sees how close the search came. --by none takes adjacent heads.
+printed beside it, so that one sees how close the search came. --by none takes adjacent heads; --by energy is made for
+04_align.py --merge closed-form: minus what it would lose on a pair.
 """
 
 import os
@@ -26,8 +27,8 @@ def parse():
     parser.add_argument("--similarity", default=None, metavar="FILE", help="default: RUN/similarity.safetensors")
     # what is grouped
     parser.add_argument("--kv-heads", type=positive, default=None, help="groups per layer (default: a quarter of the heads)")
-    parser.add_argument("--by", choices=("none", "key", "value", "both"), default="value", help="whose similarity decides; both = keys and values, each scaled by its spread over a layer's pairs")
-    parser.add_argument("--criterion", choices=("cos", "dist"), default="dist", help="cosine or squared distance")
+    parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value", help="whose similarity decides; both = keys and values, each scaled by its spread over a layer's pairs; energy = least loss in closed-form merging")
+    parser.add_argument("--criterion", choices=("cos", "dist"), default="dist", help="cosine or squared distance; energy has its own")
     # the search
     parser.add_argument("--restarts", type=positive, default=200, help="random starts (the paper's epoch)")
     parser.add_argument("--iterations", type=positive, default=3000, help="swaps proposed per start (the paper's maxIter)")
@@ -48,7 +49,7 @@ def main():
     print(f"reads   {source}: {model['path']}, {layers} layers, {heads} heads -> {kv_heads}")
 
     key, value = (file.get_tensor(f"{head}.{args.criterion}.after").numpy() for head in ("key", "value"))
-    matrix = {"key": key, "value": value}.get(args.by)
+    matrix = {"key": key, "value": value, "energy": file.get_tensor("energy").numpy()}.get(args.by)
     if matrix is None:
         matrix = combine(key, value)
     default = default_groups(layers, heads, kv_heads)

@@ -4,6 +4,7 @@ A weight of shape [H * d, hidden] is read as H blocks of rows; o_proj [hidden, H
 """
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
@@ -39,23 +40,71 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
     attention.o_proj.weight.copy_(columns.flatten(1).to(attention.o_proj.weight.dtype))
 
 
-@torch.no_grad()
-def merge_heads(parameter: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """Eq. 25, 26: the mean of each group's rows. [H * d, ...] with groups consecutive -> [G * d, ...]."""
-    blocks = parameter.double().view(kv_heads, -1, head_dim, *parameter.shape[1:])
-    return blocks.mean(1).flatten(0, 1).to(parameter.dtype)
+@dataclass
+class Merge:
+    """How one layer's heads become G: what each head puts into the shared key and value, and how it reads them back.
+
+    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~, which W_O,i absorbs; per RoPE pair k~ = sum_j key_in_j k_j,
+    and k_i is replaced by key_out_i k~, which W_Q,i absorbs. All float64, of D heads in each of G groups.
+    """
+
+    value_in: torch.Tensor  # [G, D, d, d]
+    value_out: torch.Tensor  # [G, D, d, d]
+    key_in: torch.Tensor  # [G, D, d/2] complex
+    key_out: torch.Tensor  # [G, D, d/2] complex
+
+
+def mean_merge(heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """Eq. 25, 26: shared heads are means, queries and outputs stay as they are."""
+    shape = kv_heads, heads // kv_heads
+    eye = torch.eye(head_dim, dtype=torch.float64).expand(*shape, head_dim, head_dim)
+    one = torch.ones(*shape, head_dim // 2, dtype=torch.complex128)
+    return Merge(eye / shape[1], eye, one / shape[1], one)
 
 
 @torch.no_grad()
-def merge_model(model, kv_heads: int):
-    """A stock GQA model: a copy of an aligned MHA model with each group's keys and values averaged, no training."""
+def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
+    """The merged layer's q, k, v and o_proj parameters by name, from an attention layer whose groups are consecutive."""
+    groups, members, size, _ = merge.value_in.shape
+    heads = groups * members
+
+    def blocks(parameter):  # [H * d, ...] -> [H, d, n] float64
+        return parameter.double().view(heads, size, -1)
+
+    state = {}
+    for name, parameter in attention.named_parameters():
+        projection = name.split(".")[0]
+        if projection == "q_proj":
+            merged = rotate_pairs(blocks(parameter), merge.key_out.conj().flatten(0, 1).to(parameter.device))
+        elif projection == "k_proj":
+            parts = rotate_pairs(blocks(parameter), merge.key_in.flatten(0, 1).to(parameter.device))
+            merged = parts.view(groups, members, *parts.shape[1:]).sum(1)
+        elif projection == "v_proj":
+            parts = merge.value_in.flatten(0, 1).to(parameter.device) @ blocks(parameter)
+            merged = parts.view(groups, members, *parts.shape[1:]).sum(1)
+        elif name == "o_proj.weight":
+            columns = parameter.double().view(-1, heads, size)
+            merged = torch.einsum("oia,iab->oib", columns, merge.value_out.flatten(0, 1).to(parameter.device)).flatten(1)
+        else:
+            continue
+        shape = parameter.shape if projection in ("q_proj", "o_proj") else (groups * size, *parameter.shape[1:])
+        state[name] = merged.reshape(shape).to(parameter.dtype)
+    return state
+
+
+@torch.no_grad()
+def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
+    """A stock GQA model without any training: a copy of an aligned MHA model with each layer's heads merged.
+
+    merges: one per layer; the paper's means by default.
+    """
     config = copy.deepcopy(model.config)
     config.num_key_value_heads = kv_heads
     merged = type(model)(config).to(dtype=model.dtype, device=model.device).eval()
     merged.generation_config = copy.deepcopy(model.generation_config)
     state = model.state_dict()
-    for name, tensor in state.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            state[name] = merge_heads(tensor, kv_heads, config.head_dim)
+    for index, layer in enumerate(model.model.layers):
+        merge = merges[index] if merges else mean_merge(config.num_attention_heads, kv_heads, config.head_dim)
+        state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in merged_state(layer.self_attn, merge).items()}
     merged.load_state_dict(state)
     return merged

@@ -7,7 +7,10 @@ z_i[p] by a unit number that depends on the position alone, so sums of conj(z_i[
   value Gram  C[i, j]    = sum_n v_i v_j^T             d x d, real;   C[j, i] = C[i, j]^T
   key Gram    c[i, j, p] = sum_n conj(z_i[p]) z_j[p]   complex;       c[j, i] = conj(c[i, j])
 
-each for raw vectors (distance, Eq. 20-22) and for vectors scaled to length 1 (cosine, Eq. 7-9).
+each for raw vectors (distance, Eq. 20-22) and for vectors scaled to length 1 (cosine, Eq. 7-9). For closed-form merging also
+
+  query energy  sum_n |q_i[p]|^2   of each head and RoPE pair
+  output Gram   W_O,i^T W_O,i      d x d, of each head's columns of o_proj
 """
 
 import torch
@@ -64,6 +67,7 @@ class LayerStats:
         self.value = {kind: torch.zeros(shape, dtype=torch.float64, device=device) for kind in ("raw", "unit")}
         shape = heads, heads, head_dim // 2
         self.key = {kind: torch.zeros(shape, dtype=torch.complex128, device=device) for kind in ("raw", "unit")}
+        self.query = torch.zeros(heads, head_dim // 2, dtype=torch.float64, device=device)
         self.tokens = 0
 
     def update_values(self, values: torch.Tensor) -> None:
@@ -79,11 +83,21 @@ class LayerStats:
         self.key["unit"] += key_gram(to_unit(keys))
         self.tokens += len(keys)
 
+    def update_queries(self, queries: torch.Tensor) -> None:
+        """queries: q_proj's output as [n, H, d]; RoPE does not change what is summed."""
+        self.query += to_complex(queries.float()).abs().square().sum(0)
+
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
         """What calibration.safetensors holds of this layer; complex sums as a last axis of (real, imaginary)."""
         values = {f"layers.{layer}.value.{kind}": half for kind, half in self.value.items()}
         keys = {f"layers.{layer}.key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
-        return {name: tensor.cpu() for name, tensor in (values | keys).items()}
+        return {name: tensor.cpu() for name, tensor in (values | keys | {f"layers.{layer}.query.energy": self.query}).items()}
+
+
+def output_gram(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """o_proj.weight [hidden, H * d] -> W_O,i^T W_O,i [H, d, d] float64."""
+    columns = weight.double().view(len(weight), heads, -1)
+    return torch.einsum("oia,oib->iab", columns, columns)
 
 
 class Grams:
@@ -99,3 +113,11 @@ class Grams:
     def key(self, layer: int, kind: str) -> torch.Tensor:
         """c [H, H, d/2] complex128."""
         return torch.view_as_complex(self.file.get_tensor(f"layers.{layer}.key.{kind}"))
+
+    def query(self, layer: int) -> torch.Tensor:
+        """sum_n |q_i[p]|^2 [H, d/2] float64."""
+        return self.file.get_tensor(f"layers.{layer}.query.energy")
+
+    def output(self, layer: int) -> torch.Tensor:
+        """W_O,i^T W_O,i [H, d, d] float64."""
+        return self.file.get_tensor(f"layers.{layer}.output.gram")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.fuse import fuse_layer, merge_heads, merge_model
+from common.fuse import fuse_layer, mean_merge, merge_model, merged_state
 from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
@@ -75,10 +75,15 @@ def test_fusing_writes_equations_12_to_16():
 
 
 def test_merge_is_the_mean_of_equations_25_and_26():
-    weight = torch.randn(8 * 4, 5)
-    merged = merge_heads(weight, kv_heads=2, head_dim=4)
-    expected = torch.cat([sum(weight[4 * i : 4 * i + 4].double() for i in range(4 * g, 4 * g + 4)) / 4 for g in range(2)])
-    torch.testing.assert_close(merged, expected.float(), rtol=0, atol=1e-7)
+    attention = tiny_model(bias=True).model.layers[0].self_attn
+    state = merged_state(attention, mean_merge(heads=8, kv_heads=2, head_dim=8))
+    for name, parameter in attention.named_parameters():
+        if name[0] in "kv":
+            groups = parameter.detach().double().view(2, 4, 8, -1)
+            expected = torch.stack([sum(group) / 4 for group in groups]).view(state[name].shape)
+            torch.testing.assert_close(state[name], expected.float(), rtol=0, atol=1e-7)
+        elif name in state:
+            assert torch.equal(state[name], parameter)  # queries and outputs are as they were
 
 
 def test_merging_equal_heads_changes_nothing():
