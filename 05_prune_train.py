@@ -1,7 +1,7 @@
 """Stage 5: train. First a teacher (SFT of the untouched model), then the student: L0 masks move each head from its own
 key/value projection to its group's, while KL + BiLD keep it close to the teacher (Eq. 27-31).
 
-Reads   RUN/aligned/, RUN/merged/, the model that stage 1 read, the eight tasks' training sets
+Reads   RUN/aligned/, RUN/merged/ (of either --merge of 04_align.py), the model that stage 1 read, the eight tasks' training sets
 Writes  RUN/teacher/   an ordinary MHA checkpoint; skipped when it stands already
         RUN/train/     checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/ (where it is
                        installed); stage.json when it is done
@@ -10,6 +10,9 @@ Writes  RUN/teacher/   an ordinary MHA checkpoint; skipped when it stands alread
     torchrun --nproc-per-node 2 05_prune_train.py                              # the embedded model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10     # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB           # what it will take; trains nothing
+
+--masks off trains merged/ itself, without masks and the L0 term: the short way where merged/ is near its source already.
+Where merging changed W_Q and W_O too (--merge closed-form), a mask blends its whole head: W_Q, W_K, W_V and W_O.
 
 With torchrun --nnodes N, RUN lies on a disk that all nodes share; weights are sharded within a node and replicated over nodes.
 After 80% of the steps the masks are gone: the student is saved, built anew as the GQA model it has become, and trained on.
@@ -68,6 +71,7 @@ def parse():
     parser.add_argument("--tasks", default=None, metavar="DIR", help="TASK.train.jsonl files, or hub (default: hub; the embedded tasks for demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--teacher", default=None, metavar="DIR", help="the SFT teacher, to share between runs; made there if missing (default: RUN/teacher)")
+    parser.add_argument("--masks", choices=("l0", "off"), default="l0", help="l0: as the paper; off: train the merged model directly")
     # length of the two phases
     parser.add_argument("--teacher-epochs", type=float, default=2, help="SFT passes over the training sets")
     parser.add_argument("--teacher-steps", type=positive, default=None, help="instead of --teacher-epochs")
@@ -257,14 +261,14 @@ def train_teacher(args, described, samples, plan, teacher, tokenizer, how, ranks
     return True
 
 
-def train_masked(args, aligned, merged, kv_heads, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
-    """The first 80%: the aligned model, every k/v projection blended towards that of merged/, masks from 1 to 0."""
+def train_masked(args, aligned, merged, kv_heads, blended, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
+    """The first 80%: the aligned model, every `blended` projection on its way to that of merged/, masks from 1 to 0."""
 
     def sources(name: str) -> tuple[str, str]:
         return (merged if ".merged." in name else aligned), name.replace(".merged.", ".").replace(".original.", ".")
 
     config = load_config(aligned)
-    student = build(config, ranks, torch.float32, sources=None if saved else sources, prepare=lambda model: masks.patch(model, kv_heads),
+    student = build(config, ranks, torch.float32, sources=None if saved else sources, prepare=lambda model: masks.patch(model, kv_heads, blended),
                     masks=(config.num_hidden_layers, config.num_attention_heads), **how)
     torch.nn.init.constant_(student.log_alpha, masks.START)
     optimizer = make_optimizer(student, args.lr, r"\.merged\.", args.lr * args.merged_lr_factor, args.mask_lr)
@@ -272,27 +276,25 @@ def train_masked(args, aligned, merged, kv_heads, frozen, samples, plan, switch,
     return train(student, optimizer, MaskedDistillation(student, frozen, plan.steps, args), samples, plan, directory, ranks, start, switch)
 
 
-def train_gqa(args, merged, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
+def train_gqa(args, merged, blended, frozen, samples, plan, switch, directory, saved, how, ranks) -> bool:
     """The rest: the GQA model that the student is with every mask at 0. What masks needed is neither read nor held."""
-    student = build(load_config(merged), ranks, torch.float32, **how)
-    optimizer = make_optimizer(student, args.lr, r"\.[kv]_proj\.", args.lr * args.merged_lr_factor)
-
-    def name_before(name: str) -> str:
-        return re.sub(r"(\.[kv]_proj)\.", r"\1.merged.", name)
-
-    start = checkpoints.step_of(saved)
-    checkpoints.load(saved, student, optimizer, name_before if start == switch else lambda name: name)
+    student = build(load_config(merged), ranks, torch.float32, sources=None if saved else lambda name: (merged, name), **how)
+    optimizer = make_optimizer(student, args.lr, rf"\.({'|'.join(blended)})\.", args.lr * args.merged_lr_factor)
+    start = checkpoints.step_of(saved) if saved else 0
+    if saved:
+        checkpoints.load(saved, student, optimizer, lambda name: masks.blended_name(name, blended) if start == switch else name)
     return train(student, optimizer, Distillation(student, frozen, args), samples, plan, directory, ranks, start)
 
 
-def print_plan(args, described, kv_heads, samples, plans, recompute) -> None:
+def print_plan(args, described, kv_heads, blended, samples, plans, recompute) -> None:
     """What both phases take on --plan's hardware, from configs alone. Raises UserError when one does not fit."""
     world, hardware = budget.parse_hardware(args.plan)
     config = load_config(described["path"])
     lengths, answers = [len(sample) for sample in samples], [len(sample.answer) for sample in samples]
     fits, hours = True, 0.0
-    for title, groups, plan in (("teacher", None, plans[0]), (f"pruning {described['heads']} -> {kv_heads} kv heads", kv_heads, plans[1])):
-        lines, taken, fit = budget.report(title, config, groups, lengths, answers, plan, args.loss_chunk, recompute, world, hardware)
+    student = budget.Student(kv_heads, blended if args.masks == "l0" else ())
+    for title, kind, plan in (("teacher", None, plans[0]), (f"pruning {described['heads']} -> {kv_heads} kv heads", student, plans[1])):
+        lines, taken, fit = budget.report(title, config, kind, lengths, answers, plan, args.loss_chunk, recompute, world, hardware)
         print("\n".join(lines))
         fits, hours = fits and fit, hours + taken
     if not fits:
@@ -309,7 +311,9 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attention: expected the package flash-attn for flash_attention_2, found none that works here")
     described = source_model(aligned_record)
-    source, kv_heads = described["path"], aligned_record["summary"]["kv_heads"]
+    source, kv_heads, merge = described["path"], aligned_record["summary"]["kv_heads"], aligned_record["summary"]["merge"]
+    whole = merge == "closed-form" or aligned_record["summary"]["refit"]  # merging changed W_Q and W_O too
+    blended = masks.WHOLE_HEAD if whole else masks.KEY_VALUE
     demo = described["name"] == DEMO
     for name, value in (PUBLISHED | (EMBEDDED if demo else {})).items():
         if getattr(args, name) is None:
@@ -326,11 +330,11 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
     teacher_plan = Plan(steps=teacher_steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
     epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
     steps = args.steps or math.ceil(epochs * len(samples) / args.batch)
-    if steps < 2:
+    if steps < 2 and args.masks == "l0":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
     plan = Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
     if args.plan:
-        return print_plan(args, described, kv_heads, samples, (teacher_plan, plan), recompute)
+        return print_plan(args, described, kv_heads, blended, samples, (teacher_plan, plan), recompute)
 
     teacher, training = args.teacher or os.path.join(args.run, "teacher"), os.path.join(args.run, "train")
     if os.path.isdir(teacher) and (args.teacher or not args.force):
@@ -347,25 +351,25 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
         return
 
     settings = begin(training, plan, {"lr": args.lr, "mask_lr": args.mask_lr, "l0_weight": args.l0_weight, "merged_lr_factor": args.merged_lr_factor,
-                                      "kl_on": args.kl_on, "kv_heads": kv_heads, "samples": len(samples),
+                                      "kl_on": args.kl_on, "masks": args.masks, "merge": merge, "kv_heads": kv_heads, "samples": len(samples),
                                       "aligned": fingerprint(aligned), "merged": fingerprint(merged), "teacher": fingerprint(teacher)}, ranks)
     if os.path.exists(os.path.join(training, RECORD)):
         ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
         return
     ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    switch = max(1, int(SWITCH * steps))
+    switch = max(1, int(SWITCH * steps)) if args.masks == "l0" else 0
     saved, start = resume(training, steps, ranks)
     frozen = build(load_config(teacher), ranks, how["compute"], sources=lambda name: (teacher, name), **(how | {"recompute": False}))
     frozen.eval().requires_grad_(False)
     if start < switch:
-        if not train_masked(args, aligned, merged, kv_heads, frozen, samples, plan, switch, training, saved, how, ranks):
+        if not train_masked(args, aligned, merged, kv_heads, blended, frozen, samples, plan, switch, training, saved, how, ranks):
             return
         gc.collect()  # modules refer to themselves: the masked student and its optimizer go now, not some time later
         if cuda:
             torch.cuda.empty_cache()
         saved = checkpoints.steps_saved(training)[-1]
         ranks.say(f"switch  after step {switch}: every mask is 0; built anew with {kv_heads} kv heads from {saved}")
-    if not train_gqa(args, merged, frozen, samples, plan, switch, training, saved, how, ranks):
+    if not train_gqa(args, merged, blended, frozen, samples, plan, switch, training, saved, how, ranks):
         return
     if ranks.first:
         lines = read_metrics(os.path.join(training, "metrics.jsonl"))
@@ -375,7 +379,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
         written = record("05_prune_train.py", args, described, inputs, summary, clock())
         write_json(os.path.join(training, RECORD), written)
         print(f"wrote   {training}")
-        print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at z = 1, "
+        print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at the start, "
               f"{lines[-1]['loss']:.3f} as GQA, in {clock()} s")
 
 

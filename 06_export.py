@@ -75,10 +75,10 @@ def stock_name(name: str) -> str:
 
 @torch.no_grad()
 def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the student as the masked phase computes it, H-head attention, with every mask at 0."""
+    """Logits of the student as masked training computes it, H-head attention, with every mask at 0."""
     student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     masks.patch(student, kv_heads)  # the heads' own projections stay random: at z = 0 they do not count
-    blended = {re.sub(r"(\.[kv]_proj)\.", r"\1.merged.", name): tensor for name, tensor in weights.items()}
+    blended = {masks.blended_name(name): tensor for name, tensor in weights.items()}
     missing = student.load_state_dict(blended, strict=False)
     if missing.unexpected_keys or any(".original." not in name for name in missing.missing_keys):
         raise UserError(f"train/: expected the tensors of {type(student).__name__}, found others: {missing}")

@@ -4,6 +4,7 @@ Weights, gradients and optimizer are counted exactly. Activations are counted te
 transformers computes it; buffers of the allocator, of nccl and of CUDA itself are not counted, hence USABLE.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -55,6 +56,14 @@ def parse_hardware(text: str) -> tuple[int, Hardware]:
 
 
 @dataclass(frozen=True)
+class Student:
+    """A model being pruned: its shared heads, and the projections that masks blend (none: it is a GQA model from the start)."""
+
+    kv_heads: int
+    blended: tuple[str, ...] = masks.KEY_VALUE
+
+
+@dataclass(frozen=True)
 class Size:
     """Parameters of a model: in all, in one layer, and outside the layers (embedding, head, last norm)."""
 
@@ -63,12 +72,15 @@ class Size:
     root: int
 
 
-def size(config, kv_heads: int | None = None) -> Size:
-    """Of a model; with kv_heads, of the student that blends its own key/value heads with that many shared ones."""
+def size(config, student: Student | None = None) -> Size:
+    """Of a model of this config, or of the student made from it."""
+    config = copy.deepcopy(config)
+    if student and not student.blended:
+        config.num_key_value_heads = student.kv_heads
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        if kv_heads:
-            masks.patch(model, kv_heads)
+        if student and student.blended:
+            masks.patch(model, student.kv_heads, student.blended)
     whole = sum(p.numel() for p in model.parameters())
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     return Size(whole, layer, whole - layer * config.num_hidden_layers)
@@ -87,7 +99,7 @@ def forward_flops(config, tokens: int, attended: int, predicted: int, kv_heads: 
     return 2 * (layers + config.hidden_size * config.vocab_size * predicted)
 
 
-def activation_bytes(config, tokens: int, compute: int, masked: bool) -> tuple[int, int]:
+def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
     """Bytes that the backward pass of one layer needs, and those of its input alone. compute: bytes per number."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim
@@ -95,18 +107,19 @@ def activation_bytes(config, tokens: int, compute: int, masked: bool) -> tuple[i
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input, output less what is shared
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    blend = 2 * (2 * compute + compute) * hidden * width if masked else 0  # per projection: blended, repeated, own heads
+    kept = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}
+    blend = compute * hidden * width * sum(kept[name] for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(config, kv_heads: int | None, world: int, tokens: int, chunk: int, compute: int, recompute: bool, teacher: bool) -> dict[str, float]:
+def memory(config, student: Student | None, world: int, tokens: int, chunk: int, compute: int, recompute: bool, teacher: bool) -> dict[str, float]:
     """Bytes per rank at the worst moment of a step, by what they hold; "total" is their sum.
 
-    kv_heads: of a masked student, None for plain fine-tuning; world: ranks that share the weights; tokens: of a row;
+    student: None for plain fine-tuning; world: ranks that share the weights; tokens: of a row;
     compute: bytes per number of the forward pass; teacher: a frozen model of the same config in `compute` beside it.
     """
-    own, plain = size(config, kv_heads), size(config)
-    layer_activations, layer_input = activation_bytes(config, tokens, compute, bool(kv_heads))
+    own, plain = size(config, student), size(config)
+    layer_activations, layer_input = activation_bytes(config, tokens, compute, student.blended if student else ())
     held = layer_input * config.num_hidden_layers + layer_activations if recompute else layer_activations * config.num_hidden_layers
     gathered = 2 if world > 1 else 1  # layers whose weights are whole at once: one computes, the next is on its way
     parts = {
@@ -125,10 +138,10 @@ def seconds(flops: float, traffic: float, world: int, hardware: Hardware) -> flo
     return max(flops / (world * hardware.flops * EFFICIENCY), traffic / hardware.link)
 
 
-def report(title: str, config, kv_heads: int | None, lengths: list[int], answers: list[int], plan, chunk: int, recompute: bool, world: int,
+def report(title: str, config, student: Student | None, lengths: list[int], answers: list[int], plan, chunk: int, recompute: bool, world: int,
            hardware: Hardware) -> tuple[list[str], float, bool]:
     """Lines that say what a phase takes, its hours, and whether it fits. lengths, answers: tokens of each sample."""
-    distils = kv_heads is not None
+    distils = student is not None
     mean = sum(lengths) / len(lengths)
     tokens = mean * plan.batch
     predicted = tokens if distils else plan.batch * sum(answers) / len(answers)
@@ -137,8 +150,8 @@ def report(title: str, config, kv_heads: int | None, lengths: list[int], answers
     useful = forward * (4 if distils else 3)  # forward and twice that backward; the teacher forward
     row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(lengths))))
     rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
-    need = memory(config, kv_heads, world, row, chunk, 2, recompute, distils)
-    own, plain = size(config, kv_heads).whole, size(config).whole
+    need = memory(config, student, world, row, chunk, 2, recompute, distils)
+    own, plain = size(config, student).whole, size(config).whole
     traffic = rows * (2 * 2 * own + 4 * own + (2 * plain if distils else 0)) * (world > 1)  # gather twice, reduce once; teacher
     step = seconds(useful + forward * recompute, traffic, world, hardware)
     limit = USABLE * hardware.memory * 2**30

@@ -1,10 +1,11 @@
 """L0 masks (Louizos et al.; Eq. 27-29): each head's own key/value projection fades into its group's shared one.
 
-One mask z per layer and head, shared by key and value, drawn from a hard concrete distribution with parameter
+One mask z per layer and head, shared by its projections, drawn from a hard concrete distribution with parameter
 log_alpha: s = sigmoid((logit(u) + log_alpha) / BETA), stretched to (GAMMA, ZETA) and clipped to [0, 1].
 """
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +50,23 @@ def clamp(log_alpha: torch.Tensor) -> None:
 
 
 class BlendedProjection(nn.Module):
-    """A k_proj or v_proj on its way from H heads to G: W_apply = z W + (1 - z) W~[group] (Eq. 27, 28).
+    """A projection on its way from H heads of its own to the merged one: W_apply = z W + (1 - z) W~ (Eq. 27, 28).
 
-    Weights are blended, not activations: one matrix product per call whatever z is. `z` is set before each forward
-    pass, one number per head.
+    k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, where merging changes them too: W~ has H
+    heads as W; a head's part of o_proj is a block of columns. Weights are blended, not activations: one matrix product per
+    call whatever z is. `z`, one number per head, is set before each forward pass.
     """
 
-    def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int):
+    def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int, columns: bool = False):
         super().__init__()
-        self.original, self.merged, self.head_dim = original, merged, head_dim
+        self.original, self.merged, self.head_dim, self.columns = original, merged, head_dim, columns
         self.z: torch.Tensor | None = None
 
     def blend(self, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """own [H * d, ...] and shared [G * d, ...] -> [H * d, ...], mixed in float32, back to own's dtype."""
+        if self.columns:
+            z = self.z.repeat_interleave(self.head_dim)
+            return (z * own + (1 - z) * shared).to(own.dtype)
         own_heads = own.view(-1, self.head_dim, *own.shape[1:])
         shared_heads = shared.view(-1, self.head_dim, *shared.shape[1:])
         repeated = shared_heads.repeat_interleave(len(own_heads) // len(shared_heads), dim=0)
@@ -70,25 +75,31 @@ class BlendedProjection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own, shared = self.original, self.merged
-        bias = None if own.bias is None else self.blend(own.bias, shared.bias)
+        if self.columns or own.bias is None:
+            bias = shared.bias  # o_proj's belongs to no head
+        else:
+            bias = self.blend(own.bias, shared.bias)
         return F.linear(x, self.blend(own.weight, shared.weight), bias)
 
 
+KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 def blended_projections(model):
-    """(layer number, attention module, its two BlendedProjections) of a patched model."""
+    """(layer number, attention module, its BlendedProjections) of a patched model."""
     for index, layer in enumerate(model.model.layers):
-        yield index, layer.self_attn, (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        yield index, layer.self_attn, [module for module in layer.self_attn.children() if isinstance(module, BlendedProjection)]
 
 
-def patch(model, kv_heads: int) -> None:
-    """Replace every k_proj and v_proj of an MHA model by a BlendedProjection; the new weights are left uninitialised."""
+def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
+    """Replace the named projections of an MHA model by BlendedProjections; the new weights are left uninitialised."""
     for layer in model.model.layers:
         attention = layer.self_attn
-        for name in ("k_proj", "v_proj"):
+        for name in names:
             own = getattr(attention, name)
-            shared = nn.Linear(own.in_features, kv_heads * attention.head_dim, bias=own.bias is not None,
-                               device=own.weight.device, dtype=own.weight.dtype)
-            setattr(attention, name, BlendedProjection(own, shared, attention.head_dim))
+            rows = kv_heads * attention.head_dim if name in KEY_VALUE else own.out_features
+            shared = nn.Linear(own.in_features, rows, bias=own.bias is not None, device=own.weight.device, dtype=own.weight.dtype)
+            setattr(attention, name, BlendedProjection(own, shared, attention.head_dim, columns=name == "o_proj"))
 
 
 def set_masks(model, z: torch.Tensor) -> None:
@@ -96,3 +107,8 @@ def set_masks(model, z: torch.Tensor) -> None:
     for index, _, projections in blended_projections(model):
         for projection in projections:
             projection.z = z[index]
+
+
+def blended_name(name: str, names: tuple[str, ...] = KEY_VALUE) -> str:
+    """A GQA model's parameter name -> that of the merged part in the patched model."""
+    return re.sub(rf"\.({'|'.join(names)})\.", r".\1.merged.", name)

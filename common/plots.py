@@ -72,3 +72,21 @@ def curves(plt, steps: list[dict], title: str):
             axes[2].legend()
     figure.suptitle(title)
     return figure
+
+
+@_drawing
+def starts(plt, rows: dict[str, dict[int, float]], source: float, title: str):
+    """Held-out loss against distillation steps. rows: name -> steps -> loss, 0 steps being right after merging; names that
+    differ in what follows the last comma share a colour, the second of them is dashed."""
+    figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
+    colours: dict[str, str] = {}
+    for name, losses in rows.items():
+        start = name.rpartition(",")[0]
+        again = start in colours
+        colour = colours.setdefault(start, f"C{len(colours)}")
+        axis.plot(range(len(losses)), list(losses.values()), color=colour, linestyle="--" if again else "-", marker="o", markersize=3, label=name)
+    budgets = list(next(iter(rows.values())))
+    axis.plot([0, len(budgets) - 1], [source, source], color="black", linewidth=0.8, label="source")
+    axis.set(title=title, xlabel="distillation steps", ylabel="held-out loss, nats", xticks=range(len(budgets)), xticklabels=budgets)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure

@@ -28,21 +28,23 @@ def test_operations_are_those_torch_counts(kv_heads):
 
 
 def test_sizes_are_those_of_the_model():
-    student = tiny_model(bias=True)
-    masks.patch(student, 2)
-    for model, groups in ((tiny_model(bias=True), None), (student, 2)):
-        size = budget.size(tiny_model(bias=True).config, groups)
+    students = {kind: tiny_model(bias=True) for kind in (masks.KEY_VALUE, masks.WHOLE_HEAD)}
+    for names, model in students.items():
+        masks.patch(model, 2, names)
+    for model, kind in ((tiny_model(bias=True), None), (tiny_model(bias=True, num_key_value_heads=2), budget.Student(2, ())),
+                        *((model, budget.Student(2, names)) for names, model in students.items())):
+        size = budget.size(tiny_model(bias=True).config, kind)
         layers = sum(p.numel() for p in model.model.layers.parameters())
         assert size == budget.Size(size.whole, layers // 3, size.whole - layers)
         assert size.whole == sum(p.numel() for p in model.parameters())
 
 
-def saved_bytes(layers: int, dtype, masked: bool, recompute: bool = False) -> int:
+def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bool = False) -> int:
     """Of all storages that autograd keeps for the backward pass of one packed row, parameters aside."""
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers, "vocab_size": 260, "attn_implementation": "packed"}
     model = tiny_model(**shape).to(dtype)
-    if masked:
-        masks.patch(model, 2)
+    if blended:
+        masks.patch(model, 2, blended)
         masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
     if recompute:
         recompute_layers(model.train())
@@ -61,19 +63,19 @@ def saved_bytes(layers: int, dtype, masked: bool, recompute: bool = False) -> in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_activations_are_those_autograd_keeps(dtype, masked):
+@pytest.mark.parametrize("blended", [(), masks.KEY_VALUE, masks.WHOLE_HEAD])
+def test_activations_are_those_autograd_keeps(dtype, blended):
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
-    layer = (saved_bytes(4, dtype, masked) - saved_bytes(2, dtype, masked)) / 2
-    assert budget.activation_bytes(config, tokens, dtype.itemsize, masked)[0] == pytest.approx(layer, rel=0.1)
+    layer = (saved_bytes(4, dtype, blended) - saved_bytes(2, dtype, blended)) / 2
+    assert budget.activation_bytes(config, tokens, dtype.itemsize, blended)[0] == pytest.approx(layer, rel=0.1)
 
 
 def test_a_recomputed_layer_keeps_its_input_alone():
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
-    layer = (saved_bytes(4, torch.float32, False, recompute=True) - saved_bytes(2, torch.float32, False, recompute=True)) / 2
-    assert budget.activation_bytes(config, tokens, 4, False)[1] == pytest.approx(layer, rel=0.02)
+    layer = (saved_bytes(4, torch.float32, recompute=True) - saved_bytes(2, torch.float32, recompute=True)) / 2
+    assert budget.activation_bytes(config, tokens, 4)[1] == pytest.approx(layer, rel=0.02)
 
 
 def plan(steps: int, batch: int) -> Plan:
@@ -88,7 +90,7 @@ def test_report_of_a_7b_run():
     verdicts = []
     for text in ("8xA100-80GB", "1xA100-80GB"):
         world, hardware = budget.parse_hardware(text)
-        lines, hours, fits = budget.report("pruning", config, 8, lengths, answers, plan(23060, 64), 512, True, world, hardware)
+        lines, hours, fits = budget.report("pruning", config, budget.Student(8), lengths, answers, plan(23060, 64), 512, True, world, hardware)
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
     assert verdicts == [True, False]

@@ -50,18 +50,21 @@ def test_l0_loss_is_equation_29():
     assert (log_alpha.grad > 0).all()  # descent closes every mask
 
 
-def patched(bias: bool = True):
-    """An aligned model, its merged GQA model, and a student that blends the two."""
+def patched(bias: bool = True, names: tuple[str, ...] = masks.KEY_VALUE):
+    """An aligned model, its merged GQA model, and a student that blends the named projections of the two."""
     aligned = tiny_model(bias=bias)
     merged = merge_model(aligned, 2)
     with torch.no_grad():
-        for parameter in merged.parameters():  # as after training: not the mean of anything
-            parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, parameter in merged.named_parameters():  # as after training: not the mean of anything
+            if not name.endswith("o_proj.bias"):  # it belongs to no head
+                parameter.add_(0.05 * torch.randn_like(parameter))
     student = copy.deepcopy(aligned)
-    masks.patch(student, 2)
-    for index, _, (key, value) in masks.blended_projections(student):
-        key.merged.load_state_dict(merged.model.layers[index].self_attn.k_proj.state_dict())
-        value.merged.load_state_dict(merged.model.layers[index].self_attn.v_proj.state_dict())
+    masks.patch(student, 2, names)
+    state = student.state_dict()
+    for name, tensor in merged.state_dict().items():
+        if masks.blended_name(name, names) != name:
+            state[masks.blended_name(name, names)] = tensor
+    student.load_state_dict(state)
     return aligned, merged, student
 
 
@@ -81,15 +84,31 @@ def test_blend_is_equations_27_and_28():
         torch.testing.assert_close(projection(x), torch.cat(heads, -1), rtol=1e-5, atol=1e-5)
 
 
+def test_a_whole_head_is_blended_where_merging_changed_it():
+    """Rows of q_proj and columns of o_proj, head by head."""
+    _, _, student = patched(names=masks.WHOLE_HEAD)
+    z = torch.rand(3, 8)
+    masks.set_masks(student, z)
+    attention = student.model.layers[1].self_attn
+    x, heads = torch.randn(5, 48), torch.randn(5, 64)
+    query, output = attention.q_proj, attention.o_proj
+    expected = [x @ (z[1, j] * query.original.weight[8 * j : 8 * j + 8] + (1 - z[1, j]) * query.merged.weight[8 * j : 8 * j + 8]).T
+                + z[1, j] * query.original.bias[8 * j : 8 * j + 8] + (1 - z[1, j]) * query.merged.bias[8 * j : 8 * j + 8] for j in range(8)]
+    torch.testing.assert_close(query(x), torch.cat(expected, -1), rtol=1e-5, atol=1e-5)
+    expected = sum(heads[:, 8 * j : 8 * j + 8] @ (z[1, j] * output.original.weight[:, 8 * j : 8 * j + 8] + (1 - z[1, j]) * output.merged.weight[:, 8 * j : 8 * j + 8]).T
+                   for j in range(8)) + output.merged.bias
+    torch.testing.assert_close(output(heads), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias):
-    aligned, merged, student = patched(bias)
+@pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
+def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, names):
+    aligned, merged, student = patched(bias, names)
     with torch.no_grad():
         masks.set_masks(student, torch.ones(3, 8))
         assert torch.equal(student(TOKENS).logits, aligned(TOKENS).logits)
         gqa = copy.deepcopy(merged)
-        gqa.load_state_dict({name: tensor for name, tensor in merged.state_dict().items() if "k_proj" in name or "v_proj" in name}
-                            | {name: tensor for name, tensor in aligned.state_dict().items() if "k_proj" not in name and "v_proj" not in name})
+        gqa.load_state_dict({name: tensor if masks.blended_name(name, names) != name else aligned.state_dict()[name] for name, tensor in merged.state_dict().items()})
         masks.set_masks(student, torch.zeros(3, 8))
         closed = student(TOKENS).logits
         torch.testing.assert_close(closed, gqa(TOKENS).logits, rtol=0, atol=1e-5)

@@ -113,6 +113,45 @@ def test_mean_pool_baseline(aligned_run, tmp_path):
         torch.testing.assert_close(ours.self_attn.v_proj.weight.view(4, 8, 48), mean)
 
 
+@pytest.mark.parametrize(("arguments", "masks"), [(["--merge", "closed-form"], "l0"), (["--merge", "closed-form", "--refit"], "off"), (["--refit"], "l0")])
+def test_other_starts_through_all_stages(finished_run, aligned_run, inputs, tmp_path, arguments, masks):
+    """Energy groups, merges that change W_Q and W_O, with masks and without: what comes out is a stock checkpoint."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    shutil.rmtree(home / "merged")
+    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 20, "--iterations", 300, "--force")
+    done = run("04_align.py", "--run", home, "--force", *arguments)
+    summary = read(home / "merged" / "stage.json")["summary"]
+    assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in arguments) == summary["refit"]
+    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks, processes=2)
+    run("06_export.py", "--run", home)
+    lines = [json.loads(line) for line in (home / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11)) and sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
+    model = AutoModelForCausalLM.from_pretrained(home / "gqa")
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_key_value_heads == 2
+    export = read(home / "gqa" / "stage.json")["summary"]
+    assert export["max_logit_difference_stored"] <= 1e-4
+
+
+def test_what_closed_form_merging_weighs_by(aligned_run, inputs):
+    """Query energies and Grams of W_O in the artifact, against the model itself."""
+    calibration = safe_open(aligned_run / "calibration.safetensors", "pt")
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"])
+    for layer in range(3):
+        columns = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, 8, 8)
+        for head in range(8):
+            torch.testing.assert_close(calibration.get_tensor(f"layers.{layer}.output.gram")[head], columns[:, head].T @ columns[:, head])
+    from common.text import load_tokens
+
+    tokens, _ = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 8, 64)
+    seen = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    model(tokens)
+    queries = seen[0].view(-1, 8, 8).double()
+    energy = (queries[..., :4].square() + queries[..., 4:].square()).sum(0)
+    torch.testing.assert_close(calibration.get_tensor("layers.0.query.energy"), energy, rtol=1e-5, atol=0)
+
+
 def expect(message: str, command: str, *arguments, processes: int = 0) -> None:
     done = run(command, *arguments, fails=True, processes=processes)
     assert message in done.stderr, done.stderr
