@@ -311,8 +311,9 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attention: expected the package flash-attn for flash_attention_2, found none that works here")
     described = source_model(aligned_record)
-    source, kv_heads, merge = described["path"], aligned_record["summary"]["kv_heads"], aligned_record["summary"]["merge"]
-    whole = merge == "closed-form" or aligned_record["summary"]["refit"]  # merging changed W_Q and W_O too
+    source, alignment = described["path"], aligned_record["summary"]
+    kv_heads, merge = alignment["kv_heads"], alignment.get("merge", "mean")
+    whole = merge == "closed-form" or alignment.get("refit", False)  # merging changed W_Q and W_O too
     blended = masks.WHOLE_HEAD if whole else masks.KEY_VALUE
     demo = described["name"] == DEMO
     for name, value in (PUBLISHED | (EMBEDDED if demo else {})).items():

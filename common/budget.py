@@ -86,13 +86,13 @@ def size(config, student: Student | None = None) -> Size:
     return Size(whole, layer, whole - layer * config.num_hidden_layers)
 
 
-def forward_flops(config, tokens: int, attended: int, predicted: int, kv_heads: int | None = None) -> int:
+def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
     """Multiply-adds of one forward pass, times two: matrix products alone.
 
     tokens: all of them; attended: (query, key) pairs of each layer and head; predicted: tokens whose logits are formed.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, kv = config.num_attention_heads, kv_heads or config.num_key_value_heads
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
     projections = config.hidden_size * head_dim * (2 * heads + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
     attention = 2 * heads * head_dim  # scores and weighted sum
     layers = config.num_hidden_layers * (projections * tokens + attention * attended)
@@ -107,7 +107,7 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input, output less what is shared
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    kept = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}
+    kept = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # matrices: the blended one; shared heads are repeated, too
     blend = compute * hidden * width * sum(kept[name] for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
@@ -145,7 +145,7 @@ def report(title: str, config, student: Student | None, lengths: list[int], answ
     mean = sum(lengths) / len(lengths)
     tokens = mean * plan.batch
     predicted = tokens if distils else plan.batch * sum(answers) / len(answers)
-    attended = plan.batch * sum(length**2 for length in lengths) / len(lengths)
+    attended = plan.batch * sum(length * (length + 1) / 2 for length in lengths) / len(lengths)
     forward = forward_flops(config, tokens, attended, predicted)
     useful = forward * (4 if distils else 3)  # forward and twice that backward; the teacher forward
     row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(lengths))))

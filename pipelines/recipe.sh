@@ -5,6 +5,7 @@
 #   NNODES   nodes (1); every node runs the same command with RDZV=host:port, RUN on a disk they share
 #   PLAN     e.g. 8xA100-80GB: print what training will take there, and stop before it
 #   SMALL=1  the same recipe on the embedded model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
+#   TEXT     of the calibration (c4)          HELDOUT  of the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
 #
 # What stands already is not made again: after an interruption, run the same command.
