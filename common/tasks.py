@@ -5,8 +5,12 @@ those of the authors' released data to the character: BoolQ questions carry no q
 template adds one to each (hence SIQA's "??").
 """
 
+import argparse
+import difflib
+import glob
 import json
 import os
+import random
 from dataclasses import dataclass
 
 from common.cli import UserError
@@ -37,18 +41,26 @@ class Sample:
         return len(self.prompt) + len(self.answer)
 
 
-# task -> (hub dataset, configuration, name of its evaluation split)
+# task -> (hub dataset, configuration)
 HUB = {
-    "boolq": ("google/boolq", None, "validation"),
-    "piqa": ("baber/piqa", None, "validation"),
-    "hellaswag": ("Rowan/hellaswag", None, "validation"),
-    "winogrande": ("allenai/winogrande", "winogrande_xl", "validation"),
-    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "validation"),
-    "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "validation"),
-    "openbookqa": ("allenai/openbookqa", "main", "validation"),
-    "siqa": ("lighteval/siqa", None, "validation"),
+    "boolq": ("google/boolq", None),
+    "piqa": ("baber/piqa", None),
+    "hellaswag": ("Rowan/hellaswag", None),
+    "winogrande": ("allenai/winogrande", "winogrande_xl"),
+    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge"),
+    "arc_easy": ("allenai/ai2_arc", "ARC-Easy"),
+    "openbookqa": ("allenai/openbookqa", "main"),
+    "siqa": ("lighteval/siqa", None),
 }
 TASKS = tuple(HUB)
+
+
+def task_name(text: str) -> str:
+    """argparse type of task names."""
+    if text not in TASKS:
+        near = difflib.get_close_matches(text, TASKS, n=1)
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(TASKS)}, found {text}" + (f"; {near[0]}?" if near else ""))
+    return text
 
 
 def _listed(stem: str, texts: list[str], labels: list[str], answer: str):
@@ -106,9 +118,12 @@ READERS = {
 def example_from_row(task: str, row: dict) -> Example:
     """The prompt and choices of one row.
 
-    Raises KeyError naming a column that is missing, ValueError for a label that names no choice.
+    Raises KeyError naming a column that is missing, ValueError for a label that names no choice and for choices that
+    are not text.
     """
     prompt, choices, label = READERS[task](row)
+    if not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"expected choices of text, found {choices}")
     if not 0 <= label < len(choices):
         raise ValueError(f"label {label} names none of {len(choices)} choices")
     return Example(task, prompt, tuple(choices), label)
@@ -117,70 +132,98 @@ def example_from_row(task: str, row: dict) -> Example:
 def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     """All examples of one split, and the name of what was read.
 
-    source: a directory that holds TASK.SPLIT.jsonl (and TASK.SPLIT.labels where the release keeps labels apart),
-    or "hub". split: "train" or "validation". Raises UserError naming file, line and column of the first bad line.
+    source: "hub", or a directory that holds TASK.SPLIT.jsonl or, as the hub stores it, TASK.SPLIT.parquet (and
+    TASK.SPLIT.labels where the release keeps labels apart). split: "train" or "validation". Raises UserError naming
+    file, line and column of the first bad row.
     """
     if source == "hub":
-        return _from_hub(task, split)
-    path = os.path.join(source, f"{task}.{split}.jsonl")
-    if not os.path.exists(path):
-        raise UserError(f"task file not found: expected {path} for task {task}, split {split}")
-    rows, labels = _numbered_rows(path), _labels(path)
+        read, labels = f"hub:{HUB[task][0]}", None
+        rows = _hub_rows(task, split)
+    else:
+        stem = os.path.join(source, f"{task}.{split}")
+        read = next((stem + kind for kind in (".jsonl", ".parquet") if os.path.exists(stem + kind)), None)
+        if read is None:
+            raise UserError(f"task file not found: expected {stem}.jsonl or .parquet for task {task}, split {split}")
+        rows, labels = _file_rows(read), _labels(stem + ".labels")
+    if not rows:
+        raise UserError(f"{read}: expected at least one row, found none")
     if labels is not None and len(labels) != len(rows):
-        raise UserError(f"{path}: expected one label a row, found {len(rows)} rows and {len(labels)} labels")
+        raise UserError(f"{read}: expected one label a row, found {len(rows)} rows and {len(labels)} labels")
     examples = []
-    for index, (number, row) in enumerate(rows):
+    for index, row in enumerate(rows):
+        row = {column: value for column, value in row.items() if value is not None}  # what a row lacks is null in a table
         if labels is not None:
-            row = row | {"label": labels[index]}
-        examples.append(_checked(task, row, f"{path} line {number}"))
-    if not examples:
-        raise UserError(f"{path}: expected at least one row, found none")
-    return examples, path
+            row["label"] = labels[index]
+        try:
+            examples.append(example_from_row(task, row))
+        except KeyError as error:
+            raise UserError(f"{_place(read, index, len(rows))}: column {error} is missing; found columns {sorted(row)}") from error
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{_place(read, index, len(rows))}: not a {task} row: {error}") from error
+    return examples, read
 
 
-def _checked(task: str, row: dict, where: str) -> Example:
+def _file_rows(path: str) -> list[dict]:
+    import datasets  # slow to import: only where rows are read
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in the error raised here
+    kind = "parquet" if path.endswith(".parquet") else "json"
+    try:  # streamed: straight from the file, no second copy in a cache
+        return list(datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True))
+    except Exception as error:  # arrow's classes differ with what is wrong, and none names the line
+        raise UserError((kind == "json" and _fault(path)) or f"{path}: cannot be read as {kind}: {error}") from error
+
+
+def _hub_rows(task: str, split: str):
+    import datasets
+
+    name, configuration = HUB[task]
     try:
-        return example_from_row(task, row)
-    except KeyError as error:
-        raise UserError(f"{where}: column {error} is missing; found columns {sorted(row)}") from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: not a {task} row: {error}") from error
-
-
-def _numbered_rows(path: str) -> list[tuple[int, dict]]:
-    rows = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path} line {number}: not JSON: {error.msg} at column {error.colno}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path} line {number}: expected a JSON object, found {type(row).__name__}")
-            rows.append((number, row))
-    return rows
-
-
-def _labels(path: str) -> list[str] | None:
-    labels = path.removesuffix(".jsonl") + ".labels"
-    if not os.path.exists(labels):
-        return None
-    with open(labels, encoding="utf-8") as file:
-        return file.read().split()
-
-
-def _from_hub(task: str, split: str) -> tuple[list[Example], str]:
-    import datasets  # slow to import, and not needed with local files
-
-    name, configuration, validation = HUB[task]
-    try:
-        rows = datasets.load_dataset(name, configuration, split=validation if split == "validation" else split)
+        return datasets.load_dataset(name, configuration, split=split)
     except Exception as error:  # the hub client raises a different class for each way of not being reached
         raise UserError(f"task {task}: cannot load {name} from the hub ({type(error).__name__}); "
                         "give a directory of local files with --tasks") from error
-    return [_checked(task, row, f"hub {name} row {i}") for i, row in enumerate(rows)], f"hub:{name}"
+
+
+def _labels(path: str) -> list[str] | None:
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read().split()
+
+
+def _lines(path: str) -> list[tuple[int, bytes]]:
+    """Line number and content of each line that is not blank: one per row."""
+    with open(path, "rb") as file:
+        return [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+
+
+def _place(read: str, index: int, rows: int) -> str:
+    lines = _lines(read) if read.endswith(".jsonl") else []
+    return f"{read} line {lines[index][0]}" if len(lines) == rows else f"{read} row {index}"
+
+
+def _fault(path: str) -> str | None:
+    """What keeps a file from being rows of JSON objects, where it can be told."""
+    lines = _lines(path)
+    if not lines:
+        return f"{path}: expected at least one row, found none"
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            return f"{path} line {number}: not JSON: {error.msg} at column {error.colno}"
+        except UnicodeDecodeError as error:
+            return f"{path} line {number}: not UTF-8: {error.reason} at byte {error.start + 1}"
+        if not isinstance(row, dict):
+            return f"{path} line {number}: expected a JSON object, found {type(row).__name__}"
+
+
+def picked(count: int, limit: int | None, seed: int | None) -> list[int]:
+    """Which of `count` questions are evaluated, ascending: all, the first `limit`, or `limit` drawn with a seed."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return list(range(limit)) if seed is None else sorted(random.Random(seed).sample(range(count), limit))
 
 
 def tokenize(example: Example, tokenizer) -> Sample:
