@@ -1,6 +1,8 @@
-"""Measuring a checkpoint: perplexity, the eight tasks by generation and by likelihood, cache bytes, speed."""
+"""Measuring a checkpoint: perplexity, the eight tasks by generation and by likelihood, cache bytes, speed; and the
+averages and standard errors of what was measured."""
 
 import math
+import os
 import time
 
 import torch
@@ -68,7 +70,7 @@ def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[s
     end = tokenizer.eos_token_id
     for indices in batches_by_length(samples, lambda s: len(s.prompt), batch):
         inputs = left_padded([samples[i].prompt for i in indices], end, model.device)
-        output = model.generate(**inputs, do_sample=False, pad_token_id=end, eos_token_id=end,
+        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, pad_token_id=end, eos_token_id=end,
                                 max_new_tokens=max(len(samples[i].answer) for i in indices))
         for i, row in zip(indices, output[:, inputs["input_ids"].shape[1] :], strict=True):
             answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
@@ -77,7 +79,7 @@ def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[s
 
 
 @torch.no_grad()
-def choice_likelihoods(model, samples: list[list], batch: int) -> list[list[float]]:
+def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list[float]]:
     """Sum of log-probabilities of each choice's tokens (without end-of-sequence) after the prompt.
 
     samples: per question a list of tokenized choices sharing the prompt. Returns the same shape of floats.
@@ -95,6 +97,7 @@ def choice_likelihoods(model, samples: list[list], batch: int) -> list[list[floa
         for row, i in zip(picked, indices, strict=True):
             q, c, sample = flat[i]
             scores[q][c] = float(row[-(len(sample.answer) - 1) :].sum())
+        bar.update(len(indices))
     return scores
 
 
@@ -125,3 +128,50 @@ def speed(model, tokens: torch.Tensor, new_tokens: int = 32) -> dict[str, float]
         synchronize()
         decode.append(time.perf_counter() - start)
     return {"prefill_tokens_per_s": len(tokens) / min(prefill), "decode_tokens_per_s": new_tokens / min(decode)}
+
+
+def rate(right: list[bool]) -> tuple[float, float]:
+    """Share of right answers and its standard error, sqrt(p (1 - p) / n)."""
+    share = sum(right) / len(right)
+    return share, math.sqrt(share * (1 - share) / len(right))
+
+
+def averages(tasks: dict[str, dict]) -> dict[str, float]:
+    """Macro (every task counts alike) and micro (every question does) averages of the tasks' rates, with standard errors.
+
+    tasks: per task "questions", "chance", and "exact_match" and "likelihood", each with a "_stderr". The macro average of k
+    tasks errs by the root of their errors' sum of squares, over k; the micro average is one rate of all questions.
+    """
+    found = {}
+    questions = sum(task["questions"] for task in tasks.values())
+    for kind in ("exact_match", "likelihood", "chance"):
+        found[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)
+        found[f"micro_{kind}"] = share = sum(task[kind] * task["questions"] for task in tasks.values()) / questions
+        if kind != "chance":
+            found[f"macro_{kind}_stderr"] = math.hypot(*(task[f"{kind}_stderr"] for task in tasks.values())) / len(tasks)
+            found[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
+    return found
+
+
+def write_text(path: str, text: str) -> None:
+    """Text, written aside and renamed."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.rename(path + ".tmp", path)
+
+
+def write_scores(directory: str, scores: str) -> bool:
+    """Put scores (Markdown) where a checkpoint's README.md has room for them: between <!-- scores --> and <!-- /scores -->.
+
+    Returns whether it had; a card without the two markers stays as it is.
+    """
+    path = os.path.join(directory, "README.md")
+    if not os.path.exists(path):
+        return False
+    with open(path, encoding="utf-8") as file:
+        before, opening, rest = file.read().partition("<!-- scores -->")
+    closing, after = rest.partition("<!-- /scores -->")[1:]
+    if closing:
+        write_text(path, f"{before}{opening}\n{scores}\n{closing}{after}")
+    return bool(closing)

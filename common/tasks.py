@@ -231,3 +231,9 @@ def tokenize(example: Example, tokenizer) -> Sample:
     prompt = tokenizer(example.prompt, add_special_tokens=False)["input_ids"]
     answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
     return Sample(tuple(prompt), (*answer, tokenizer.eos_token_id))
+
+
+def choice_samples(example: Example, tokenizer) -> list[Sample]:
+    """The prompt with each choice in turn as its answer."""
+    prompt = tokenize(example, tokenizer).prompt
+    return [Sample(prompt, (*tokenizer(choice, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)) for choice in example.choices]
