@@ -6,6 +6,7 @@ Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint; RUN/e
 
     python 07_eval.py --run runs/llama2-7b --device cuda
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
+    python 07_eval.py --harness runs/harness     # and the same questions as tasks of the standard harness, lm_eval
     python 07_eval.py --report                   # measures nothing: RUN/report.html from what the stages left
     python 07_eval.py                            # under a minute on two cores for the embedded model
 
@@ -20,6 +21,7 @@ import os
 import torch
 from tqdm import tqdm
 
+from common import harness
 from common.artifacts import read_record, record, refuse_overwrite, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import (
@@ -57,6 +59,7 @@ def parse():
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the forward passes")
     # other readers
+    parser.add_argument("--harness", default=None, metavar="DIR", help="also write the questions there as tasks of lm_eval, and lm_eval.sh, which runs it on them")
     parser.add_argument("--report", action="store_true", help="measure nothing: write RUN/report.html from what RUN holds")
     return parser.parse_args()
 
@@ -156,6 +159,8 @@ def main():
     source = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
     tasks, text = read_tasks(args, source), args.text or (DEMO if demo else "c4")
     device = pick_device(args.device)
+    if args.harness:
+        print(harness.write(args.harness, tasks, models, load_tokenizer(next(iter(models.values()))), args.batch, device, args.dtype))
 
     results, outcomes = {}, []
     for name, path in models.items():
@@ -174,14 +179,14 @@ def main():
         results[name] |= {"cache_bytes_per_token": cache_bytes_per_token(model, row)} | speed(model, row)
 
     shown, reference = table(results), next(iter(results))
-    said = caption(args, results[reference], source, device)
+    note = caption(args, results[reference], source, device)
     write_text(os.path.join(args.run, "eval.jsonl"), "".join(json.dumps(outcome) + "\n" for outcome in outcomes))
-    write_text(os.path.join(args.run, "eval.md"), f"{said}\n\n{shown}\n")
+    write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{shown}\n")
     written = record("07_eval.py", args, described[reference], [], {}, clock())
     write_json(output, written | {"device": device, "begin_of_sequence": False, "results": results})
     print(f"\n{shown}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in models.items():
-        if write_scores(path, f"{table({key: results[key] for key in (reference, name)})}\n\n{said}"):
+        if write_scores(path, f"{table({key: results[key] for key in (reference, name)})}\n\n{note}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: the scores")
     first, last = results[reference], list(results.values())[-1]
     macro = ", ".join(f"{name} {r['macro_exact_match']:.1%} ± {r['macro_exact_match_stderr']:.1%}" for name, r in results.items())
