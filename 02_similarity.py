@@ -1,14 +1,16 @@
 """Stage 2: how alike any two heads of a layer are, and how alike an orthogonal map can make them.
 
 Reads   RUN/calibration.safetensors
-Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads]
+Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads] of the
+        source's key/value heads, and energy, what merging a pair in closed form would lose
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
     python 02_similarity.py --run runs/llama2-7b
     python 02_similarity.py                       # a second on a CPU for the embedded model
 
 cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 prints the norm, the
-authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair.
+authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair (Qwen3: half a turn, where its
+key norm allows no other).
 """
 
 import os
@@ -43,12 +45,14 @@ def main():
     device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
-    grams = Grams(file, model["heads"])
+    grams = Grams(file, model["kv_heads"])
     found = {}  # "key.cos.before" -> list over layers of [H, H]
     for layer in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
         for criterion, kind in CRITERIA.items():
-            for head, gram, similarity in (("key", grams.key, key_similarity), ("value", grams.value, value_similarity)):
-                for when, matrix in zip(("before", "after"), similarity(gram(layer, kind).to(device), tokens, criterion), strict=True):
+            pairs = {"key": key_similarity(grams.key(layer, kind).to(device), tokens, criterion, grams.free(layer).to(device)),
+                     "value": value_similarity(grams.value(layer, kind).to(device), tokens, criterion)}
+            for head, matrices in pairs.items():
+                for when, matrix in zip(("before", "after"), matrices, strict=True):
                     found.setdefault(f"{head}.{criterion}.{when}", []).append(matrix.cpu())
         lost = value_loss(grams.value(layer, "raw").to(device), grams.output(layer).to(device))
         lost = lost + key_loss(grams.key(layer, "raw").to(device), key_weights(grams.query(layer).to(device)))

@@ -1,4 +1,5 @@
-"""Stage 3: decide which heads of each layer will share one key/value head.
+"""Stage 3: decide which heads of each layer will share one key/value head. (Of a source that is GQA already: which of its
+key/value heads; each takes its query heads with it.)
 
 Reads   RUN/similarity.safetensors
 Writes  RUN/groups.json: per layer, kv_heads groups of head numbers, with their scores
@@ -26,7 +27,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--similarity", default=None, metavar="FILE", help="default: RUN/similarity.safetensors")
     # what is grouped
-    parser.add_argument("--kv-heads", type=positive, default=None, help="groups per layer (default: a quarter of the heads)")
+    parser.add_argument("--kv-heads", type=positive, default=None, help="groups per layer (default: a quarter of the source's)")
     parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value", help="whose similarity decides; both = keys and values, each scaled by its spread over a layer's pairs; energy = least loss in closed-form merging")
     parser.add_argument("--criterion", choices=("cos", "dist"), default="dist", help="cosine or squared distance; energy has its own")
     # the search
@@ -43,10 +44,10 @@ def main():
     refuse_overwrite(output, args.force)
     file, similarity = read_tensors(source, "02_similarity.py")
     model = similarity["model"]
-    layers, heads = model["layers"], model["heads"]
+    layers, heads = model["layers"], model["kv_heads"]
     kv_heads = args.kv_heads or max(heads // 4, 1)
-    check_kv_heads(Geometry(layers, heads, heads, model["head_dim"], model["hidden"]), kv_heads)
-    print(f"reads   {source}: {model['path']}, {layers} layers, {heads} heads -> {kv_heads}")
+    check_kv_heads(Geometry(layers, model["heads"], heads, model["head_dim"], model["hidden"]), kv_heads)
+    print(f"reads   {source}: {model['path']}, {layers} layers, {heads} key/value heads -> {kv_heads}")
 
     key, value = (file.get_tensor(f"{head}.{args.criterion}.after").numpy() for head in ("key", "value"))
     matrix = {"key": key, "value": value, "energy": file.get_tensor("energy").numpy()}.get(args.by)

@@ -6,6 +6,7 @@ Writes  RUN/aligned/   an ordinary MHA checkpoint of the same function: heads ro
 
     python 04_align.py --run runs/llama2-7b --rotate dist
     python 04_align.py --run runs/llama2-7b --merge closed-form --refit
+    python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 6 GiB of memory
     python 04_align.py                           # seconds on a CPU for the embedded model
 
 Generalized Procrustes (Algorithm 1) on each group's Gram matrices in float64, fused into W_Q, W_K, W_V, W_O
@@ -17,14 +18,17 @@ linear in the group's and the best shared key with one complex factor per head a
 nearer to the source, and suits groups of 03_group.py --by energy. --refit then solves each layer's W_O anew on calibration text.
 """
 
-import math
+import contextlib
+import copy
 import os
 
 import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.artifacts import (
     RECORD,
+    TensorFile,
     check_same_model,
     read_record,
     read_tensors,
@@ -33,13 +37,14 @@ from common.artifacts import (
     write_directory,
     write_json,
 )
-from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage_parser
 from common.closed_form import closed_form, key_weights
-from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
-from common.fuse import Merge, fuse_layer, merge_model
-from common.models import load_config, load_model, load_tokenizer, pick_device, source_model
+from common.evaluate import max_difference, mean_kl, mean_nll
+from common.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
+from common.layers import Layers
+from common.models import load_tokenizer, norms_heads, pick_device, source_model
 from common.procrustes import align_keys, align_values, aligned_key_overlap, aligned_value_overlap, pair_mean
-from common.refit import refit
+from common.refit import Refit
 from common.stats import CRITERIA, Grams
 from common.text import load_tokens
 
@@ -61,6 +66,7 @@ def parse():
     parser.add_argument("--length", type=positive, default=None, help="tokens per sequence (default: 512, or the calibration's if lower)")
     # how it runs
     parser.add_argument("--dtype", choices=("source", "float32"), default="source", help="of the checkpoints written; the work is done in float32 and float64")
+    parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
 
@@ -80,7 +86,7 @@ def align_layer(grams: Grams, layer: int, tokens: int, groups: torch.Tensor, rot
     if rotate != "none":
         kind = CRITERIA[rotate]
         value_rotation = align_values(group_blocks(grams.value(layer, kind).to(device), groups))
-        key_rotation = align_keys(group_blocks(grams.key(layer, kind).to(device), groups))
+        key_rotation = align_keys(group_blocks(grams.key(layer, kind).to(device), groups), free=grams.free(layer).to(device))
     cosine |= {"value_after": aligned_value_overlap(unit_value, value_rotation),
                "key_after": aligned_key_overlap(unit_key, key_rotation)}
     return value_rotation, key_rotation, {name: float(pair_mean(sums).mean()) / tokens for name, sums in cosine.items()}
@@ -95,28 +101,55 @@ def closed_form_layer(grams: Grams, layer: int, groups: torch.Tensor, value_rota
     return closed_form(value, output, key, key_weights(grams.query(layer).to(device))[groups])
 
 
-def save(path: str, model, tokenizer, dtype: torch.dtype, written: dict) -> None:
-    with write_directory(path) as directory:
-        model.to(dtype).save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        write_json(os.path.join(directory, RECORD), written)
-    print(f"wrote   {path}")
+def layout_of(config, dtype: torch.dtype) -> dict:
+    """Name -> (dtype, shape) of every tensor in a checkpoint of this config."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: (dtype, parameter.shape) for name, parameter in model.named_parameters()}  # tied ones once
 
 
-def refit_outputs(args, model, merged, calibration: dict, tokenizer, tokens: torch.Tensor) -> dict:
-    """Refit merged's W_O on the calibration text, print the gain, and return its figures."""
-    clock, was = Clock(), calibration["summary"]
-    count = min(args.refit_sequences, was["sequences"])
-    text, said = load_tokens(calibration["arguments"]["text"], tokenizer, max(count, 2), was["length"])
-    before = math.exp(mean_nll(all_logits(merged, tokens), tokens))
-    layers = refit(model, merged, text)
-    print(f"reads   {said}; {text.numel()} tokens, for the refit")
-    print("layer | ridge | output error before -> after, held-out share")
-    for layer, figures in enumerate(layers):
-        print(f"{layer:5d} | {'kept' if figures['ridge'] is None else format(figures['ridge'], 'g'):>5s} | {figures['before']:.4f} -> {figures['after']:.4f}")
-    after = math.exp(mean_nll(all_logits(merged, tokens), tokens))
-    print(f"refit   perplexity of merged {before:.3f} -> {after:.3f} in {clock()} s")
-    return {"perplexity_merged_before_refit": before, "refit_layers": layers, "refit_seconds": clock()}
+@contextlib.contextmanager
+def checkpoint(path: str, config, dtype: torch.dtype, source: str, tokenizer):
+    """A checkpoint directory to be, with all but its weights and its record: its name while it is written, and the file of weights."""
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    with write_directory(path) as aside, TensorFile(os.path.join(aside, "model.safetensors"), layout_of(config, dtype), {"format": "pt"}) as file:
+        config.save_pretrained(aside)
+        stands = os.path.exists(os.path.join(source, "generation_config.json"))
+        (GenerationConfig.from_pretrained(source) if stands else GenerationConfig.from_model_config(config)).save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        yield aside, file
+
+
+def put(module, name: str, files: list) -> None:
+    """Write a module's parameters, under its name, into every file that holds them."""
+    for file in files:
+        tensors = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+        file.write({key: tensor.to(file.layout[key][0]) for key, tensor in tensors.items() if key in file.layout})
+
+
+class Proof:
+    """The same text through the source, the aligned and the merged model, layer by layer, and what it says of them in the end."""
+
+    def __init__(self, layers: Layers, tokens: torch.Tensor, names: list[str], run: str):
+        self.layers, self.tokens = layers, tokens
+        self.hidden = {name: layers.embed(tokens.split(1), run) for name in names}
+
+    def advance(self, name: str, layer) -> None:
+        """That model's text through its next layer."""
+        self.layers.advance(layer, self.hidden[name])
+
+    def figures(self) -> dict:
+        """Largest difference of the source's and the aligned model's logits, KL, the largest logit, each model's perplexity."""
+        rows = []
+        with self.layers.head() as head:
+            for number, ids in enumerate(tqdm(self.tokens, desc="proof", unit="seq", leave=False)):
+                logits = {name: [head(hidden[number])[0].float().cpu()] for name, hidden in self.hidden.items()}
+                rows.append({"max_logit_difference": max_difference(logits["source"], logits["aligned"]), "kl": mean_kl(logits["source"], logits["aligned"]),
+                             "largest": float(logits["source"][0].abs().max())} | {name: mean_nll(found, ids[None]) for name, found in logits.items()})
+        of_rows = {key: torch.tensor([row[key] for row in rows], dtype=torch.float64) for key in rows[0]}
+        proof = {key: float(of_rows[key].max()) for key in ("max_logit_difference", "largest")} | {"kl": float(of_rows["kl"].mean())}
+        return proof | {f"perplexity_{name}": float(of_rows[name].mean().exp()) for name in self.hidden}
 
 
 @torch.no_grad()
@@ -130,63 +163,84 @@ def main():
     grouping = read_record(groups_path, "03_group.py")
     file, calibration = read_tensors(calibration_path, "01_calibrate.py")
     check_same_model(groups_path, calibration["model"], grouping["model"])
-    described = source_model(calibration)
-    path, tokens_seen = described["path"], calibration["summary"]["tokens"]
-    device = pick_device(args.device)
-    model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
+    described, was = source_model(calibration), calibration["summary"]
+    path, heads = described["path"], described["kv_heads"]
     kv_heads, groups = grouping["kv_heads"], torch.tensor(grouping["groups"])
     print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {grouping['summary']['by']})")
-
     if args.merge == "closed-form" and grouping["summary"]["by"] != "energy":
         print(f"note    these are groups by {grouping['summary']['by']}; 03_group.py --by energy is made for --merge closed-form")
 
-    length = args.length or min(512, calibration["summary"]["length"])
-    text = args.text or calibration["arguments"]["text"]
-    tokens, said = load_tokens(text, tokenizer, args.sequences, length, split="heldout")
+    tokenizer = load_tokenizer(path)
+    length = args.length or min(512, was["length"])
+    tokens, said = load_tokens(args.text or calibration["arguments"]["text"], tokenizer, args.sequences, length, split="heldout")
     print(f"reads   {said}, for the proof")
-    source_logits = all_logits(model, tokens)
+    device = pick_device(args.device)
+    layers = Layers(path, torch.float32, device, one_by_one=args.layerwise)
+    if args.merge == "closed-form" and norms_heads(layers.config):
+        raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm undo the lengths that a query would absorb")
+    layers.config.architectures = [type(layers.model).__name__]
+    dtype = torch.float32 if args.dtype == "float32" else (layers.config.dtype or torch.float32)
+    names = ["source", "aligned", "merged", *(["merged_before_refit"] if args.refit else []), *(["aligned_stored"] if dtype != torch.float32 else [])]
+    os.makedirs(args.run, exist_ok=True)
+    proof, refitted = Proof(layers, tokens, names, args.run), []
+    if args.refit:
+        text, said = load_tokens(calibration["arguments"]["text"], tokenizer, max(min(args.refit_sequences, was["sequences"]), 2), was["length"])
+        print(f"reads   {said}; {text.numel()} tokens, for the refit")
+        refit = Refit(layers.run, layers.embed(text.split(4), args.run), layers.embed(text.split(4), args.run))
 
-    grams, cosines, merges = Grams(file, described["heads"]), [], []
-    for layer in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
-        value_rotation, key_rotation, cosine = align_layer(grams, layer, tokens_seen, groups[layer], args.rotate, device)
-        order = groups[layer].flatten().tolist()
-        fuse_layer(model.model.layers[layer].self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
-        if args.merge == "closed-form":
-            merges.append(closed_form_layer(grams, layer, groups[layer], value_rotation, key_rotation, device))
-        cosines.append({name: round(number, 6) for name, number in cosine.items()})
-    print("mean cosine within groups | keys before -> after | values before -> after")
-    for layer, cosine in enumerate(cosines):
-        print(f"layer {layer:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "
-              f"{cosine['value_before']:8.4f} -> {cosine['value_after']:8.4f}")
+    grams, cosines, config = Grams(file, heads), [], merged_config(layers.config, kv_heads)
+    with (checkpoint(outputs["aligned"], layers.config, dtype, path, tokenizer) as (aligned_directory, aligned_file),
+          checkpoint(outputs["merged"], config, dtype, path, tokenizer) as (merged_directory, merged_file)):
+        for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
+            value_rotation, key_rotation, cosine = align_layer(grams, index, was["tokens"], groups[index], args.rotate, device)
+            cosines.append({name: round(number, 6) for name, number in cosine.items()})
+            merge = mean_merge(heads, kv_heads, described["head_dim"])
+            if args.merge == "closed-form":
+                merge = closed_form_layer(grams, index, groups[index], value_rotation, key_rotation, device)
+            with layers.layer(index) as layer:
+                proof.advance("source", layer)
+                fuse_layer(layer.self_attn, groups[index].flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+                proof.advance("aligned", layer)
+                merged = merge_layer(layer, index, config, merge)
+                if args.refit:
+                    proof.advance("merged_before_refit", merged)
+                    refitted.append(refit.layer(layer, merged))
+                proof.advance("merged", merged)
+                put(layer, f"model.layers.{index}", [aligned_file])
+                put(merged, f"model.layers.{index}", [merged_file])
+                if dtype != torch.float32:  # storing rotated weights in 16 bits rounds them anew: say by how much
+                    proof.advance("aligned_stored", layer.to(dtype).float())
+        for name in ("model.embed_tokens", "model.norm", "lm_head"):
+            with layers.part(name) as module:
+                put(module, name, [aligned_file, merged_file])
 
-    aligned_logits = all_logits(model, tokens)
-    merged = merge_model(model, kv_heads, merges)
-    proof = refit_outputs(args, model, merged, calibration, tokenizer, tokens) if args.refit else {}
-    merged_logits = all_logits(merged, tokens)
-    proof |= {"max_logit_difference": max_difference(source_logits, aligned_logits),
-             "kl": mean_kl(source_logits, aligned_logits),
-             "perplexity_source": math.exp(mean_nll(source_logits, tokens)),
-             "perplexity_aligned": math.exp(mean_nll(aligned_logits, tokens)),
-             "perplexity_merged": math.exp(mean_nll(merged_logits, tokens))}
-    allowed = max(TOLERANCE[0], TOLERANCE[1] * max(float(logits.abs().max()) for logits in source_logits))
-    print(f"proof   max |logit difference| {proof['max_logit_difference']:.2e} (allowed {allowed:.0e}), KL {proof['kl']:.2e}, "
-          f"perplexity {proof['perplexity_source']:.5f} -> {proof['perplexity_aligned']:.5f}; {tokens.numel()} tokens")
-    if not proof["max_logit_difference"] <= allowed:  # also true of NaN
-        raise UserError(f"the aligned model is not the source model: max |logit difference| expected <= {allowed:.0e}, "
-                        f"found {proof['max_logit_difference']:.2e}; nothing was written")
-
-    dtype = torch.float32 if args.dtype == "float32" else (load_config(path).dtype or torch.float32)
-    if dtype != torch.float32:  # storing rotated weights in 16 bits rounds them anew: say by how much
-        stored = all_logits(model.to(dtype).float(), tokens)
-        proof["perplexity_aligned_stored"] = math.exp(mean_nll(stored, tokens))
-        print(f"stored  as {dtype}: perplexity of aligned/ {proof['perplexity_aligned_stored']:.5f}")
-    summary = {"kv_heads": kv_heads, "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "calibration_tokens": tokens_seen,
-               "within_group_cosine": cosines} | proof
-    written = record("04_align.py", args, described, [calibration_path, groups_path], summary, clock())
-    save(outputs["aligned"], model, tokenizer, dtype, written)
-    save(outputs["merged"], merged, tokenizer, dtype, written)
-    print(f"04_align: perplexity source {proof['perplexity_source']:.3f}, aligned {proof['perplexity_aligned']:.3f}, "
-          f"merged to {kv_heads} kv heads ({args.merge}{', refitted' if args.refit else ''}) without training {proof['perplexity_merged']:.3f} in {clock()} s")
+        print("mean cosine within groups | keys before -> after | values before -> after")
+        for index, cosine in enumerate(cosines):
+            print(f"layer {index:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "
+                  f"{cosine['value_before']:8.4f} -> {cosine['value_after']:8.4f}")
+        found = proof.figures()
+        if args.refit:
+            print("layer | ridge | output error before -> after, held-out share")
+            for index, figures in enumerate(refitted):
+                print(f"{index:5d} | {'kept' if figures['ridge'] is None else format(figures['ridge'], 'g'):>5s} | {figures['before']:.4f} -> {figures['after']:.4f}")
+            print(f"refit   perplexity of merged {found['perplexity_merged_before_refit']:.3f} -> {found['perplexity_merged']:.3f}")
+        allowed = max(TOLERANCE[0], TOLERANCE[1] * found.pop("largest"))
+        print(f"proof   max |logit difference| {found['max_logit_difference']:.2e} (allowed {allowed:.0e}), KL {found['kl']:.2e}, "
+              f"perplexity {found['perplexity_source']:.5f} -> {found['perplexity_aligned']:.5f}; {tokens.numel()} tokens")
+        if not found["max_logit_difference"] <= allowed:  # also true of NaN
+            raise UserError(f"the aligned model is not the source model: max |logit difference| expected <= {allowed:.0e}, "
+                            f"found {found['max_logit_difference']:.2e}; nothing was written")
+        if dtype != torch.float32:
+            print(f"stored  as {dtype}: perplexity of aligned/ {found['perplexity_aligned_stored']:.5f}")
+        summary = {"kv_heads": kv_heads, "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"],
+                   "within_group_cosine": cosines, "refit_layers": refitted, "peak_memory_gib": peak_memory()} | found
+        written = record("04_align.py", args, described, [calibration_path, groups_path], summary, clock())
+        for directory in (aligned_directory, merged_directory):
+            write_json(os.path.join(directory, RECORD), written)
+    print(f"wrote   {outputs['aligned']}\nwrote   {outputs['merged']}")
+    print(f"04_align: perplexity source {found['perplexity_source']:.3f}, aligned {found['perplexity_aligned']:.3f}, merged to {kv_heads} kv heads "
+          f"({args.merge}{', refitted' if args.refit else ''}) without training {found['perplexity_merged']:.3f} in {clock()} s, "
+          f"at most {summary['peak_memory_gib']} GiB of host memory")
 
 
 if __name__ == "__main__":

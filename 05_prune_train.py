@@ -50,7 +50,7 @@ from common.artifacts import (
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.engine import Phase, Plan, read_metrics, train
 from common.losses import bild, chunked, cross_entropy, kl
-from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer, source_model
+from common.models import DEMO, DEMO_HOME, fingerprint, geometry, load_config, load_tokenizer, source_model
 from common.sharding import build, joined_ranks
 from common.tasks import TASKS, load_task, tokenize
 
@@ -75,7 +75,7 @@ def parse():
     # length of the two phases
     parser.add_argument("--teacher-epochs", type=float, default=2, help="SFT passes over the training sets")
     parser.add_argument("--teacher-steps", type=positive, default=None, help="instead of --teacher-epochs")
-    parser.add_argument("--epochs", type=float, default=None, help="pruning passes (default: 5, 10, 15 for half, a quarter, an eighth of the heads)")
+    parser.add_argument("--epochs", type=float, default=None, help="pruning passes (default: 5, 10, 15 for half, a quarter, an eighth of the kv heads)")
     parser.add_argument("--steps", type=positive, default=None, help="instead of --epochs")
     # optimization
     parser.add_argument("--lr", type=float, default=None, help="student's initial learning rate (published: 1e-5)")
@@ -269,7 +269,7 @@ def train_masked(args, aligned, merged, kv_heads, blended, frozen, samples, plan
 
     config = load_config(aligned)
     student = build(config, ranks, torch.float32, sources=None if saved else sources, prepare=lambda model: masks.patch(model, kv_heads, blended),
-                    masks=(config.num_hidden_layers, config.num_attention_heads), **how)
+                    masks=(config.num_hidden_layers, geometry(config).kv_heads), **how)
     torch.nn.init.constant_(student.log_alpha, masks.START)
     optimizer = make_optimizer(student, args.lr, r"\.merged\.", args.lr * args.merged_lr_factor, args.mask_lr)
     start = checkpoints.load(saved, student, optimizer) if saved else 0
@@ -293,7 +293,7 @@ def print_plan(args, described, kv_heads, blended, samples, plans, recompute) ->
     lengths, answers = [len(sample) for sample in samples], [len(sample.answer) for sample in samples]
     fits, hours = True, 0.0
     student = budget.Student(kv_heads, blended if args.masks == "l0" else ())
-    for title, kind, plan in (("teacher", None, plans[0]), (f"pruning {described['heads']} -> {kv_heads} kv heads", student, plans[1])):
+    for title, kind, plan in (("teacher", None, plans[0]), (f"pruning {described['kv_heads']} -> {kv_heads} kv heads", student, plans[1])):
         lines, taken, fit = budget.report(title, config, kind, lengths, answers, plan, args.loss_chunk, recompute, world, hardware)
         print("\n".join(lines))
         fits, hours = fits and fit, hours + taken
@@ -329,7 +329,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
               "save_steps": args.save_steps, "save_minutes": args.save_minutes, "print_every": args.print_every}
     teacher_steps = args.teacher_steps or max(1, math.ceil(args.teacher_epochs * len(samples) / args.teacher_batch))
     teacher_plan = Plan(steps=teacher_steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
-    epochs = args.epochs or 5 * (described["heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
+    epochs = args.epochs or 5 * (described["kv_heads"] // kv_heads).bit_length() - 5  # 5, 10, 15 for groups of 2, 4, 8
     steps = args.steps or math.ceil(epochs * len(samples) / args.batch)
     if steps < 2 and args.masks == "l0":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
@@ -357,7 +357,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
     if os.path.exists(os.path.join(training, RECORD)):
         ranks.say(f"05_prune_train: {training} is finished; --force begins anew")
         return
-    ranks.say(f"pruning {described['heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
+    ranks.say(f"pruning {described['kv_heads']} -> {kv_heads} kv heads: {steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
     switch = max(1, int(SWITCH * steps)) if args.masks == "l0" else 0
     saved, start = resume(training, steps, ranks)
     frozen = build(load_config(teacher), ranks, how["compute"], sources=lambda name: (teacher, name), **(how | {"recompute": False}))
@@ -374,7 +374,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
         return
     if ranks.first:
         lines = read_metrics(os.path.join(training, "metrics.jsonl"))
-        plots.curves(os.path.join(training, "curves.png"), lines, f"{described['heads']} -> {kv_heads} kv heads")
+        plots.curves(os.path.join(training, "curves.png"), lines, f"{described['kv_heads']} -> {kv_heads} kv heads")
         summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
         inputs = [os.path.join(path, RECORD) for path in (aligned, merged, teacher)]
         written = record("05_prune_train.py", args, described, inputs, summary, clock())

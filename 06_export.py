@@ -1,4 +1,4 @@
-"""Stage 6: write the trained student as a stock LlamaForCausalLM with fewer num_key_value_heads.
+"""Stage 6: write the trained student as a stock checkpoint of its family (LlamaForCausalLM, ...) with fewer num_key_value_heads.
 
 Reads   RUN/train/ (finished by stage 5), RUN/aligned/ for config and tokenizer
 Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer. Nothing of this repository is needed to load it
@@ -30,7 +30,7 @@ from common.artifacts import (
 from common.checkpoints import steps_saved, whole_weights
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
-from common.models import check_finite, load_config, load_tokenizer
+from common.models import check_finite, geometry, load_config, load_tokenizer
 
 TENSORS = {  # the trained student's name -> the name in a stock checkpoint
     "model.embed_tokens.weight": "model.embed_tokens.weight",
@@ -46,6 +46,8 @@ LAYER_TENSORS = {  # below model.layers.N.
     "self_attn.k_proj.bias": "self_attn.k_proj.bias",
     "self_attn.v_proj.weight": "self_attn.v_proj.weight",
     "self_attn.v_proj.bias": "self_attn.v_proj.bias",
+    "self_attn.q_norm.weight": "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight": "self_attn.k_norm.weight",
     "self_attn.o_proj.weight": "self_attn.o_proj.weight",
     "self_attn.o_proj.bias": "self_attn.o_proj.bias",
     "mlp.gate_proj.weight": "mlp.gate_proj.weight",
@@ -75,14 +77,14 @@ def stock_name(name: str) -> str:
 
 @torch.no_grad()
 def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the student as masked training computes it, H-head attention, with every mask at 0."""
+    """Logits of the student as masked training computes it, with the source's heads and every mask at 0."""
     student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     masks.patch(student, kv_heads)  # the heads' own projections stay random: at z = 0 they do not count
     blended = {masks.blended_name(name): tensor for name, tensor in weights.items()}
     missing = student.load_state_dict(blended, strict=False)
     if missing.unexpected_keys or any(".original." not in name for name in missing.missing_keys):
         raise UserError(f"train/: expected the tensors of {type(student).__name__}, found others: {missing}")
-    masks.set_masks(student, torch.zeros(config.num_hidden_layers, config.num_attention_heads))
+    masks.set_masks(student, torch.zeros(config.num_hidden_layers, geometry(config).kv_heads))
     return all_logits(student, tokens)
 
 

@@ -9,10 +9,12 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import subprocess
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -20,6 +22,7 @@ from common.cli import UserError
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 RECORD = "stage.json"  # the record inside a directory artifact
+DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL"}
 
 
 def sha256(path: str) -> str:
@@ -66,17 +69,70 @@ def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
     """Tensors and their sidecar; either both are whole under their names, or the reader sees that they are not."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path + ".tmp")
+    publish(path, sidecar)
+
+
+def publish(path: str, sidecar: dict) -> None:
+    """Give path.tmp its name, then write its sidecar."""
     digest = sha256(path + ".tmp")
     os.rename(path + ".tmp", path)
     write_json(sidecar_path(path), sidecar | {"sha256": digest})
 
 
+class TensorFile:
+    """A safetensors file written tensor by tensor, in any order, so that they need not be in memory together.
+
+    layout: name -> (dtype, shape) of all it will hold. The bytes are those that safetensors' own save_file writes.
+    Leaving its block before all are written raises RuntimeError; a block that ends with an error leaves no file.
+    """
+
+    def __init__(self, path: str, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None):
+        header, end = {"__metadata__": metadata} if metadata else {}, 0
+        for name in sorted(layout, key=lambda name: (list(DTYPES).index(layout[name][0]), name)):  # as safetensors does
+            dtype, shape = layout[name]
+            start, end = end, end + dtype.itemsize * math.prod(shape)
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.layout, self.header, self.begin, self.missing = layout, header, 8 + len(text), set(layout)
+        self.file = open(path, "wb")
+        self.file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put these tensors, of the dtypes and shapes that were said, in their places."""
+        for name, tensor in tensors.items():
+            dtype, shape = self.layout[name]
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
+                raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, found {tensor.dtype} {tuple(tensor.shape)}")
+            self.file.seek(self.begin + self.header[name]["data_offsets"][0])
+            self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self.missing.discard(name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        if kind is None and not self.missing:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            return
+        self.file.close()
+        os.remove(self.file.name)
+        if kind is None:
+            raise RuntimeError(f"{self.file.name}: {len(self.missing)} tensors were not written, {min(self.missing)} first")
+
+
 @contextlib.contextmanager
 def write_directory(path: str):
-    """A directory to fill; it takes its name only when the block ends without an error."""
+    """A directory to fill; it takes its name only when the block ends without an error, and goes when it does not."""
     shutil.rmtree(path + ".tmp", ignore_errors=True)
     os.makedirs(path + ".tmp")
-    yield path + ".tmp"
+    try:
+        yield path + ".tmp"
+    except BaseException:
+        shutil.rmtree(path + ".tmp", ignore_errors=True)
+        raise
     if os.path.exists(path):
         os.rename(path, path + ".old")
     os.rename(path + ".tmp", path)

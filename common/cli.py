@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import sys
 import time
 
@@ -53,6 +54,11 @@ def run_stage(main) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def peak_memory() -> float:
+    """GiB of host memory that this process has held at its highest."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, 2)
 
 
 class Clock:

@@ -54,7 +54,8 @@ class BlendedProjection(nn.Module):
 
     k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, where merging changes them too: W~ has H
     heads as W; a head's part of o_proj is a block of columns. Weights are blended, not activations: one matrix product per
-    call whatever z is. `z`, one number per head, is set before each forward pass.
+    call whatever z is. `z`, one number per key/value head of the source, is set before each forward pass; a query head
+    follows the one it reads.
     """
 
     def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int, columns: bool = False):
@@ -65,12 +66,12 @@ class BlendedProjection(nn.Module):
     def blend(self, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """own [H * d, ...] and shared [G * d, ...] -> [H * d, ...], mixed in float32, back to own's dtype."""
         if self.columns:
-            z = self.z.repeat_interleave(self.head_dim)
+            z = self.z.repeat_interleave(own.shape[1] // len(self.z))
             return (z * own + (1 - z) * shared).to(own.dtype)
         own_heads = own.view(-1, self.head_dim, *own.shape[1:])
         shared_heads = shared.view(-1, self.head_dim, *shared.shape[1:])
         repeated = shared_heads.repeat_interleave(len(own_heads) // len(shared_heads), dim=0)
-        z = self.z.view(-1, *[1] * (own_heads.ndim - 1))
+        z = self.z.repeat_interleave(len(own_heads) // len(self.z)).view(-1, *[1] * (own_heads.ndim - 1))
         return (z * own_heads + (1 - z) * repeated).to(own.dtype).view_as(own)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ def blended_projections(model):
 
 
 def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
-    """Replace the named projections of an MHA model by BlendedProjections; the new weights are left uninitialised."""
+    """Replace the named projections of a source model by BlendedProjections; the new weights are left uninitialised."""
     for layer in model.model.layers:
         attention = layer.self_attn
         for name in names:
@@ -103,7 +104,7 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
 
 
 def set_masks(model, z: torch.Tensor) -> None:
-    """Give every layer its masks; z: [layers, H]."""
+    """Give every layer its masks; z: [layers, key/value heads of the source]."""
     for index, _, projections in blended_projections(model):
         for projection in projections:
             projection.z = z[index]

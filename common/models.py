@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -14,7 +15,7 @@ from common.cli import UserError
 logging.set_verbosity_error()  # the stages print their own account of what they load
 logging.disable_progress_bar()
 
-SUPPORTED = ("llama",)
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type: decoders of the same layout, RoPE over pairs (p, p + d/2)
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the embedded model is kept once made
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -32,7 +33,7 @@ class Geometry:
 
     @property
     def group_size(self) -> int:
-        """D = query heads per key/value head."""
+        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
 
@@ -64,28 +65,50 @@ def resolve_model(name: str) -> str:
 
 
 def load_config(path: str):
-    """The config of a Llama-family checkpoint. Raises UserError for any other."""
+    """The config of a checkpoint that the method applies to. Raises UserError for any other, with the reason."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: expected a model config, found none that transformers can read: {error}") from error
     if config.model_type not in SUPPORTED:
         raise UserError(f"{path}: expected model_type in {list(SUPPORTED)}, found {config.model_type!r}")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{path}: expected weights in floating point, found a quantized checkpoint; rotations would not fit its grid")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
+        raise UserError(f"{path}: expected RoPE over whole heads, found partial_rotary_factor {rope['partial_rotary_factor']}")
     return config
 
 
-def require_mha(path: str, shape: Geometry) -> None:
-    """Raise UserError unless every head has its own key and value."""
-    if shape.kv_heads != shape.heads:
-        raise UserError(f"{path}: expected multi-head attention ({shape.heads} key/value heads), "
-                        f"found {shape.kv_heads}")
+def require_heads_to_merge(path: str, shape: Geometry) -> None:
+    """Raise UserError where one key/value head is all there is."""
+    if shape.kv_heads < 2:
+        raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: there is nothing to merge")
 
 
 def check_kv_heads(shape: Geometry, kv_heads: int) -> None:
-    """Raise UserError unless kv_heads divides the heads and is smaller."""
-    allowed = [n for n in range(1, shape.heads) if shape.heads % n == 0]
+    """Raise UserError unless kv_heads divides the source's key/value heads and is smaller."""
+    allowed = [n for n in range(1, shape.kv_heads) if shape.kv_heads % n == 0]
     if kv_heads not in allowed:
-        raise UserError(f"--kv-heads: expected one of {allowed} for {shape.heads} heads, found {kv_heads}")
+        raise UserError(f"--kv-heads: expected one of {allowed} for {shape.kv_heads} key/value heads, found {kv_heads}")
+
+
+def norms_heads(config) -> bool:
+    """Whether each head's query and key go through an RMS norm of their own before RoPE."""
+    return config.model_type == "qwen3"
+
+
+def free_pairs(attention) -> torch.Tensor:
+    """[d/2] bool: RoPE pairs whose query and key may be turned by any common angle; the others by half a turn at most.
+
+    All of them, but for an RMS norm of each head's query and key (Qwen3): its weights (a, b) of q_norm and (c, e) of k_norm
+    stand between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with rotations for every angle only
+    where ac = be and ae = bc. A half turn is -1 and commutes with everything; the norm itself sees lengths only.
+    """
+    if not norms_heads(attention.config):
+        return torch.ones(attention.head_dim // 2, dtype=torch.bool)
+    (a, b), (c, e) = (norm.weight.detach().double().cpu().chunk(2) for norm in (attention.q_norm, attention.k_norm))
+    return (a * c == b * e) & (a * e == b * c)
 
 
 def fingerprint(path: str) -> str:
@@ -121,15 +144,47 @@ def source_model(record: dict) -> dict:
     return model
 
 
+def sliding_window(attention) -> int | None:
+    """How many positions, its own included, a token of this layer attends to; None for all before it."""
+    if hasattr(attention, "sliding_window"):  # Qwen: layer by layer
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)
+
+
+def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
+    """[1, 1, T, T] bool, true where a token attends; None where plain causal attention does."""
+    if window is None or window >= length:
+        return None
+    positions = torch.arange(length, device=device)
+    behind = positions[:, None] - positions
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
 def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-    """The causal language model in eval mode, its weights checked to be finite."""
+    """The causal language model in eval mode, its weights checked to be all there and finite."""
     load_config(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except Exception as error:  # truncated shards, missing keys and wrong shapes each raise their own class
+        model, said = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True)
+    except Exception as error:  # each kind of damage to a file raises its own class
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: {error}") from error
+    if said["missing_keys"]:
+        raise UserError(f"{path}: expected a tensor {min(said['missing_keys'])}, found none")
+    for name, found, expected in sorted(said["mismatched_keys"]):
+        raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(found)}")
     check_finite(model.named_parameters(), path)
     return model.to(device).eval()
+
+
+def open_checkpoint(directory: str) -> dict:
+    """Tensor name -> what reads its rows when sliced, for every tensor in a checkpoint directory."""
+    tensors = {}
+    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+        file = safe_open(path, framework="pt")
+        tensors |= {key: file.get_slice(key) for key in file.keys()}
+    if not tensors:  # an older release: pickled tensors only, memory-mapped, and no code in them is run
+        for path in sorted(glob.glob(os.path.join(directory, "*.bin"))):
+            tensors |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return tensors
 
 
 def check_finite(tensors, where: str) -> None:

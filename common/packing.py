@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.models import window_mask
 from common.tasks import Sample
 
 
@@ -67,14 +68,18 @@ class Row:
         return replace(self, **moved)
 
 
-def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, **kwargs):
+def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, sliding_window=None, **kwargs):
     """Causal attention of each sample of a row by itself, with torch's fused kernel and without a T x T mask.
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built with
     attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward. None: one sample.
+    sliding_window: positions that a token sees, its own included; None for all. Only a sample that is longer needs a mask.
     """
     parts = (states.split(sample_lengths or query.shape[2], dim=2) for states in (query, key, value))
-    alone = [sdpa_attention_forward(module, *sample, None, is_causal=True, **kwargs)[0] for sample in zip(*parts, strict=True)]
+    alone = []
+    for sample in zip(*parts, strict=True):
+        mask = window_mask(sample[0].shape[2], sliding_window, query.device)
+        alone.append(sdpa_attention_forward(module, *sample, mask, is_causal=mask is None, **kwargs)[0])
     return torch.cat(alone, dim=1), None
 
 

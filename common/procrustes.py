@@ -38,12 +38,14 @@ def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[t
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
 
-def key_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
+def key_similarity(gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18) the best rotation of every RoPE pair.
 
-    gram: [H, H, d/2] complex. sum_n Re(conj(z_i) u z_j) is largest at u = conj(c) / |c| and is then |c|.
+    gram: [H, H, d/2] complex. sum_n Re(conj(z_i) u z_j) is largest at u = conj(c) / |c| and is then |c|; where only u = 1 and
+    -1 are exact (free: [d/2] bool, None for all free) it is |Re c|.
     """
-    before, after = gram.real.sum(-1), gram.abs().sum(-1)
+    best = gram.abs() if free is None else torch.where(free, gram.abs(), gram.real.abs())
+    before, after = gram.real.sum(-1), best.sum(-1)
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
 
@@ -74,11 +76,12 @@ def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float 
     return rotation.contiguous()
 
 
-def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE) -> torch.Tensor:
+def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE, free: torch.Tensor | None = None) -> torch.Tensor:
     """Generalized Procrustes of key groups: one unit number per head and RoPE pair, u [..., D, d/2] complex.
 
     gram: c [..., D, D, d/2]. Algorithm 1 with rotations of the form of Eq. 14: u_i <- unit(sum_j u_j c[i, j]).
-    Multiplying by a unit number is a rotation, never a reflection, and commutes with RoPE.
+    Multiplying by a unit number is a rotation, never a reflection, and commutes with RoPE. Pairs that are not free
+    ([d/2] bool, None for all free) get 1 or -1.
     """
     *lead, members, _, pairs = gram.shape
     rotation = torch.ones(*lead, members, pairs, dtype=gram.dtype, device=gram.device)
@@ -90,7 +93,26 @@ def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = 
             break
         before = agreement
         rotation = unit_phase(toward_mean)
-    return rotation
+    return rotation if free is None or free.all() else torch.where(free, rotation, flips(gram.real).to(rotation.dtype))
+
+
+def flips(gram: torch.Tensor) -> torch.Tensor:
+    """Which heads to turn by half a turn, s [..., D, d/2] of 1 and -1, for a large sum_ij s_i s_j Re c[i, j].
+
+    gram: Re c [..., D, D, d/2]. Algorithm 1 would stand still here: a head's own share in the mean outweighs what pulls it to the
+    other sign. So: the signs of the leading eigenvector, then head after head takes the sign that the others ask for, until
+    none changes. The first head of a group stays as it is, for two heads the result is the best there is.
+    """
+    between = gram.movedim(-1, -3)  # [..., d/2, D, D]
+    signs = torch.where(torch.linalg.eigh(between).eigenvectors[..., -1] < 0, -1.0, 1.0).to(gram.dtype)
+    between = between - torch.diag_embed(torch.diagonal(between, dim1=-2, dim2=-1))
+    before = torch.zeros_like(signs)
+    while not torch.equal(signs, before):  # the sum rises with every change, so this ends
+        before = signs.clone()
+        for head in range(signs.shape[-1]):
+            pull = torch.einsum("...j,...j->...", between[..., head, :], signs)
+            signs[..., head] = torch.where(pull == 0, signs[..., head], pull.sign())
+    return (signs * signs[..., :1]).mT
 
 
 def pair_mean(overlap: torch.Tensor) -> torch.Tensor:

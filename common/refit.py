@@ -6,7 +6,8 @@ ridge |W - W_O|^2. The ridge is chosen by the error on sequences held out of the
 """
 
 import torch
-from tqdm import tqdm
+
+from common.layers import Spool
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # times the mean of the diagonal of sum h h^T
 HELD_OUT = 4  # one sequence in so many judges the ridge
@@ -22,36 +23,35 @@ class Tap:
         self.seen = inputs[0].detach(), output.detach()
 
 
-def run_layer(model, index: int, hidden: torch.Tensor) -> torch.Tensor:
-    """One decoder layer over hidden states [n, T, hidden] of plain sequences; causal, positions from 0."""
-    positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    angles = model.model.rotary_emb(hidden, position_ids=positions)
-    output = model.model.layers[index](hidden, attention_mask=None, position_ids=positions, position_embeddings=angles)
-    return output[0] if isinstance(output, tuple) else output
+class Refit:
+    """Text on its way through an original model and a merged one, layer by layer from the first.
 
-
-@torch.no_grad()
-def refit(original, merged, tokens: torch.Tensor, batch: int = 4) -> list[dict]:
-    """Refit every o_proj of `merged` in place. tokens: [n, T], n >= 2. Returns per layer the ridge chosen (None: W_O kept) and the
-    error on held-out sequences before and after, as shares of |y|^2.
-
-    original: a model of the function wanted, whatever its number of kv heads. Both need attn_implementation "sdpa".
+    wanted, ours: its hidden states before the first layer, [n, T, hidden] a batch, for the original and the merged model.
+    run(layer, hidden): a decoder layer of either applied to them, attention by sdpa.
     """
-    ids = [part.to(merged.device) for part in tokens.split(batch)]
-    wanted, ours = ([model.model.embed_tokens(part).cpu() for part in ids] for model in (original, merged))
-    held_out = torch.arange(len(tokens)) % HELD_OUT == HELD_OUT - 1
-    held_out[-1] |= not held_out.any()
-    figures = []
-    for index in tqdm(range(len(merged.model.layers)), desc="refitting", unit="layer"):
-        attentions = [model.model.layers[index].self_attn for model in (original, merged)]
-        taps = [Tap(attention.o_proj) for attention in attentions]
-        projection = attentions[1].o_proj
+
+    def __init__(self, run, wanted: Spool, ours: Spool):
+        self.run, self.wanted, self.ours = run, wanted, ours
+        sizes = [len(wanted[number]) for number in range(len(wanted))]
+        held_out = torch.arange(sum(sizes)) % HELD_OUT == HELD_OUT - 1
+        held_out[-1] |= not held_out.any()
+        self.held_out = held_out.split(sizes)
+
+    @torch.no_grad()
+    def layer(self, original, merged) -> dict:
+        """Refit o_proj of the decoder layer `merged` in place, and move on. Returns the ridge chosen (None: W_O kept) and the error on
+        held-out sequences before and after, as shares of |y|^2.
+
+        original: the layer of the function wanted, whatever its number of kv heads.
+        """
+        taps = [Tap(layer.self_attn.o_proj) for layer in (original, merged)]
+        bias, projection = original.self_attn.o_proj.bias, merged.self_attn.o_proj
         width, out = projection.in_features, projection.out_features
         sums = {part: [torch.zeros(width, width, dtype=torch.float64), torch.zeros(out, width, dtype=torch.float64), 0.0] for part in ("fit", "judge")}
-        for number, held in enumerate(held_out.split(batch)):
-            wanted[number] = run_layer(original, index, wanted[number].to(merged.device)).cpu()
-            run_layer(merged, index, ours[number].to(merged.device))
-            target = taps[0].seen[1] - (0 if attentions[0].o_proj.bias is None else attentions[0].o_proj.bias)
+        for number, held in enumerate(self.held_out):
+            self.wanted[number] = self.run(original, self.wanted[number])
+            self.run(merged, self.ours[number])
+            target = taps[0].seen[1] - (0 if bias is None else bias)
             for part, chosen in (("fit", ~held), ("judge", held)):
                 h, y = (states[chosen.to(states.device)].flatten(0, 1).float() for states in (taps[1].seen[0], target))
                 sums[part][0] += (h.T @ h).double().cpu()
@@ -61,10 +61,9 @@ def refit(original, merged, tokens: torch.Tensor, batch: int = 4) -> list[dict]:
             tap.handle.remove()
         weight, ridge, before, after = best_fit(projection.weight.double().cpu(), sums["fit"], sums["judge"])
         projection.weight.copy_(weight.to(projection.weight.dtype))
-        figures.append({"ridge": ridge, "before": before, "after": after})
-        for number, states in enumerate(ours):
-            ours[number] = run_layer(merged, index, states.to(merged.device)).cpu()
-    return figures
+        for number in range(len(self.ours)):
+            self.ours[number] = self.run(merged, self.ours[number])
+        return {"ridge": ridge, "before": before, "after": after}
 
 
 def best_fit(weight: torch.Tensor, fit: list, judge: list) -> tuple[torch.Tensor, float | None, float, float]:

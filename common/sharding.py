@@ -1,13 +1,11 @@
 """FSDP2: the process group, models built without memory, sharded, and filled from safetensors row by row."""
 
 import contextlib
-import glob
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
+from common.models import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -140,15 +139,3 @@ def load_rows(model, sources) -> None:
             start = offset[0]
         if len(local):  # a rank may hold no rows of a small tensor
             local.copy_(opened[directory][key][start : start + len(local)])
-
-
-def open_checkpoint(directory: str) -> dict:
-    """Tensor name -> what reads its rows when sliced, for every tensor in a checkpoint directory."""
-    tensors = {}
-    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
-        file = safe_open(path, framework="pt")
-        tensors |= {key: file.get_slice(key) for key in file.keys()}
-    if not tensors:  # an older release: pickled tensors only, memory-mapped, and no code in them is run
-        for path in sorted(glob.glob(os.path.join(directory, "*.bin"))):
-            tensors |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return tensors

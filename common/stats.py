@@ -1,6 +1,6 @@
 """Calibration statistics: every later stage works on sums of outer products of head vectors, never on the caches.
 
-Notation: H heads of size d, N tokens. v_i and k_i are head i's value and key (before RoPE) at one token. A key is read
+Notation: H key/value heads of size d, N tokens. v_i and k_i are head i's value and key (before RoPE) at one token. A key is read
 as d/2 complex numbers z_i[p] = k_i[p] + 1j k_i[p + d/2], because Hugging Face's Llama rotates that pair. RoPE multiplies
 z_i[p] by a unit number that depends on the position alone, so sums of conj(z_i[p]) z_j[p] are the same before and after it.
 
@@ -11,6 +11,8 @@ each for raw vectors (distance, Eq. 20-22) and for vectors scaled to length 1 (c
 
   query energy  sum_n |q_i[p]|^2   of each head and RoPE pair
   output Gram   W_O,i^T W_O,i      d x d, of each head's columns of o_proj
+
+both summed over the query heads that read a key/value head, where there are several.
 """
 
 import torch
@@ -84,20 +86,21 @@ class LayerStats:
         self.tokens += len(keys)
 
     def update_queries(self, queries: torch.Tensor) -> None:
-        """queries: q_proj's output as [n, H, d]; RoPE does not change what is summed."""
-        self.query += to_complex(queries.float()).abs().square().sum(0)
+        """queries: q_proj's output as [n, query heads, d]; RoPE does not change what is summed."""
+        energy = to_complex(queries.float()).abs().square().sum(0)
+        self.query += energy.view(self.heads, -1, energy.shape[-1]).sum(1)
 
-    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """What calibration.safetensors holds of this layer; complex sums as a last axis of (real, imaginary)."""
-        values = {f"layers.{layer}.value.{kind}": half for kind, half in self.value.items()}
-        keys = {f"layers.{layer}.key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
-        return {name: tensor.cpu() for name, tensor in (values | keys | {f"layers.{layer}.query.energy": self.query}).items()}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The sums by name, on the CPU; complex ones with a last axis of (real, imaginary)."""
+        values = {f"value.{kind}": half for kind, half in self.value.items()}
+        keys = {f"key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
+        return {name: tensor.cpu() for name, tensor in (values | keys | {"query.energy": self.query}).items()}
 
 
-def output_gram(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """o_proj.weight [hidden, H * d] -> W_O,i^T W_O,i [H, d, d] float64."""
-    columns = weight.double().view(len(weight), heads, -1)
-    return torch.einsum("oia,oib->iab", columns, columns)
+def output_gram(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """o_proj.weight [hidden, query heads * d] -> W_O,i^T W_O,i [H, d, d] float64, H = heads."""
+    columns = weight.double().view(len(weight), heads, -1, head_dim)
+    return torch.einsum("oira,oirb->iab", columns, columns)
 
 
 class Grams:
@@ -112,7 +115,12 @@ class Grams:
 
     def key(self, layer: int, kind: str) -> torch.Tensor:
         """c [H, H, d/2] complex128."""
-        return torch.view_as_complex(self.file.get_tensor(f"layers.{layer}.key.{kind}"))
+        # a copy: tensors of a file lie at multiples of 8 bytes, and torch's complex kernels take 16 for granted
+        return torch.view_as_complex(self.file.get_tensor(f"layers.{layer}.key.{kind}").clone())
+
+    def free(self, layer: int) -> torch.Tensor:
+        """[d/2] bool: RoPE pairs that may be turned by any angle (common/models.py free_pairs)."""
+        return self.file.get_tensor(f"layers.{layer}.key.free")
 
     def query(self, layer: int) -> torch.Tensor:
         """sum_n |q_i[p]|^2 [H, d/2] float64."""

@@ -11,8 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from common.fuse import mean_merge, merge_layer, merged_config
+from common.models import geometry
 from common.sharding import init_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -28,13 +40,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def tiny_model(seed: int = 0, bias: bool = False, **changes) -> LlamaForCausalLM:
-    """A random 3-layer, 8-head MHA Llama. Norm weights and biases are drawn too, so that none of them is trivial."""
+def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **changes):
+    """A random 3-layer, 8-head model, a Llama with MHA if nothing else is said. Norm weights and biases are drawn too, so that
+    none of them is trivial."""
     torch.manual_seed(seed)
     shape = {"vocab_size": 260, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
              "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 256, "attention_bias": bias,
              "bos_token_id": None, "eos_token_id": END, "pad_token_id": END, "initializer_range": 0.2}
-    model = LlamaForCausalLM(LlamaConfig(**(shape | changes))).eval()
+    config, kind = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+                    "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[model_type]
+    model = kind(config(**(shape | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -46,6 +61,19 @@ def save_tiny(path, **options) -> str:
     tiny_model(**options).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return str(path)
+
+
+@torch.no_grad()
+def merge_model(model, kv_heads: int, merges: list | None = None):
+    """The whole model with each layer's adjacent key/value heads merged; the paper's means by default."""
+    shape, config = geometry(model.config), merged_config(model.config, kv_heads)
+    merged = type(model)(config).to(model.dtype).eval()
+    state = model.state_dict()
+    for index, layer in enumerate(model.model.layers):
+        merge = merges[index] if merges else mean_merge(shape.kv_heads, kv_heads, shape.head_dim)
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merge_layer(layer, index, config, merge).state_dict().items()}
+    merged.load_state_dict(state)
+    return merged
 
 
 def task_rows(count: int, seed: int) -> dict[str, list[dict]]:

@@ -167,7 +167,7 @@ def test_mistakes_in_calibration(inputs, tmp_path):
 
 def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
-    expect("--kv-heads: expected one of [1, 2, 4] for 8 heads, found 3", "03_group.py", "--run", home, "--kv-heads", 3, "--force")
+    expect("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3", "03_group.py", "--run", home, "--kv-heads", 3, "--force")
     expect("calibration.safetensors not found; run 01_calibrate.py first", "02_similarity.py", "--run", tmp_path / "empty")
 
     other = tmp_path / "other"

@@ -1,0 +1,126 @@
+"""A model one decoder layer at a time: hidden states of all sequences pass through a layer before the next one is needed.
+
+Held in memory as a whole, or, one by one, only the layer at work, with hidden states on disk: a 7B model then needs
+the memory of one of its layers. Either way the same operations in the same order, so the same bytes come out.
+"""
+
+import contextlib
+import tempfile
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.cli import UserError
+from common.models import check_finite, load_config, load_model, open_checkpoint, sliding_window, window_mask
+
+
+class Layers:
+    """A checkpoint's decoder layers, embedding and head. config: the model's own.
+
+    one_by_one: nothing is loaded but what a `with` block is about, in `dtype` on `device`, and only until the block ends.
+    Raises UserError for weights that are missing, of another shape, or not finite.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
+        self.path, self.device, self.one_by_one = path, device, one_by_one
+        if one_by_one:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(load_config(path), dtype=dtype).eval()
+            rotary = self.model.model.rotary_emb  # computed from the config, not stored
+            self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
+        else:
+            self.model = load_model(path, dtype, device)
+        self.config = self.model.config
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        """A context with the module of that name: "model.embed_tokens", "model.layers.0", "model.norm", "lm_head"."""
+        module = self.model.get_submodule(name)
+        if not self.one_by_one:
+            yield module
+            return
+        module.to_empty(device=self.device)
+        fill(module, self.path, "model.embed_tokens" if name == "lm_head" and self.config.tie_word_embeddings else name)
+        yield module
+        module.to("meta")
+
+    def layer(self, index: int):
+        """A context with decoder layer `index`."""
+        return self.part(f"model.layers.{index}")
+
+    def embed(self, batches, directory: str | None) -> "Spool":
+        """Token ids, [n, T] a batch, as hidden states before the first layer; kept in `directory` when one by one."""
+        with self.part("model.embed_tokens") as embedding:
+            return Spool((embedding(batch.to(self.device)) for batch in batches), directory if self.one_by_one else None)
+
+    @contextlib.contextmanager
+    def head(self):
+        """A context with the function from the last layer's hidden states to logits [n, T, vocab]."""
+        with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
+            yield lambda hidden: lm_head(norm(hidden))
+
+    def run(self, layer, hidden: torch.Tensor) -> torch.Tensor:
+        """A decoder layer, of this model or made from one of it, over hidden states [n, T, hidden] of plain sequences."""
+        return run_layer(self.model, layer, hidden)
+
+    def advance(self, layer, hidden: "Spool") -> None:
+        """Every batch of hidden states through a decoder layer."""
+        for number in range(len(hidden)):
+            hidden[number] = self.run(layer, hidden[number])
+
+
+@torch.no_grad()
+def fill(module, path: str, prefix: str) -> None:
+    """Read a module's parameters from the checkpoint's tensors prefix.NAME, whose files are closed again: what was read of an open
+    one stays in memory."""
+    stored = open_checkpoint(path)
+    for name, parameter in module.named_parameters():
+        key = f"{prefix}.{name}"
+        if key not in stored:
+            raise UserError(f"{path}: expected a tensor {key}, found none")
+        tensor = stored[key][:]
+        if tensor.shape != parameter.shape:
+            raise UserError(f"{path}: expected {key} of shape {list(parameter.shape)}, found {list(tensor.shape)}")
+        parameter.copy_(tensor)
+    check_finite(((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters()), path)
+
+
+def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
+    """A decoder layer of `model` over hidden states [n, T, hidden] of plain sequences: causal, positions from 0."""
+    positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+    mask = window_mask(hidden.shape[1], sliding_window(layer.self_attn), hidden.device)
+    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=model.model.rotary_emb(hidden, position_ids=positions))
+    return output[0] if isinstance(output, tuple) else output
+
+
+class Spool:
+    """Hidden states of batch after batch, to be read and replaced: in memory, or in a file without a name in `directory`."""
+
+    def __init__(self, batches, directory: str | None = None):
+        self.file = tempfile.TemporaryFile(dir=directory) if directory else None
+        self.held, self.offsets = [], [0]
+        for number, batch in enumerate(batches):
+            self.held.append(None)
+            self.offsets.append(self.offsets[-1] + batch.nbytes)
+            self[number] = batch
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if self.file is None:
+            return self.held[number]
+        dtype, shape, device = self.held[number]
+        self.file.seek(self.offsets[number])
+        raw = np.frombuffer(bytearray(self.file.read(self.offsets[number + 1] - self.offsets[number])), np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape).to(device)
+
+    def __setitem__(self, number: int, batch: torch.Tensor) -> None:
+        """batch: of the size of the one it replaces."""
+        if self.file is None:
+            self.held[number] = batch
+            return
+        self.held[number] = batch.dtype, batch.shape, batch.device
+        self.file.seek(self.offsets[number])
+        self.file.write(batch.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

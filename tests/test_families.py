@@ -1,0 +1,241 @@
+"""Llama 1-3, Mistral, Qwen2, Qwen3, and sources that are GQA already: the same function after every transformation that is
+allowed, another after one that is not; all stages; loaded back by the families' own classes."""
+
+import copy
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from common import masks
+from common.fuse import fuse_layer
+from common.layers import run_layer
+from common.models import free_pairs, geometry
+from common.packing import build_row
+from common.procrustes import align_keys, key_similarity
+from common.sharding import Trainee
+from common.stats import key_gram
+from conftest import ROOT, merge_model, run, save_tiny, tiny_model
+from test_packing import random_samples
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any of them
+    "llama, GQA, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": 12},
+    "mistral, GQA": {"model_type": "mistral", "sliding_window": 12, "num_key_value_heads": 4},
+    "qwen2, GQA": {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "qwen3, GQA, tied": {"model_type": "qwen3", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3, biases": {"model_type": "qwen3", "bias": True},
+}
+ROPES = {
+    "default": {}, "linear": {"factor": 2.0}, "dynamic": {"factor": 2.0}, "llama3": LLAMA3, "proportional": {"partial_rotary_factor": 0.5},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3], "original_max_position_embeddings": 32},
+}  # fmt: skip
+TOKENS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(5))
+
+
+def logits_of(model, attention: str = "sdpa") -> torch.Tensor:
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def rotations(attention, generator):
+    """Random ones of the kind that is exact for this layer."""
+    heads, size = attention.k_proj.out_features // attention.head_dim, attention.head_dim
+    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
+    turns = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
+    turns = torch.where(free_pairs(attention), turns, (turns > torch.pi) * torch.pi)
+    return values, torch.polar(torch.ones_like(turns), turns)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_fused_model_is_the_same_function(changes, attention):
+    model, generator = tiny_model(**changes).double(), torch.Generator().manual_seed(1)
+    before = logits_of(model, attention)
+    for layer in model.model.layers:
+        order = torch.randperm(geometry(model.config).kv_heads, generator=generator).tolist()
+        fuse_layer(layer.self_attn, order, *rotations(layer.self_attn, generator))
+    # what norms compute in float32 rounds to float32, whatever the model's dtype: 1e-7 of a logit of size 10, through three layers
+    assert before.std() > 0.5 and (logits_of(model, attention) - before).abs().max() < 1e-5
+
+
+def test_every_kind_of_rope_is_tried():
+    assert {*ROPES} == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotations_commute_with_every_kind_of_rope(kind):
+    shape = {"num_key_value_heads": 4, "max_position_embeddings": 32}  # 40 tokens: dynamic scaling sets in
+    model = tiny_model(rope_parameters={"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind], **shape).double()
+    before, generator = logits_of(model), torch.Generator().manual_seed(2)
+    assert kind == "default" or (before - logits_of(tiny_model(**shape).double())).abs().max() > 1e-3  # it does something here
+    for layer in model.model.layers:
+        fuse_layer(layer.self_attn, [2, 0, 3, 1], *rotations(layer.self_attn, generator))
+    assert (logits_of(model) - before).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("fault", ["a key/value head without its queries", "any angle under a key norm", "half a turn of one half"])
+def test_what_is_not_allowed_changes_the_function(fault):
+    model = tiny_model(model_type="qwen3", num_key_value_heads=4).double()
+    attention, before = model.model.layers[1].self_attn, logits_of(model)
+    values, keys = torch.eye(8, dtype=torch.float64).expand(4, 8, 8), torch.ones(4, 4, dtype=torch.complex128)
+    if fault == "a key/value head without its queries":
+        queries = copy.deepcopy(attention.q_proj.state_dict())
+        fuse_layer(attention, [1, 0, 2, 3], values, keys)
+        attention.q_proj.load_state_dict(queries)
+    elif fault == "any angle under a key norm":
+        fuse_layer(attention, [0, 1, 2, 3], values, torch.polar(torch.ones(4, 4), torch.full((4, 4), 0.3)).to(torch.complex128))
+    else:
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.data[:4] *= -1  # pairs are (p, p + 4): a reflection
+    assert (logits_of(model) - before).abs().max() > 1e-4
+
+
+def test_pairs_are_free_exactly_where_the_norms_allow_it():
+    attention = tiny_model(model_type="qwen3").model.layers[0].self_attn
+    assert not free_pairs(attention).any() and free_pairs(tiny_model().model.layers[0].self_attn).all()
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.data[6] = norm.weight.data[2]
+    attention.q_norm.weight.data[7] = attention.q_norm.weight.data[3]  # one of the two is not enough
+    assert free_pairs(attention).tolist() == [False, False, True, False]
+    angle = torch.tensor(0.7, dtype=torch.float64)
+    turn = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
+    rope = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
+    for pair, free in enumerate(free_pairs(attention)):  # the definition: q^T R k after turning both
+        query, key = (torch.diag(norm.weight.data.double()[[pair, pair + 4]]) for norm in (attention.q_norm, attention.k_norm))
+        assert torch.allclose(turn.T @ query @ rope @ key @ turn, query @ rope @ key, rtol=0, atol=1e-12) == bool(free)
+
+
+def test_keys_that_may_only_be_flipped_are_aligned_by_flips():
+    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    keys[:, 1] = keys[:, 0] * torch.tensor([1, -1, 1, -1] * 2)  # flipped in pairs 1 and 3
+    gram, free = key_gram(keys), torch.tensor([True, False, False, False])
+    turned = align_keys(gram[None, :2, :2], free=free)[0]
+    assert torch.equal(turned[:, 1:].real, torch.tensor([[1, 1, 1], [-1, 1, -1]]).double()) and not turned[:, 1:].imag.any()
+    all_heads = align_keys(gram[None], free=free)[0]
+    assert torch.equal(all_heads[:, 0], align_keys(gram[None])[0][:, 0])  # what may be turned freely is
+    for pair in (1, 2, 3):  # of four heads: as good as the best of all signs, tried one by one
+        scores = [float(torch.einsum("i,ij,j->", s, gram[:, :, pair].real, s)) for s in torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 4)]
+        found = all_heads[:, pair].real
+        assert float(torch.einsum("i,ij,j->", found, gram[:, :, pair].real, found)) == pytest.approx(max(scores))
+    _, after = key_similarity(gram, 200, "dist", free)
+    assert float(after[0, 1]) == pytest.approx(0, abs=1e-12)
+    best = max(-float((keys[:, 2] - keys[:, 3] * torch.tensor([1, *signs, 1, *signs])).square().sum()) / 200
+               for signs in torch.cartesian_prod(*[torch.tensor([-1, 1])] * 3).tolist())
+    _, flipped = key_similarity(gram, 200, "dist", torch.zeros(4, dtype=torch.bool))
+    assert float(flipped[2, 3]) >= best - 1e-12 and float(after[2, 3]) >= float(flipped[2, 3])
+
+
+@pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
+def test_masks_of_a_source_that_is_gqa_already(names):
+    """Open: the source. Closed: its key/value heads merged, every query head with the one it reads."""
+    model = tiny_model(bias=True, num_key_value_heads=4)
+    merged = merge_model(model, 2)
+    with torch.no_grad():
+        for name in names:
+            for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
+                if not (name == "o_proj" and parameter.ndim == 1):  # its bias belongs to no head
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, names)
+    state = student.state_dict()
+    student.load_state_dict(state | {masks.blended_name(name, names): tensor for name, tensor in merged.state_dict().items() if masks.blended_name(name, names) in state})
+    masks.set_masks(student, torch.ones(3, 4))
+    assert torch.equal(logits_of(student), logits_of(model))
+    masks.set_masks(student, torch.zeros(3, 4))
+    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-5)
+    one_closed = torch.ones(3, 4)
+    one_closed[1, 2] = 0  # of four query-head pairs the third alone: by hand, head by head
+    masks.set_masks(student, one_closed)
+    by_hand = copy.deepcopy(model)
+    own, shared = by_hand.model.layers[1].self_attn, merged.model.layers[1].self_attn
+    with torch.no_grad():
+        for name in names:
+            mine, theirs = getattr(own, name), getattr(shared, name)
+            if name == "o_proj":
+                mine.weight[:, 32:48] = theirs.weight[:, 32:48]
+            elif name == "q_proj":
+                mine.weight[32:48], mine.bias[32:48] = theirs.weight[32:48], theirs.bias[32:48]
+            else:
+                mine.weight[16:24], mine.bias[16:24] = theirs.weight[8:16], theirs.bias[8:16]
+    torch.testing.assert_close(logits_of(student), logits_of(by_hand), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_running_layer_after_layer_is_the_model(changes):
+    """40 tokens see a window of 12."""
+    model = tiny_model(**changes)
+    with torch.no_grad():
+        hidden = model.model.embed_tokens(TOKENS)
+        for layer in model.model.layers:
+            hidden = run_layer(model, layer, hidden)
+        torch.testing.assert_close(model.model.norm(hidden), model.model(TOKENS, use_cache=False).last_hidden_state, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_packed_attention_is_the_familys_own(changes):
+    row, found = build_row(random_samples(5), 5), []
+    assert max(row.lengths) > 12  # longer than the window
+    for attention in ("packed", "eager"):
+        trainee = Trainee(tiny_model(attn_implementation=attention, **changes))
+        hidden = trainee(row)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        found.append([hidden.detach(), *(p.grad for p in trainee.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def stage(command: str, *arguments) -> None:
+    """Run a stage in this process: the stages of six families would each wait for their imports."""
+    before, sys.argv = sys.argv, [command, *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / command), run_name="__main__")
+        assert ended.value.code == 0
+    finally:
+        sys.argv = before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_run(name, inputs, tmp_path):
+    changes = dict(FAMILIES[name])
+    model = save_tiny(tmp_path / "model", **changes)
+    for home, how in ((tmp_path / "run", []), (tmp_path / "layerwise", ["--layerwise"])):
+        stage("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 8, "--length", 64, *how)
+        stage("02_similarity.py", "--run", home)
+        stage("03_group.py", "--run", home, "--kv-heads", 2, "--restarts", 10, "--iterations", 100)
+        stage("04_align.py", "--run", home, *how)
+    for file in ("calibration.safetensors", *(f"{part}/{file}" for part in ("aligned", "merged") for file in ("model.safetensors", "config.json"))):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "layerwise" / file).read_bytes(), file
+    home = tmp_path / "run"
+    proof = json.loads((home / "aligned" / "stage.json").read_text())["summary"]
+    assert proof["max_logit_difference"] < 1e-4
+    within = proof["within_group_cosine"]
+    assert all(layer["key_after"] >= layer["key_before"] and layer["value_after"] > layer["value_before"] for layer in within)
+    stage("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5, "--teacher-steps", 2, "--teacher-batch", 4, "--batch", 4, "--lr", 1e-3, "--mask-lr", 3)
+    stage("06_export.py", "--run", home)
+    config = PreTrainedConfig.get_config_dict(home / "gqa")[0]
+    exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
+    assert type(exported) is type(source) and config["architectures"] == [type(source).__name__]
+    assert config | {"num_key_value_heads": 0, "transformers_version": ""} == PreTrainedConfig.get_config_dict(model)[0] | {"num_key_value_heads": 0, "transformers_version": ""}
+    assert exported.config.num_key_value_heads == 2 and exported.model.layers[0].self_attn.k_proj.out_features == 16
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == bool(changes.get("tie_word_embeddings"))
+    ids = exported.generate(TOKENS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
+    assert ids.shape[1] > 5
+
+
+def test_closed_form_is_refused_where_norms_undo_it(inputs, tmp_path):
+    model = save_tiny(tmp_path / "model", model_type="qwen3")
+    stage("01_calibrate.py", "--run", tmp_path / "run", "--model", model, "--text", inputs["text"], "--sequences", 2, "--length", 64)
+    stage("02_similarity.py", "--run", tmp_path / "run")
+    stage("03_group.py", "--run", tmp_path / "run", "--kv-heads", 2, "--by", "energy", "--restarts", 1, "--iterations", 1)
+    done = run("04_align.py", "--run", tmp_path / "run", "--merge", "closed-form", fails=True)
+    assert "expected --merge mean, found closed-form: q_norm and k_norm" in done.stderr
+    assert not list((tmp_path / "run").glob("merged*"))

@@ -1,0 +1,108 @@
+"""A model one layer at a time: the bytes safetensors itself would write, clear refusals, and memory that a layer sets, not the model."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.artifacts import DTYPES, TensorFile
+from common.cli import UserError
+from common.layers import Layers, Spool
+from conftest import byte_tokenizer, run, save_tiny, tiny_model
+
+TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def test_tensor_file_is_what_safetensors_writes(tmp_path):
+    tensors = {f"{name}.{number}": (3 * torch.randn(2, 3, number)).to(dtype) for number, dtype in enumerate(DTYPES) for name in ("b.10", "b.2", "a", "é")}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    with TensorFile(str(tmp_path / "ours"), {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}) as file:
+        for name in sorted(tensors, reverse=True):  # in any order
+            file.write({name: tensors[name]})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("fault", ["a tensor is missing", "another dtype", "an error in the block"])
+def test_tensor_file_that_is_not_whole_is_not_left(tmp_path, fault):
+    with pytest.raises((RuntimeError, ValueError, OSError), match="x were not written|1 tensors were not written|expected torch.float32|disk"):
+        with TensorFile(str(tmp_path / "f"), {"x": (torch.float32, (2,)), "y": (torch.float32, (2,))}) as file:
+            file.write({"x": torch.zeros(2, dtype=torch.float16 if fault == "another dtype" else torch.float32)})
+            if fault == "an error in the block":
+                raise OSError("disk")
+    assert not list(tmp_path.iterdir())
+
+
+def test_spool_on_disk_keeps_every_bit(tmp_path):
+    batches = [torch.randn(2, 3, 4).to(torch.bfloat16), torch.randn(1, 3, 4).to(torch.bfloat16)]
+    spool = Spool(iter(batches), str(tmp_path))
+    spool[0] = -spool[0]
+    assert len(spool) == 2 and torch.equal(spool[0], -batches[0]) and torch.equal(spool[1], batches[1]) and spool[1].dtype is torch.bfloat16
+    assert not list(tmp_path.iterdir())  # a file without a name: nothing is left, whatever ends the process
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_layers_are_the_model(tmp_path, one_by_one, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    layers = Layers(str(tmp_path), torch.float32, "cpu", one_by_one)
+    hidden = layers.embed(TOKENS.split(2), str(tmp_path))
+    for index in range(3):
+        with layers.layer(index) as layer:
+            layers.advance(layer, hidden)
+    with layers.head() as head:
+        logits = torch.cat([head(hidden[0]), head(hidden[1])])
+    torch.testing.assert_close(logits, model(TOKENS).logits, rtol=0, atol=1e-4)
+    held = {parameter.device.type for parameter in layers.model.parameters()}
+    assert held == {"meta"} if one_by_one else {"cpu"}
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize(("fault", "message"), [("missing", r"expected a tensor model\.layers\.1\.mlp\.up_proj\.weight, found none"),
+                                                ("shape", r"model\.layers\.1\.mlp\.up_proj\.weight"), ("nan", r"NaN or Inf in model\.layers\.1\.mlp\.up_proj\.weight")])
+def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
+    state, name = dict(tiny_model().state_dict()), "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del state[name]
+    else:
+        state[name] = state[name][:-1].clone() if fault == "shape" else state[name] * float("nan")
+    tiny_model().save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        layers = Layers(str(tmp_path), torch.float32, "cpu", one_by_one)
+        with layers.layer(1):
+            pass
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_layer(tmp_path):
+    """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that one layer at a time, all of it
+    otherwise; and write the same bytes."""
+    config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=52, num_attention_heads=16, num_key_value_heads=16, eos_token_id=256)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="500MB")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 100)
+    peaks = {}
+    for name, how in (("whole", []), ("layerwise", ["--layerwise"])):
+        home = tmp_path / name
+        run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--sequences", 4, "--length", 128, *how)
+        run("02_similarity.py", "--run", home)
+        run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
+        run("04_align.py", "--run", home, "--sequences", 2, *how)
+        peaks[name] = [json.loads((home / file).read_text())["summary"]["peak_memory_gib"] for file in ("calibration.json", "aligned/stage.json")]
+    whole = sum(os.path.getsize(file) for file in (tmp_path / "model").glob("*.safetensors")) * 2 / 2**30
+    assert whole > 3 and max(peaks["layerwise"]) < whole / 2 and min(peaks["whole"]) > whole, peaks
+    for file in ("calibration.safetensors", "aligned/model.safetensors", "merged/model.safetensors"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "layerwise" / file).read_bytes(), file
+
+
+def test_layerwise_is_told_of_a_tensor_that_is_not_there(tmp_path):
+    path = save_tiny(tmp_path / "model")
+    os.remove(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UserError, match="expected a tensor model.embed_tokens.weight, found none"):
+        Layers(path, torch.float32, "cpu", one_by_one=True).embed(TOKENS.split(2), str(tmp_path))
