@@ -1,8 +1,12 @@
 """What every stage's command line shares: one parser, one kind of user error, one way to end."""
 
 import argparse
+import difflib
+import functools
+import math
 import os
 import resource
+import shutil
 import sys
 import time
 
@@ -11,28 +15,87 @@ class UserError(Exception):
     """A mistake the user can mend. Shown as one line (what, where, expected, found); the process exits with 2."""
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The module docstring as it is written, and each flag's default after its help."""
+def suggest(name: str, known) -> str:
+    """"; did you mean X?" where one of the known names is near to `name` or begins with it, whatever the case; else nothing."""
+    names = {other.lstrip("-").lower(): other for other in known}  # dashes alone make no likeness
+    name = name.lstrip("-").lower()
+    near = difflib.get_close_matches(name, names, n=1) or [other for other in names if name and other.startswith(name)]
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
-    def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
 
-
-def stage_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser whose manual is the stage's docstring, with the two flags that every stage has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=_Formatter, allow_abbrev=False)
-    # torchrun on Python 3.11 takes --run for an abbreviation of its own --run-path, hence the second name
-    parser.add_argument("--run", "--run-dir", default="runs/demo", metavar="DIR", help="run directory: artifacts are read and written here")
-    parser.add_argument("--force", action="store_true", help="overwrite what this stage wrote before")
-    return parser
+def _number(kind, expected: str, text: str, at_least: float = -math.inf):
+    try:
+        found = kind(text)
+        if found >= at_least:
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
 
 
 def positive(text: str) -> int:
     """argparse type of counts."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
-    return number
+    return _number(int, "a whole number of at least 1", text, at_least=1)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The module docstring as it is written; flags as wide as the terminal, each with its default after its help."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=min(120, shutil.get_terminal_size((120, 24)).columns) - 2)
+
+    def _get_help_string(self, action):
+        if action.default is None or action.default is False or action.default is argparse.SUPPRESS:
+            return action.help
+        return f"{action.help} (default: {'all' if action.default is action.choices else '%(default)s'})"
+
+    def _get_default_metavar_for_optional(self, action):
+        return {int: "N", positive: "N", float: "X"}.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+
+class StageParser(argparse.ArgumentParser):
+    """argparse with flags in sections, whose every mistake is one line: what, expected, found, and what was perhaps meant."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, usage="%(prog)s [flags]", formatter_class=_Formatter, allow_abbrev=False, add_help=False)
+        self.register("type", int, functools.partial(_number, int, "a whole number"))
+        self.register("type", float, functools.partial(_number, float, "a number"))
+
+    def section(self, title: str) -> None:
+        """The flags added from here on stand under this title in --help."""
+        self._section = self.add_argument_group(title)
+
+    def add_argument(self, *names, **options):
+        return self._section.add_argument(*names, **options)
+
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if flags:
+            said = " and ".join(f"unknown flag {flag}{suggest(flag, self._option_string_actions)}" for flag in flags)
+            self.error(f"{said} (--help lists all)")
+        if unknown:
+            self.error(f"expected flags, found {' '.join(unknown)} (--help lists all)")
+        return found
+
+    def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"expected one of {', '.join(map(str, action.choices))}, found {value}{suggest(value, action.choices)}")
+
+    def error(self, message: str):
+        raise UserError(message.removeprefix("argument "))
+
+
+def stage_parser(doc: str) -> StageParser:
+    """A parser whose manual is the stage's docstring, with the flags that every stage has."""
+    parser = StageParser(doc)
+    parser.section("every stage")
+    # torchrun on Python 3.11 takes --run for an abbreviation of its own --run-path, hence the second name
+    parser.add_argument("--run", "--run-dir", default="runs/demo", metavar="DIR", help="run directory: artifacts are read and written here")
+    parser.add_argument("--force", action="store_true", help="overwrite what this stage wrote before")
+    parser.add_argument("-h", "--help", action="help", help="this page")
+    parser.section("this stage")
+    return parser
 
 
 def run_stage(main) -> None:
