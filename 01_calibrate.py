@@ -43,14 +43,14 @@ from common.text import load_tokens
 
 def parse():
     parser = stage_parser(__doc__)
-    # what is calibrated
+    parser.section("what is calibrated")
     parser.add_argument("--model", default=DEMO, help="checkpoint directory, hub repository, or demo")
     parser.add_argument("--text", default=None, help="c4, demo, or a .txt, .jsonl, .json.gz file (default: c4; demo for the demo model)")
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None, help="tokens per sequence (default: 2048, or the model's own limit if lower)")
-    # what is kept
+    parser.section("what is kept")
     parser.add_argument("--sample-tokens", type=positive, default=256, help="tokens, evenly spread, whose raw head vectors are kept")
-    # how it runs
+    parser.section("how it runs")
     parser.add_argument("--batch", type=positive, default=4, help="sequences per forward pass")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

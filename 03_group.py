@@ -26,11 +26,11 @@ from common.models import Geometry, check_kv_heads
 def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--similarity", default=None, metavar="FILE", help="default: RUN/similarity.safetensors")
-    # what is grouped
+    parser.section("what is grouped")
     parser.add_argument("--kv-heads", type=positive, default=None, help="groups per layer (default: a quarter of the source's)")
     parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value", help="whose similarity decides; both = keys and values, each scaled by its spread over a layer's pairs; energy = least loss in closed-form merging")
     parser.add_argument("--criterion", choices=("cos", "dist"), default="dist", help="cosine or squared distance; energy has its own")
-    # the search
+    parser.section("the search")
     parser.add_argument("--restarts", type=positive, default=200, help="random starts (the paper's epoch)")
     parser.add_argument("--iterations", type=positive, default=3000, help="swaps proposed per start (the paper's maxIter)")
     parser.add_argument("--seed", type=int, default=0, help="of the search")

@@ -56,15 +56,15 @@ def parse():
     parser.add_argument("--calibration", default=None, metavar="FILE", help="default: RUN/calibration.safetensors")
     parser.add_argument("--groups", default=None, metavar="FILE", help="default: RUN/groups.json")
     parser.add_argument("--rotate", choices=("none", "cos", "dist"), default="dist", help="align length-1 (cos) or raw (dist) vectors, or only reorder")
-    # what merged/ holds
+    parser.section("what merged/ holds")
     parser.add_argument("--merge", choices=("mean", "closed-form"), default="mean", help="mean: as the paper; closed-form: the best shared heads")
     parser.add_argument("--refit", action="store_true", help="least squares of each merged layer's W_O on the calibration text")
     parser.add_argument("--refit-sequences", type=positive, default=128, help="of that text, at the calibration's length; one in four judges the ridge")
-    # the proof that the function is unchanged
+    parser.section("the proof that the function is unchanged")
     parser.add_argument("--text", default=None, help="text of the proof, as in 01_calibrate.py (default: what was calibrated on; its held-out part for demo)")
     parser.add_argument("--sequences", type=positive, default=4, help="sequences of that text")
     parser.add_argument("--length", type=positive, default=None, help="tokens per sequence (default: 512, or the calibration's if lower)")
-    # how it runs
+    parser.section("how it runs")
     parser.add_argument("--dtype", choices=("source", "float32"), default="source", help="of the checkpoints written; the work is done in float32 and float64")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -232,11 +232,11 @@ def main():
                             f"found {found['max_logit_difference']:.2e}; nothing was written")
         if dtype != torch.float32:
             print(f"stored  as {dtype}: perplexity of aligned/ {found['perplexity_aligned_stored']:.5f}")
-        summary = {"kv_heads": kv_heads, "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"],
+        summary = {"kv_heads": kv_heads, "by": grouping["summary"]["by"], "criterion": grouping["summary"]["criterion"], "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"],
                    "within_group_cosine": cosines, "refit_layers": refitted, "peak_memory_gib": peak_memory()} | found
         written = record("04_align.py", args, described, [calibration_path, groups_path], summary, clock())
         for directory in (aligned_directory, merged_directory):
-            write_json(os.path.join(directory, RECORD), written)
+            write_json(os.path.join(directory, RECORD), written | {"groups": grouping["groups"]})
     print(f"wrote   {outputs['aligned']}\nwrote   {outputs['merged']}")
     print(f"04_align: perplexity source {found['perplexity_source']:.3f}, aligned {found['perplexity_aligned']:.3f}, merged to {kv_heads} kv heads "
           f"({args.merge}{', refitted' if args.refit else ''}) without training {found['perplexity_merged']:.3f} in {clock()} s, "

@@ -67,17 +67,17 @@ EMBEDDED = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup"
 
 def parse():
     parser = stage_parser(__doc__)
-    # what is trained on what
+    parser.section("what is trained on what")
     parser.add_argument("--tasks", default=None, metavar="DIR", help="TASK.train.jsonl files, or hub (default: hub; the embedded tasks for demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--teacher", default=None, metavar="DIR", help="the SFT teacher, to share between runs; made there if missing (default: RUN/teacher)")
     parser.add_argument("--masks", choices=("l0", "off"), default="l0", help="l0: as the paper; off: train the merged model directly")
-    # length of the two phases
+    parser.section("length of the two phases")
     parser.add_argument("--teacher-epochs", type=float, default=2, help="SFT passes over the training sets")
     parser.add_argument("--teacher-steps", type=positive, default=None, help="instead of --teacher-epochs")
     parser.add_argument("--epochs", type=float, default=None, help="pruning passes (default: 5, 10, 15 for half, a quarter, an eighth of the kv heads)")
     parser.add_argument("--steps", type=positive, default=None, help="instead of --epochs")
-    # optimization
+    parser.section("optimization")
     parser.add_argument("--lr", type=float, default=None, help="student's initial learning rate (published: 1e-5)")
     parser.add_argument("--merged-lr-factor", type=float, default=1.0, help="of the new shared projections, times --lr (the authors' code: 2)")
     parser.add_argument("--mask-lr", type=float, default=None, help="learning rate of log alpha (published: 1e-2)")
@@ -90,7 +90,7 @@ def parse():
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm, 0 = off")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt", help="tokens of the KL term: prompt, as the authors' code; all, as Eq. 30 reads")
     parser.add_argument("--seed", type=int, default=0, help="of batches and mask noise")
-    # how it runs
+    parser.section("how it runs")
     parser.add_argument("--tokens-per-microbatch", type=positive, default=None, help="tokens packed into one row (default: 4096; 2048 on a CPU)")
     parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens whose logits exist at a time")
     parser.add_argument("--attention", choices=("packed", "sdpa", "eager", "flash_attention_2"), default="packed", help="packed: torch's fused kernel sample by sample; the others are transformers'")

@@ -1,7 +1,8 @@
 """Stage 6: write the trained student as a stock checkpoint of its family (LlamaForCausalLM, ...) with fewer num_key_value_heads.
 
 Reads   RUN/train/ (finished by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer. Nothing of this repository is needed to load it
+Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and README.md, its model card. Nothing of this
+        repository is needed to load it
 
     python 06_export.py --run runs/llama2-7b
     python 06_export.py                          # seconds on a CPU for the embedded model
@@ -17,7 +18,7 @@ import re
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import masks
+from common import card, masks
 from common.artifacts import (
     RECORD,
     check_same_model,
@@ -94,7 +95,8 @@ def main():
     training, aligned, output = (os.path.join(args.run, name) for name in ("train", "aligned", "gqa"))
     refuse_overwrite(output, args.force)
     trained = read_record(training, "05_prune_train.py")
-    check_same_model(training, read_record(aligned, "04_align.py")["model"], trained["model"])
+    alignment = read_record(aligned, "04_align.py")
+    check_same_model(training, alignment["model"], trained["model"])
     kv_heads, steps = trained["summary"]["kv_heads"], trained["summary"]["steps"]
     saved = steps_saved(training)
     if not saved or not saved[-1].endswith(f"{steps:08d}"):
@@ -126,7 +128,9 @@ def main():
         summary = {"kv_heads": kv_heads, "dtype": str(dtype), "max_logit_difference": difference,
                    "max_logit_difference_stored": stored, "class": type(loaded).__name__}
         inputs = [os.path.join(training, RECORD), os.path.join(aligned, RECORD)]
-        write_json(os.path.join(aside, RECORD), record("06_export.py", args, trained["model"], inputs, summary, clock()))
+        written = record("06_export.py", args, trained["model"], inputs, summary, clock())
+        write_json(os.path.join(aside, RECORD), written)
+        card.write(aside, output, alignment, trained, written)
     print(f"proof   student at z = 0 against export: max |logit difference| {difference:.2e}; "
           f"loaded back from {dtype} by AutoModelForCausalLM: {stored:.2e}")
     print(f"wrote   {output}")

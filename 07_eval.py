@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from common import harness
-from common.artifacts import read_record, record, refuse_overwrite, write_json
+from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import (
     averages,
@@ -33,10 +33,9 @@ from common.evaluate import (
     rate,
     speed,
     write_scores,
-    write_text,
 )
 from common.models import DEMO, DEMO_HOME, describe, load_model, load_tokenizer, pick_device
-from common.tasks import TASKS, Example, choice_samples, load_task, picked, task_name, tokenize
+from common.tasks import TASKS, Example, choice_samples, load_task, picked, tokenize
 from common.text import load_tokens
 
 OF_A_RUN = ("teacher", "merged", "gqa")  # what a run directory is asked for, where it has them
@@ -44,21 +43,21 @@ OF_A_RUN = ("teacher", "merged", "gqa")  # what a run directory is asked for, wh
 
 def parse():
     parser = stage_parser(__doc__)
-    # what is measured
+    parser.section("what is measured")
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR", help="checkpoints, the first is the reference (default: RUN's teacher, merged, gqa)")
     parser.add_argument("--tasks", default=None, metavar="DIR", help="TASK.validation.jsonl or .parquet files, or hub (default: hub; the embedded tasks for demo)")
-    parser.add_argument("--only", nargs="+", type=task_name, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--limit", type=positive, default=None, metavar="N", help="questions per task, the first N (default: all)")
     parser.add_argument("--seed", type=int, default=None, help="with --limit: N questions drawn with this seed instead of the first N")
-    # perplexity and speed
+    parser.section("perplexity and speed")
     parser.add_argument("--text", default=None, help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz file, or none for no perplexity (default: c4; demo for demo)")
     parser.add_argument("--sequences", type=positive, default=32, help="sequences of text for the perplexity")
     parser.add_argument("--length", type=positive, default=512, help="tokens per sequence")
-    # how it runs
+    parser.section("how it runs")
     parser.add_argument("--batch", type=positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the forward passes")
-    # other readers
+    parser.section("other readers")
     parser.add_argument("--harness", default=None, metavar="DIR", help="also write the questions there as tasks of lm_eval, and lm_eval.sh, which runs it on them")
     parser.add_argument("--report", action="store_true", help="measure nothing: write RUN/report.html from what RUN holds")
     return parser.parse_args()

@@ -40,7 +40,7 @@ def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seco
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
         "model": model,
-        "inputs": {os.path.basename(path): sha256(path) for path in inputs},
+        "inputs": {os.path.relpath(path, args.run): sha256(path) for path in inputs},
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": commit.stdout.strip() or None,
         "seconds": seconds,
@@ -55,14 +55,19 @@ def refuse_overwrite(path: str, force: bool) -> None:
         raise UserError(f"{path} exists already; give --force to replace it")
 
 
-def write_json(path: str, value: dict) -> None:
-    """JSON, written aside and renamed."""
+def write_text(path: str, text: str) -> None:
+    """Text, written aside and renamed."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.rename(path + ".tmp", path)
+
+
+def write_json(path: str, value: dict) -> None:
+    """JSON, written aside and renamed."""
+    write_text(path, json.dumps(value, indent=1))
 
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from common.artifacts import write_text
+
 
 @torch.no_grad()
 def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -151,14 +153,6 @@ def averages(tasks: dict[str, dict]) -> dict[str, float]:
             found[f"macro_{kind}_stderr"] = math.hypot(*(task[f"{kind}_stderr"] for task in tasks.values())) / len(tasks)
             found[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
     return found
-
-
-def write_text(path: str, text: str) -> None:
-    """Text, written aside and renamed."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.rename(path + ".tmp", path)
 
 
 def write_scores(directory: str, scores: str) -> bool:

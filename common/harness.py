@@ -11,8 +11,8 @@ import os
 import shlex
 import sys
 
+from common.artifacts import write_text
 from common.cli import UserError, run_stage
-from common.evaluate import write_text
 from common.tasks import Example, choice_samples
 
 GROUP = "table5"  # of lm_eval's task names, which must not be those that it brings itself

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from common.cli import UserError
+from common.cli import UserError, suggest
 
 logging.set_verbosity_error()  # the stages print their own account of what they load
 logging.disable_progress_bar()
@@ -19,6 +19,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type: decoder
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the embedded model is kept once made
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+PUBLISHED = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")  # of the paper's experiments, on the hub
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ def resolve_model(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.model", "*.txt", *WEIGHT_FILES])
     except Exception as error:  # a bad name, no network and no permission are different classes
-        raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached "
-                        f"({type(error).__name__})") from error
+        here = [os.path.dirname(path) for path in sorted(glob.glob(os.path.join("runs", "*", "*", "config.json")))]
+        known = [DEMO, *here, *PUBLISHED]
+        raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached ({type(error).__name__})"
+                        f"{suggest(name, known)}; known: {', '.join(known)}") from error
 
 
 def load_config(path: str):

@@ -5,8 +5,6 @@ those of the authors' released data to the character: BoolQ questions carry no q
 template adds one to each (hence SIQA's "??").
 """
 
-import argparse
-import difflib
 import glob
 import json
 import os
@@ -53,14 +51,6 @@ HUB = {
     "siqa": ("lighteval/siqa", None),
 }
 TASKS = tuple(HUB)
-
-
-def task_name(text: str) -> str:
-    """argparse type of task names."""
-    if text not in TASKS:
-        near = difflib.get_close_matches(text, TASKS, n=1)
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(TASKS)}, found {text}" + (f"; {near[0]}?" if near else ""))
-    return text
 
 
 def _listed(stem: str, texts: list[str], labels: list[str], answer: str):

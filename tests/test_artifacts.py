@@ -25,7 +25,7 @@ MODEL = {"path": "m", "fingerprint": "f" * 64}
 
 
 def write(path, value: float, stage: str = "02_similarity.py") -> str:
-    written = artifacts.record(stage, argparse.Namespace(seed=0, force=False), MODEL, [], {"figure": 1}, 0.1)
+    written = artifacts.record(stage, argparse.Namespace(run=".", seed=0, force=False), MODEL, [], {"figure": 1}, 0.1)
     artifacts.write_tensors(str(path), {"x": torch.full((100,), value)}, written)
     return str(path)
 
@@ -34,7 +34,7 @@ def test_round_trip_and_record(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
     file, found = artifacts.read_tensors(path, "02_similarity.py", MODEL)
     assert torch.equal(file.get_tensor("x"), torch.full((100,), 2.0))
-    assert found["arguments"] == {"seed": 0} and found["summary"] == {"figure": 1}
+    assert found["arguments"] == {"run": ".", "seed": 0} and found["summary"] == {"figure": 1}
     assert set(found["packages"]) == set(artifacts.PACKAGES) and found["model"] == MODEL
 
 

@@ -1,6 +1,5 @@
 """Prompts to the character, both schemas, and one clear line for each bad file."""
 
-import argparse
 import json
 import os
 
@@ -147,14 +146,6 @@ def test_bad_files_name_file_and_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as raised:
         load_task("piqa", "train", str(tmp_path))
     assert "piqa.train.jsonl" in str(raised.value)
-
-
-def test_names_of_tasks():
-    assert [tasks.task_name(task) for task in TASKS] == list(TASKS)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"expected one of boolq, .*siqa, found arc_chalenge; arc_challenge\?$"):
-        tasks.task_name("arc_chalenge")
-    with pytest.raises(argparse.ArgumentTypeError, match="found xyz$"):
-        tasks.task_name("xyz")
 
 
 def test_picked_questions():

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from common import text
 from common.cli import UserError
 from common.text import load_tokens
 from conftest import END, byte_tokenizer
@@ -45,3 +46,17 @@ def test_bad_lines_and_names(tmp_path):
     for name in ("nowhere.txt", str(tmp_path)):
         with pytest.raises(UserError, match="expected c4, demo, or"):
             load_tokens(name, byte_tokenizer(), 1, 4)
+
+
+def test_c4_is_streamed_from_its_file_on_the_hub(tmp_path, monkeypatch):
+    """A directory laid out as the hub's repository is; only the named file is read."""
+    (tmp_path / "en").mkdir()
+    for name, texts in ((text.C4[1], DOCUMENTS), ("en/c4-train.00001-of-01024.json.gz", ["e" * 60])):
+        lines = "".join(json.dumps({"text": t, "timestamp": "2019-04-25T12:57:54Z", "url": "https://a.b"}) + "\n" for t in texts)
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    monkeypatch.setattr(text, "C4", (str(tmp_path), text.C4[1]))
+    tokens, said = load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
+    assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25] and said == "c4: first 2 documents of at least 25 tokens"
+    monkeypatch.setattr(text, "C4", (str(tmp_path / "nowhere"), text.C4[1]))
+    with pytest.raises(UserError, match="cannot stream .*nowhere from the hub"):
+        load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
