@@ -34,7 +34,7 @@ from common.models import (
     load_config,
     load_tokenizer,
     pick_device,
-    require_heads_to_merge,
+    require_convertible,
     resolve_model,
 )
 from common.stats import LayerStats, output_gram
@@ -118,9 +118,9 @@ def main():
     output = os.path.join(args.run, "calibration.safetensors")
     refuse_overwrite(output, args.force)
     path = resolve_model(args.model)
-    described = describe(path, args.model)
-    shape = geometry(load_config(path))
-    require_heads_to_merge(path, shape)
+    config = load_config(path)
+    require_convertible(path, config)
+    described, shape = describe(path, args.model), geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, {shape.kv_heads} key/value heads")
 
     layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), one_by_one=args.layerwise)

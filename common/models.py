@@ -68,11 +68,16 @@ def resolve_model(name: str) -> str:
 
 
 def load_config(path: str):
-    """The config of a checkpoint that the method applies to. Raises UserError for any other, with the reason."""
+    """The config of a checkpoint. Raises UserError where there is none."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: expected a model config, found none that transformers can read: {error}") from error
+    return config
+
+
+def require_convertible(path: str, config) -> None:
+    """Raise UserError, with the reason, unless the method applies to a model of this config."""
     if config.model_type not in SUPPORTED:
         raise UserError(f"{path}: expected model_type in {list(SUPPORTED)}, found {config.model_type!r}")
     if getattr(config, "quantization_config", None):
@@ -80,13 +85,8 @@ def load_config(path: str):
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
         raise UserError(f"{path}: expected RoPE over whole heads, found partial_rotary_factor {rope['partial_rotary_factor']}")
-    return config
-
-
-def require_heads_to_merge(path: str, shape: Geometry) -> None:
-    """Raise UserError where one key/value head is all there is."""
-    if shape.kv_heads < 2:
-        raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: there is nothing to merge")
+    if geometry(config).kv_heads < 2:
+        raise UserError(f"{path}: expected at least 2 key/value heads, found {geometry(config).kv_heads}: there is nothing to merge")
 
 
 def check_kv_heads(shape: Geometry, kv_heads: int) -> None:

@@ -17,7 +17,7 @@ from common.models import (
     geometry,
     load_config,
     load_model,
-    require_heads_to_merge,
+    require_convertible,
 )
 from conftest import save_tiny, tiny_model
 
@@ -109,14 +109,14 @@ def test_models_the_method_does_not_apply_to(tmp_path):
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match=r"expected model_type in \['llama', 'mistral', 'qwen2', 'qwen3'\], found 'gpt2'"):
-        load_config(path)
+        require_convertible(path, load_config(path))
     for changes, message in (({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
                              ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found partial_rotary_factor 0.5")):
         (tmp_path / "m" / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=message):
-            load_config(path)
+            require_convertible(path, load_config(path))
     with pytest.raises(UserError, match="at least 2 key/value heads, found 1"):
-        require_heads_to_merge("m", geometry(tiny_model(num_key_value_heads=1).config))
+        require_convertible("m", tiny_model(num_key_value_heads=1).config)
     shape = geometry(tiny_model(num_key_value_heads=4).config)
     for wrong in (3, 4, 8):
         with pytest.raises(UserError, match=rf"expected one of \[1, 2\] for 4 key/value heads, found {wrong}"):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common import masks
+from common.checkpoints import steps_saved, whole_weights
 from common.fuse import fuse_layer
 from common.layers import run_layer
 from common.models import free_pairs, geometry
@@ -223,6 +224,8 @@ def test_whole_run(name, inputs, tmp_path):
     stage("06_export.py", "--run", home)
     config = PreTrainedConfig.get_config_dict(home / "gqa")[0]
     exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
+    weights = whole_weights(steps_saved(str(home / "train"))[-1])
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == bool(changes.get("tie_word_embeddings"))
     assert type(exported) is type(source) and config["architectures"] == [type(source).__name__]
     assert config | {"num_key_value_heads": 0, "transformers_version": ""} == PreTrainedConfig.get_config_dict(model)[0] | {"num_key_value_heads": 0, "transformers_version": ""}
     assert exported.config.num_key_value_heads == 2 and exported.model.layers[0].self_attn.k_proj.out_features == 16
