@@ -3,10 +3,26 @@
 All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in common/stats.py.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 MAX_ROUNDS = 500  # generalized Procrustes on real heads settles in tens of rounds; this bounds a pathological one
 TOLERANCE = 1e-10  # relative gain of a round below which it has settled: no figure we print can show it
+
+
+def shared_out(decompose, matrices: torch.Tensor) -> torch.Tensor:
+    """decompose(matrices [..., d, d]); on a CPU every core takes its share of the batch with a single thread.
+
+    LAPACK gets the matrices one by one, and more threads on one of a head's size only wait for one another.
+    """
+    cores = torch.get_num_threads()
+    if matrices.is_cuda or cores == 1:
+        return decompose(matrices)
+    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        parts = list(pool.map(decompose, matrices.reshape(-1, *matrices.shape[-2:]).chunk(cores)))
+    torch.set_num_threads(cores)  # of this thread it is unchanged; threads made later would begin with the 1
+    return torch.cat(parts).reshape(*matrices.shape[:-2], *parts[0].shape[1:])
 
 
 def polar(matrix: torch.Tensor) -> torch.Tensor:
@@ -14,8 +30,11 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
 
     Eq. 6 prints its transpose Psi Phi^T, which is the minimiser for X Y^T.
     """
-    left, _, right = torch.linalg.svd(matrix)
-    return left @ right
+    def factor(matrices):
+        left, _, right = torch.linalg.svd(matrices)
+        return left @ right
+
+    return shared_out(factor, matrix)
 
 
 def unit_phase(number: torch.Tensor) -> torch.Tensor:
@@ -33,7 +52,7 @@ def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[t
     before = torch.einsum("ijaa->ij", gram)
     rows, columns = torch.triu_indices(len(gram), len(gram))
     after = torch.zeros_like(before)
-    after[rows, columns] = torch.linalg.svdvals(gram[rows, columns]).sum(-1)
+    after[rows, columns] = shared_out(torch.linalg.svdvals, gram[rows, columns]).sum(-1)
     after = after.triu() + after.triu(1).T
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
