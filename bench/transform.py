@@ -248,8 +248,10 @@ def calibrate(args) -> dict:
         plain = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     hooked = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})  # the same weights, its own hooks
     tokens = torch.randint(0, 1000, (1, args.calibrate_tokens), device=args.device)
-    collector = importlib.import_module("01_calibrate").Collector(hooked, geometry(config), tokens.numel(), 256)
-    collector.begin(0, tokens.numel())
+    sampled = torch.linspace(0, tokens.numel() - 1, 256).long()
+    for index, layer in enumerate(hooked.model.layers):
+        collector = importlib.import_module("01_calibrate").Collector(layer, index, geometry(config), sampled, args.device)
+        collector.begin(0, tokens.numel())
     taken = {"plain": [], "calibrating": []}
     for number in range(args.pairs + 1):
         for name, model in (("plain", plain), ("calibrating", hooked)):

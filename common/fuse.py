@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.models import geometry
+
 
 def rotate_pairs(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Turn RoPE pairs: rows [H, d, ...] times the unit numbers u [H, d/2], pair p being rows (p, p + d/2)."""
@@ -119,3 +121,19 @@ def merged_config(config, kv_heads: int):
     config = copy.deepcopy(config)
     config.num_key_value_heads = kv_heads
     return config
+
+
+@torch.no_grad()
+def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
+    """A stock GQA model: a copy of a whole model whose groups are consecutive, each layer's heads merged.
+
+    merges: one per layer; the paper's means by default.
+    """
+    shape, config = geometry(model.config), merged_config(model.config, kv_heads)
+    merged = type(model)(config).to(dtype=model.dtype, device=model.device).eval()
+    state = model.state_dict()
+    for index, layer in enumerate(model.model.layers):
+        merge = merges[index] if merges else mean_merge(shape.kv_heads, kv_heads, shape.head_dim)
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merge_layer(layer, index, config, merge).state_dict().items()}
+    merged.load_state_dict(state)
+    return merged

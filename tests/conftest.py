@@ -23,8 +23,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common.fuse import mean_merge, merge_layer, merged_config
-from common.models import geometry
 from common.sharding import init_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -61,19 +59,6 @@ def save_tiny(path, **options) -> str:
     tiny_model(**options).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return str(path)
-
-
-@torch.no_grad()
-def merge_model(model, kv_heads: int, merges: list | None = None):
-    """The whole model with each layer's adjacent key/value heads merged; the paper's means by default."""
-    shape, config = geometry(model.config), merged_config(model.config, kv_heads)
-    merged = type(model)(config).to(model.dtype).eval()
-    state = model.state_dict()
-    for index, layer in enumerate(model.model.layers):
-        merge = merges[index] if merges else mean_merge(shape.kv_heads, kv_heads, shape.head_dim)
-        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merge_layer(layer, index, config, merge).state_dict().items()}
-    merged.load_state_dict(state)
-    return merged
 
 
 def task_rows(count: int, seed: int) -> dict[str, list[dict]]:

@@ -13,14 +13,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common import masks
 from common.checkpoints import steps_saved, whole_weights
-from common.fuse import fuse_layer
+from common.fuse import fuse_layer, merge_model
 from common.layers import run_layer
 from common.models import free_pairs, geometry
 from common.packing import build_row
 from common.procrustes import align_keys, key_similarity
 from common.sharding import Trainee
 from common.stats import key_gram
-from conftest import ROOT, merge_model, run, save_tiny, tiny_model
+from conftest import ROOT, run, save_tiny, tiny_model
 from test_packing import random_samples
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.fuse import fuse_layer, mean_merge, merged_state
-from conftest import merge_model, tiny_model
+from common.fuse import fuse_layer, mean_merge, merge_model, merged_state
+from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
 

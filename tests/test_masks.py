@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from common import masks
-from conftest import merge_model, tiny_model
+from common.fuse import merge_model
+from conftest import tiny_model
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
 
