@@ -1,0 +1,92 @@
+"""pipelines/gguf.sh as a user runs it: mistakes at once; in the slow tests (the first builds llama.cpp), tokens of every family."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from common.models import SUPPORTED
+from conftest import ROOT
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
+PRE = {"qwen2": "qwen2"}  # transformers gives every Qwen2 model Qwen2's own pre-tokenizer; the others keep GPT-2's
+
+
+def gguf(*arguments, **settings) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", "pipelines/gguf.sh", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHON": sys.executable} | settings)
+
+
+def refusal(done: subprocess.CompletedProcess) -> str:
+    """The one line of a user's mistake, beside the converter's progress bar."""
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    line, = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    return line
+
+
+def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEADS) -> str:
+    """A random GQA checkpoint with a small GPT-2 tokenizer. Norm weights and biases are drawn too, so that none of them is trivial."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCABULARY + 8, hidden_size=HEADS * HEAD_DIM, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads, head_dim=HEAD_DIM, initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.train([random.__file__], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False,
+                                                           initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("arguments", "settings", "says"), [
+    ((), {}, "error: expected CHECKPOINT [OUT.gguf], found 0 arguments"),
+    (("nowhere",), {}, "error: nowhere: expected a checkpoint directory, found no config.json in it"),
+    (("home",), {"OUTTYPE": "int3"}, "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found int3"),
+])
+def test_a_mistake_is_said_before_anything_is_built(arguments, settings, says, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = gguf(*(tmp_path if a == "home" else a for a in arguments), PYTHON="false", **settings)
+    assert done.returncode == 2 and done.stderr == says + "\n" and not done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
+    done = gguf(save_gqa(tmp_path / "gqa", family), PRE=PRE.get(family, "gpt-2"), TOKENS="20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gguf: 6 of 6 prompts, 120 of 120 tokens equal to transformers; 6 of 6 prompts tokenized alike; " in done.stdout
+    assert all(float(difference) < 1e-3 for difference in re.findall(r"logits within (\S+),", done.stdout))
+    mib, cells = re.search(rf"head_count_kv {KV_HEADS} of {HEADS} heads; KV cache (\S+) MiB for (\d+) tokens", done.stdout).groups()
+    assert float(mib) == pytest.approx(int(cells) * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 / 2**20, abs=0.005)
+    assert (tmp_path / "gqa.f32.gguf").read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.slow
+def test_what_differs_is_refused(tmp_path):
+    checkpoint, out, prompts = save_gqa(tmp_path / "gqa"), tmp_path / "gqa.gguf", tmp_path / "prompts.txt"
+    prompts.write_text("import random\n\ndef choice(self, seq):\n")
+    settings = {"PROMPTS": str(prompts), "TOKENS": "8"}
+    assert "does not know this tokenizer" in refusal(gguf(checkpoint, out, **settings)) and not out.exists()
+    assert "unknown pre-tokenizer type: 'no-such'" in refusal(gguf(checkpoint, out, PRE="no-such", **settings)) and not out.exists()
+    assert gguf(checkpoint, out, PRE="gpt-2", **settings).returncode == 0
+    made = out.read_bytes()
+    other_weights = gguf(save_gqa(tmp_path / "other", seed=1), out, **settings)
+    assert re.search("expected the tokens of transformers, found 0 of 2 prompts", refusal(other_weights))
+    other_heads = gguf(save_gqa(tmp_path / "mha", kv_heads=HEADS), out, **settings)
+    assert f"expected head_count_kv {HEADS} " in refusal(other_heads) and refusal(other_heads).endswith(f"found {KV_HEADS}")
+    assert out.read_bytes() == made
+    rounded = gguf(checkpoint, OUTTYPE="q8_0", PRE="gpt-2", **settings)  # rounding is no mistake: it is counted and reported
+    assert rounded.returncode == 0 and re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", rounded.stdout), rounded.stdout + rounded.stderr
+    assert (tmp_path / "gqa.q8_0.gguf").stat().st_size < 0.5 * len(made)
