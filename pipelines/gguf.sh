@@ -5,8 +5,8 @@
 #   OUTTYPE=q8_0 bash pipelines/gguf.sh runs/demo/gqa out.gguf  # f32, f16, bf16 or q8_0
 #
 #   PYTHON   interpreter (python), with requirements.txt
-#   PRE      llama.cpp's name of the pre-tokenizer to assume where its converter does not know the tokenizer; gpt-2 for
-#            the embedded model
+#   PRE      llama.cpp's name of the pre-tokenizer to assume where its converter does not know the tokenizer. superbpe for
+#            the embedded model: it splits at digits only, and that model's merges keep to letters or to signs anyway
 #   TOKENS   tokens generated per prompt (32)      PROMPTS  a text file, one prompt a line (six of our own)
 #
 # A GGUF file that stands already is compared, not made again: one quantized by other tools can be given as well.
@@ -27,7 +27,7 @@ if [ ! -d "$engine/installed" ]; then
   rm -rf "$engine"  # what an interrupted build left
   "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$home/.gguf" "llama-cpp-python==$VERSION"
   tar -xzf "$engine.tar.gz" -C "$home/.gguf"
-  # llama.cpp's helpers of its command-line programs take half of the compiling, and nothing here calls them
+  # llama.cpp's helpers of its command-line programs would be built as well, and nothing here calls them
   sed -i.orig 's/LLAMA_BUILD_COMMON ON/LLAMA_BUILD_COMMON OFF/' "$engine/CMakeLists.txt"
   # beside the interpreter's own packages, not among them; what it lacks is named, as --target looks at none of them
   CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" \

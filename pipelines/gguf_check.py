@@ -3,9 +3,10 @@
 Both are given the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and take the likeliest token each
 time; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first that differs. Logits
 are compared as far as both have read the same tokens. Beside them stands the smallest lead of transformers' likeliest token over
-its second: where it is no larger than the difference of the logits, rounding decides which token comes.
+its second: where it is no larger than the difference of the logits, rounding decides which token comes. llama.cpp reads a
+Mistral's whole context, whatever its sliding window: keep prompts within the window.
 
-Exit code 2 when llama.cpp has another number of kv heads than config.json, or, of an f32 file, when a token differs.
+Exit code 2 when llama.cpp has other kv heads or another vocabulary than config.json, or, of an f32 file, when a token differs.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import traceback
 import llama_cpp
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import DynamicCache
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -114,7 +116,7 @@ def load_engine(path: str, context: int) -> llama_cpp.Llama:
         return llama_cpp.Llama(path, n_ctx=context, n_batch=context, logits_all=True, verbose=False, n_threads=torch.get_num_threads(),
                                type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)
     except ValueError as error:
-        raise UserError(f"{path}: llama.cpp cannot load it: {next(text for level, text in log if level == ERROR)}") from error
+        raise UserError(f"{path}: llama.cpp cannot load it: {next((text for level, text in log if level == ERROR), error)}") from error
 
 
 def read_prompts(path: str | None) -> list[str]:
@@ -130,45 +132,46 @@ def read_prompts(path: str | None) -> list[str]:
 @torch.inference_mode()
 def main() -> None:
     args = parse()
-    shape = geometry(load_config(args.checkpoint))
-    prompts = read_prompts(args.prompts)
+    config = load_config(args.checkpoint)
+    shape = geometry(config)
+    texts = read_prompts(args.prompts)
     made = args.out
     if os.path.exists(args.out):
         print(f"{args.out} stands already: compared as it is")
     else:
-        made = f"{args.out}.tmp"
+        made += ".tmp"
         convert(args.checkpoint, made, args.outtype, args.pre)
 
     tokenizer = load_tokenizer(args.checkpoint)
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
     model = load_model(args.checkpoint)
-    expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in ids]
+    expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in tqdm(prompts, desc="transformers", leave=False)]
     del model  # a large model need not be in memory twice
 
-    engine = load_engine(made, max(map(len, ids)) + args.tokens)
+    engine = load_engine(made, max(map(len, prompts)) + args.tokens)
     kv_heads = int(engine.metadata[f"{engine.metadata['general.architecture']}.attention.head_count_kv"])
-    if kv_heads != shape.kv_heads:
-        raise UserError(f"{args.out}: expected head_count_kv {shape.kv_heads} as in {args.checkpoint}, found {kv_heads}")
-    if made != args.out:
-        os.replace(made, args.out)
+    for what, wanted, found in (("head_count_kv", shape.kv_heads, kv_heads), ("a vocabulary of", config.vocab_size, engine.n_vocab())):
+        if found != wanted:
+            raise UserError(f"{args.out}: expected {what} {wanted} as in {args.checkpoint}, found {found}")
+    os.replace(made, args.out)
     cache = re.search(r"size = +([\d.]+ MiB) \( *(\d+) cells", "\n".join(text for _, text in log))
     print(f"{args.out}: head_count_kv {kv_heads} of {shape.heads} heads; KV cache {cache[1]} for {cache[2]} tokens in float32")
 
-    equal, tokenized = [], 0
-    for prompt, these, (tokens, logits) in zip(prompts, ids, expected, strict=True):
-        found, found_logits = greedy(llama_cpp_step(engine), these, args.tokens)
+    equal, alike = [], 0
+    for text, prompt, (tokens, logits) in zip(texts, prompts, expected, strict=True):
+        found, found_logits = greedy(llama_cpp_step(engine), prompt, args.tokens)
         equal.append(len(os.path.commonprefix([tokens, found])))
-        shared = len(these) + equal[-1]
+        shared = len(prompt) + equal[-1]  # tokens that both have read
         difference = np.abs(logits[:shared] - found_logits[:shared]).max()
-        second, first = np.partition(logits[len(these) - 1:shared], -2)[:, -2:].T
-        same = engine.tokenize(prompt.encode(), special=True) == these
-        tokenized += same
+        second, first = np.partition(logits[len(prompt) - 1:shared], -2)[:, -2:].T
+        same = engine.tokenize(text.encode(), special=True) == prompt
+        alike += same
         print(f"{equal[-1]} of {args.tokens} tokens equal, logits within {difference:.1e}, smallest lead {(first - second).min():.1e}, "
-              f"prompt of {len(these)} tokens, tokenized {'alike' if same else 'otherwise'}: {prompt!r}")
+              f"prompt of {len(prompt)} tokens, tokenized {'alike' if same else 'otherwise'}: {text!r}", flush=True)
 
-    whole, total = equal.count(args.tokens), args.tokens * len(prompts)
-    result = (f"{whole} of {len(prompts)} prompts, {sum(equal)} of {total} tokens equal to transformers; {tokenized} of {len(prompts)} "
-              f"prompts tokenized alike; {os.path.getsize(args.out) / 2**20:.1f} MiB")
+    total = args.tokens * len(prompts)
+    result = (f"{equal.count(args.tokens)} of {len(prompts)} prompts, {sum(equal)} of {total} tokens equal to transformers; "
+              f"{alike} of {len(prompts)} prompts tokenized alike; {os.path.getsize(args.out) / 2**20:.1f} MiB")
     if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total:
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
     print(f"gguf: {result}")
