@@ -42,7 +42,7 @@ from common.closed_form import closed_form, key_weights
 from common.evaluate import max_difference, mean_kl, mean_nll
 from common.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.layers import Layers
-from common.models import load_tokenizer, norms_heads, pick_device, source_model
+from common.models import load_config, load_tokenizer, norms_heads, pick_device, source_model
 from common.procrustes import align_keys, align_values, aligned_key_overlap, aligned_value_overlap, pair_mean
 from common.refit import Refit
 from common.stats import CRITERIA, Grams
@@ -179,7 +179,7 @@ def main():
     if args.merge == "closed-form" and norms_heads(layers.config):
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm undo the lengths that a query would absorb")
     layers.config.architectures = [type(layers.model).__name__]
-    dtype = torch.float32 if args.dtype == "float32" else (layers.config.dtype or torch.float32)
+    dtype = torch.float32 if args.dtype == "float32" else (load_config(path).dtype or torch.float32)
     names = ["source", "aligned", "merged", *(["merged_before_refit"] if args.refit else []), *(["aligned_stored"] if dtype != torch.float32 else [])]
     os.makedirs(args.run, exist_ok=True)
     proof, refitted = Proof(layers, tokens, names, args.run), []
@@ -232,8 +232,9 @@ def main():
                             f"found {found['max_logit_difference']:.2e}; nothing was written")
         if dtype != torch.float32:
             print(f"stored  as {dtype}: perplexity of aligned/ {found['perplexity_aligned_stored']:.5f}")
-        summary = {"kv_heads": kv_heads, "by": grouping["summary"]["by"], "criterion": grouping["summary"]["criterion"], "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"],
-                   "within_group_cosine": cosines, "refit_layers": refitted, "peak_memory_gib": peak_memory()} | found
+        summary = {"kv_heads": kv_heads, "by": grouping["summary"]["by"], "criterion": grouping["summary"]["criterion"], "rotate": args.rotate,
+                   "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"], "within_group_cosine": cosines,
+                   "refit_layers": refitted, "peak_memory_gib": peak_memory()} | found
         written = record("04_align.py", args, described, [calibration_path, groups_path], summary, clock())
         for directory in (aligned_directory, merged_directory):
             write_json(os.path.join(directory, RECORD), written | {"groups": grouping["groups"]})
