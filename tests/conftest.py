@@ -55,8 +55,8 @@ def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **c
     return model
 
 
-def save_tiny(path, **options) -> str:
-    tiny_model(**options).save_pretrained(path)
+def save_tiny(path, dtype: torch.dtype = torch.float32, **options) -> str:
+    tiny_model(**options).to(dtype).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return str(path)
 

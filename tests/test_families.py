@@ -207,7 +207,7 @@ def stage(command: str, *arguments) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whole_run(name, inputs, tmp_path):
     changes = dict(FAMILIES[name])
-    model = save_tiny(tmp_path / "model", **changes)
+    model = save_tiny(tmp_path / "model", torch.bfloat16 if name == "qwen2, GQA" else torch.float32, **changes)
     for home, how in ((tmp_path / "run", []), (tmp_path / "layerwise", ["--layerwise"])):
         stage("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 8, "--length", 64, *how)
         stage("02_similarity.py", "--run", home)
