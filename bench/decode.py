@@ -1,6 +1,6 @@
 """A GQA checkpoint against its MHA source: KV cache bytes, prefill and decoding speed, at several contexts and batches.
 
-    python bench/decode.py                                  # a random-weight pair, under 50 s on two cores
+    python bench/decode.py                                  # a random-weight pair, under 50 s on one core
     python bench/decode.py --model runs/demo-model/model runs/demo/gqa --contexts 256
     python bench/decode.py --model DIR DIR --device cuda --dtype bfloat16 --contexts 2048 8192 --batches 1 16
 
@@ -32,17 +32,18 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs=2, default=None, metavar="DIR", help="the source and what was exported of it")
     # the random pair
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=1024)
     # what is measured
     parser.add_argument("--contexts", type=int, nargs="+", default=(512, 2048), help="tokens in the cache before decoding")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4))
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded per sequence and round")
     parser.add_argument("--pairs", type=int, default=3, help="paired rounds")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU: one measures the same on a busy machine as on a quiet one, several do not")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     return parser.parse_args()
 
@@ -96,6 +97,7 @@ def cell(args, models: dict, context: int, batch: int) -> dict:
 
 def main():
     args = parse()
+    torch.set_num_threads(args.threads)
     pair = [load_model(path, getattr(torch, args.dtype), args.device) for path in args.model] if args.model else random_pair(args)
     models = dict(zip(("mha", "gqa"), pair, strict=True))
     print(" -> ".join(f"{model.config.num_key_value_heads} kv heads" for model in pair) + f" of {pair[0].config.num_attention_heads} heads")

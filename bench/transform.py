@@ -1,6 +1,6 @@
 """Stages 2 to 4 on Gram matrices against the same mathematics on stored caches, and what stage 1 adds to a forward pass.
 
-    python bench/transform.py                    # one layer of 7B proportions; under 50 s on two cores
+    python bench/transform.py                    # one layer of 7B proportions; under 50 s on one core
     python bench/transform.py --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
 The direct way keeps every head's vectors, [H, N, d] float32, and works on them pair by pair as the paper prints it: Eq. 2, 3, 7-10 and
@@ -44,6 +44,7 @@ PUBLISHED_TOKENS = 128 * 2048
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU: one measures the same on a busy machine as on a quiet one, several do not")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -57,7 +58,7 @@ def parse():
     # the forward pass
     parser.add_argument("--intermediate", type=int, default=11008)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--calibrate-tokens", type=int, default=768, help="one sequence")
+    parser.add_argument("--calibrate-tokens", type=int, default=512, help="one sequence")
     parser.add_argument("--pairs", type=int, default=3, help="paired passes of either half, after one of each that is not counted")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
     return parser.parse_args()
@@ -266,6 +267,7 @@ def calibrate(args) -> dict:
 
 def main():
     args = parse()
+    torch.set_num_threads(args.threads)
     figures = transform(args) | calibrate(args)
     print(json.dumps(figures | {"settings": vars(args), "machine": machine(args.device)}))
 
