@@ -16,7 +16,7 @@ Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/stats.p
 import torch
 
 from common.fuse import Merge
-from common.procrustes import polar, unit_phase
+from common.procrustes import polar, shared_out, unit_phase
 
 FLOOR = 1e-6  # of a layer's mean query energy: where a query never looks, its key still has some weight
 DEAD = 1e-12  # of the largest eigenvalue: directions below it hold rounding, nothing else
@@ -97,7 +97,7 @@ def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
     for i in range(heads - 1):
         others = energy[i, i + 1 :]
         pairs = torch.cat((torch.cat((own[i].expand_as(others), others), -1), torch.cat((others.mT, own[i + 1 :]), -1)), -2)
-        loss[i, i + 1 :] = torch.linalg.eigvalsh(pairs)[:, :size].clamp(min=0).sum(-1)
+        loss[i, i + 1 :] = shared_out(torch.linalg.eigvalsh, pairs)[:, :size].clamp(min=0).sum(-1)
     return (loss + loss.T) / torch.einsum("iaa->", own)
 
 

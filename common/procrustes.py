@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-MAX_ROUNDS = 500  # generalized Procrustes on real heads settles in tens of rounds; this bounds a pathological one
+MAX_ROUNDS = 500  # generalized Procrustes settles in tens of rounds (keys) or some hundreds (values); this bounds a slow one
 TOLERANCE = 1e-10  # relative gain of a round below which it has settled: no figure we print can show it
 
 

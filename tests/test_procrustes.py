@@ -168,3 +168,17 @@ def test_pair_mean():
 def test_to_complex_pairs_first_and_second_half():
     keys = torch.arange(8.0)[None]
     assert torch.equal(to_complex(keys), torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))[None])
+
+
+def test_decompositions_shared_among_threads_are_the_same_ones():
+    """More matrices than threads, and fewer; the number of threads is as it was afterwards."""
+    matrices, threads = torch.randn(5, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8)), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for batch in (matrices, matrices[:1, :1], matrices[0, 0]):
+            found = polar(batch)
+            for ours, matrix in zip(found.reshape(-1, 6, 6), batch.reshape(-1, 6, 6), strict=True):
+                np.testing.assert_allclose(ours.numpy(), scipy.linalg.polar(matrix.numpy())[0], atol=1e-12)
+        assert found.shape == (6, 6) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
