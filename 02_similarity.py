@@ -40,12 +40,12 @@ def main():
     source = args.calibration or os.path.join(args.run, "calibration.safetensors")
     output = os.path.join(args.run, "similarity.safetensors")
     refuse_overwrite(output, args.force)
-    file, calibration = read_tensors(source, "01_calibrate.py")
+    _, calibration = read_tensors(source, "01_calibrate.py")
     model, tokens = calibration["model"], calibration["summary"]["tokens"]
     device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
-    grams = Grams(file, model["kv_heads"])
+    grams = Grams(source, model["kv_heads"])
     found = {}  # "key.cos.before" -> list over layers of [H, H]
     for layer in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
         for criterion, kind in CRITERIA.items():

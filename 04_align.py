@@ -161,7 +161,7 @@ def main():
     for output in outputs.values():
         refuse_overwrite(output, args.force)
     grouping = read_record(groups_path, "03_group.py")
-    file, calibration = read_tensors(calibration_path, "01_calibrate.py")
+    _, calibration = read_tensors(calibration_path, "01_calibrate.py")
     check_same_model(groups_path, calibration["model"], grouping["model"])
     described, was = source_model(calibration), calibration["summary"]
     path, heads = described["path"], described["kv_heads"]
@@ -188,7 +188,7 @@ def main():
         print(f"reads   {said}; {text.numel()} tokens, for the refit")
         refit = Refit(layers.run, layers.embed(text.split(4), args.run), layers.embed(text.split(4), args.run))
 
-    grams, cosines, config = Grams(file, heads), [], merged_config(layers.config, kv_heads)
+    grams, cosines, config = Grams(calibration_path, heads), [], merged_config(layers.config, kv_heads)
     with (checkpoint(outputs["aligned"], layers.config, dtype, path, tokenizer) as (aligned_directory, aligned_file),
           checkpoint(outputs["merged"], config, dtype, path, tokenizer) as (merged_directory, merged_file)):
         for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):

@@ -16,6 +16,7 @@ both summed over the query heads that read a key/value head, where there are sev
 """
 
 import torch
+from safetensors import safe_open
 
 CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> which Grams it is computed from
 STRIP = 4  # heads: a product of fewer rows is slower per block, one of more computes more blocks below the diagonal
@@ -118,28 +119,33 @@ def output_gram(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor
 
 
 class Grams:
-    """The Gram matrices of an open calibration file, layer by layer."""
+    """The Gram matrices of a calibration file, layer by layer. heads: H, the source's key/value heads."""
 
-    def __init__(self, file, heads: int):
-        self.file, self.heads = file, heads
+    def __init__(self, path: str, heads: int):
+        self.path, self.heads = path, heads
+
+    def _read(self, layer: int, name: str) -> torch.Tensor:
+        """A copy, and the file closed again: what was read of an open one stays in memory, and a tensor in a file lies at a
+        multiple of 8 bytes, where torch's complex kernels take 16 for granted."""
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(f"layers.{layer}.{name}").clone()
 
     def value(self, layer: int, kind: str) -> torch.Tensor:
         """C [H, H, d, d] float64; kind "raw" or "unit"."""
-        return unpack_half(self.file.get_tensor(f"layers.{layer}.value.{kind}"), self.heads)
+        return unpack_half(self._read(layer, f"value.{kind}"), self.heads)
 
     def key(self, layer: int, kind: str) -> torch.Tensor:
         """c [H, H, d/2] complex128."""
-        # a copy: tensors of a file lie at multiples of 8 bytes, and torch's complex kernels take 16 for granted
-        return torch.view_as_complex(self.file.get_tensor(f"layers.{layer}.key.{kind}").clone())
+        return torch.view_as_complex(self._read(layer, f"key.{kind}"))
 
     def free(self, layer: int) -> torch.Tensor:
         """[d/2] bool: RoPE pairs that may be turned by any angle (common/models.py free_pairs)."""
-        return self.file.get_tensor(f"layers.{layer}.key.free")
+        return self._read(layer, "key.free")
 
     def query(self, layer: int) -> torch.Tensor:
         """sum_n |q_i[p]|^2 [H, d/2] float64."""
-        return self.file.get_tensor(f"layers.{layer}.query.energy")
+        return self._read(layer, "query.energy")
 
     def output(self, layer: int) -> torch.Tensor:
         """W_O,i^T W_O,i [H, d, d] float64."""
-        return self.file.get_tensor(f"layers.{layer}.output.gram")
+        return self._read(layer, "output.gram")
