@@ -1,0 +1,77 @@
+"""A Llama without skip connections and norms, serial or parallel, with or without its Q, K, V and P matrices.
+
+A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE, grouped queries and the gated FFN are
+Llama's own. A projection named in config.removed is the identity and has no weights. Importing this module registers the classes,
+so that AutoModelForCausalLM loads and saves such checkpoints like any other.
+"""
+
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRotaryEmbedding,
+)
+
+
+@strict
+class SkiplessConfig(LlamaConfig):
+    """LlamaConfig, and: parallel, whether attention stands beside the FFN; removed, names of attention projections that are not there."""
+
+    model_type = "skipless_llama"
+
+    parallel: bool = False
+    removed: list[str] | tuple[str, ...] = ()
+
+
+class SkiplessLayer(LlamaDecoderLayer):
+    """One block. Its input reaches Q, K and V (parallel: the FFN, too) with nothing between that is not linear."""
+
+    def __init__(self, config: SkiplessConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        del self.input_layernorm, self.post_attention_layernorm
+        self.parallel = config.parallel
+        for name in config.removed:
+            setattr(self.self_attn, name, nn.Identity())
+
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
+        return attended + self.mlp(hidden_states) if self.parallel else self.mlp(attended)
+
+
+class SkiplessModel(LlamaModel):
+    """Llama's decoder of skipless layers, without the last norm."""
+
+    config: SkiplessConfig
+    _no_split_modules = ["SkiplessLayer"]
+    _can_record_outputs = {"hidden_states": SkiplessLayer, "attentions": LlamaAttention}
+
+    def __init__(self, config: SkiplessConfig):
+        LlamaPreTrainedModel.__init__(self, config)  # Llama's own would make its layers only for them to be replaced
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(SkiplessLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.Identity()
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class SkiplessForCausalLM(LlamaForCausalLM):
+    """The language model; trained, saved, loaded and generating as any of transformers."""
+
+    config: SkiplessConfig
+
+    def __init__(self, config: SkiplessConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = SkiplessModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoConfig.register(SkiplessConfig.model_type, SkiplessConfig)
+AutoModelForCausalLM.register(SkiplessConfig, SkiplessForCausalLM)
