@@ -22,7 +22,7 @@ from common.cli import UserError
 from related.skipless.modeling import SkiplessForCausalLM
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "p": "o_proj"}
-MAX_CONDITION = 1e6  # of a matrix to be inverted: leaves ten of float64's sixteen digits
+MAX_CONDITION = 1e5  # of a matrix to be inverted: with it in every layer logits still agree to 1e-9 (compare.py's sweep)
 
 
 @torch.no_grad()

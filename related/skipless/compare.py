@@ -8,9 +8,9 @@ Writes  RUN/serial/, RUN/parallel/   two skipless models, trained by train.py; w
     python related/skipless/compare.py --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
     python related/skipless/compare.py --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
-Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases) and the two trained ones, folded in every way, against
-themselves: largest difference of a logit over the largest logit, in float64, and after the weights have been stored in float32 and in
-bfloat16. "-" is the model itself, stored. What does not apply is refused, with the reason.
+Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases) and the two trained ones, without Q, K, V and P, against
+themselves: largest difference of a logit over the largest logit, in float64, and with the weights stored in float32 and in bfloat16;
+and the share of the weights that are gone. "Itself" is the model that was not folded. What does not apply is refused, with the reason.
 
 Conditioning: a fold multiplies by T and by T^-1, and rounding grows with T's condition number. The sweep gives the trained serial
 model's Q ever worse ones and folds it all the same; fold.py refuses above --max-condition.
@@ -53,7 +53,8 @@ from related.skipless.weights import count, rows
 
 CONFIGS = sorted(glob.glob(os.path.join(os.path.dirname(__file__), "configs", "*.json")))
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SWEEP = [10.0**power for power in range(0, 15, 2)]  # condition numbers
+KINDS = ("float64", *STORED)
+SWEEP = [10.0**power for power in range(0, 13, 2)]  # condition numbers
 
 
 def parse():
@@ -88,28 +89,30 @@ def random_model(config: SkiplessConfig, seed: int):
     return model
 
 
+def measured(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict[str, float]:
+    """A float64 model's differences from the reference logits, as it is and with its weights stored in fewer bits."""
+    models = {"float64": model} | {kind: rounded(model, dtype) for kind, dtype in STORED.items()}
+    return {kind: relative_difference(reference, exact_logits(found, tokens)) for kind, found in models.items()}
+
+
 def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> list[dict]:
     """A model, float64, and its folds: differences of logits, and the condition number of the worst matrix inverted, or why it was refused."""
     reference = exact_logits(model, tokens)
     config = model.config
     common = {"model": name, "parallel": config.parallel, "kv_heads": config.num_key_value_heads}
 
-    def differences(found) -> dict:
-        return {kind: relative_difference(reference, exact_logits(rounded(found, dtype), tokens)) for kind, dtype in STORED.items()}
-
-    lines = [common | {"remove": "-", "gone": [], "parameters": model.num_parameters()} | differences(model)]
+    lines = [common | {"remove": None, "parameters": model.num_parameters()} | measured(reference, model, tokens)]
     for letter in PROJECTIONS:
         try:
             folded = fold(model, letter, max_condition)
         except UserError as error:
             lines.append(common | {"remove": letter, "refused": str(error)})
             continue
-        difference = relative_difference(reference, exact_logits(folded, tokens))
-        if not difference <= TOLERANCE:
-            raise UserError(f"{name} without {letter}: expected a difference of at most {TOLERANCE:.0e}, found {difference:.1e}")
+        found = measured(reference, folded, tokens)
+        if not found["float64"] <= TOLERANCE:
+            raise UserError(f"{name} without {letter.upper()}: expected a difference of at most {TOLERANCE:.0e}, found {found['float64']:.1e}")
         worst = max(condition_numbers(layer.self_attn)[letter] for layer in model.model.layers) if inverts(letter, config.parallel) else None
-        lines.append(common | {"remove": letter, "gone": folded.config.removed, "parameters": folded.num_parameters(), "float64": difference,
-                               "condition": worst} | differences(folded))
+        lines.append(common | {"remove": letter, "gone": folded.config.removed, "parameters": folded.num_parameters(), "condition": worst} | found)
     return lines
 
 
@@ -124,9 +127,7 @@ def sweep(model, tokens: torch.Tensor) -> list[dict]:
             left, values, right = torch.linalg.svd(weight)
             spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
             weight.copy_(left @ (spread * values.norm() / spread.norm() * right.T).T)
-        reference, folded = exact_logits(spoilt, tokens), fold(spoilt, "q", math.inf)
-        lines.append({"condition": condition, "float64": relative_difference(reference, exact_logits(folded, tokens))}
-                     | {kind: relative_difference(reference, exact_logits(rounded(folded, dtype), tokens)) for kind, dtype in STORED.items()})
+        lines.append({"condition": condition} | measured(exact_logits(spoilt, tokens), fold(spoilt, "q", math.inf), tokens))
     return lines
 
 
@@ -149,11 +150,11 @@ def picture(plt, name: str, checkpoint: list[dict], trained: dict[str, dict] | N
     for axis in axes[: len(panels)]:
         axis.set_ylim(0.8, top)
     if swept:
-        for kind in ("bfloat16", "float32", "float64"):
-            axes[-1].plot([line["condition"] for line in swept], [line[kind] for line in swept], marker="o", markersize=3, label=kind)
+        for kind in reversed(KINDS):
+            axes[-1].plot([line["condition"] for line in swept], [min(line[kind], 10) for line in swept], marker="o", markersize=3, label=kind)
         axes[-1].axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
         axes[-1].axhline(TOLERANCE, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
-        axes[-1].set(title="Q removed", xscale="log", yscale="log", xlabel="condition number of every Q", ylabel="logit difference, relative")
+        axes[-1].set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5), xlabel="condition number of every Q", ylabel="logit difference, relative")
         axes[-1].legend(fontsize=8)
     return figure
 
@@ -166,16 +167,19 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
 
 
 def exactness_table(lines: list[dict]) -> str:
-    heading = ("model", "T", "gone", "weights", "float64", *(f"stored {kind}" for kind in STORED), "condition of T")
-    table = [heading]
-    for line in lines:
-        if "refused" in line:
-            table.append((line["model"], line["remove"].upper(), f"refused: {line['refused']}", *[""] * 5))
-            continue
-        cells = [f"{line[kind]:.0e}" if kind in line else "" for kind in ("float64", *STORED)]
-        condition = f"{line['condition']:.0f}" if line.get("condition") else ""
-        table.append((line["model"], line["remove"].upper(), ", ".join(line["gone"]), f"{line['parameters']:,}", *cells, condition))
-    return markdown(table)
+    """A row a model: its weights, then for itself and for each fold the three differences and the share of weights gone."""
+    table = [("model", "weights", "itself", *(letter.upper() for letter in PROJECTIONS))]
+    for name in dict.fromkeys(line["model"] for line in lines):
+        own, *folds = [line for line in lines if line["model"] == name]
+        cells = ["refused" if "refused" in line else f"{differences(line)}, {1 - line['parameters'] / own['parameters']:.0%}" for line in folds]
+        table.append((name, f"{own['parameters']:,}", differences(own), *cells))
+    reasons = dict.fromkeys(f"Refused: {line['refused']}." for line in lines if "refused" in line)
+    return "\n\n".join((markdown(table), *reasons))
+
+
+def differences(line: dict) -> str:
+    """"2e-14 / 2e-07 / 1e-02": exact, and stored in each of the dtypes."""
+    return " / ".join("0" if line[kind] == 0 else f"{line[kind]:.0e}" if line[kind] < 1 else "over 1" for kind in KINDS)
 
 
 def conditions_table(layers: list[dict]) -> str:
@@ -185,8 +189,7 @@ def conditions_table(layers: list[dict]) -> str:
 
 
 def sweep_table(lines: list[dict]) -> str:
-    kinds = ("float64", *STORED)
-    return markdown([("condition of every Q", *kinds), *((f"{line['condition']:.0e}", *(f"{line[kind]:.0e}" for kind in kinds)) for line in lines)])
+    return markdown([("condition of every Q", " / ".join(KINDS)), *((f"{line['condition']:.0e}", differences(line)) for line in lines)])
 
 
 def make_skipless(args, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
@@ -232,7 +235,7 @@ def main():
     parts = {"Weights of skipless models of these shapes, without biases and norms": markdown(rows(weights)),
              f"Condition numbers of {args.model}": conditions_table(conditions)}
     if lines:
-        parts |= {"Largest logit difference over the largest logit": exactness_table(lines), "The same, where every Q of the trained serial model is spoilt": sweep_table(swept)}
+        parts |= {f"Largest logit difference over the largest logit, {' / '.join(KINDS)}": exactness_table(lines), "The same, where every Q of the trained serial model is spoilt": sweep_table(swept)}
     os.makedirs(args.run, exist_ok=True)
     write_text(output + ".md", "\n\n".join(f"{title}:\n\n{table}" for title, table in parts.items()) + "\n")
     picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
