@@ -8,8 +8,8 @@ Writes  RUN/serial/, RUN/parallel/   two skipless models, trained by train.py; w
     python related/skipless/compare.py --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
     python related/skipless/compare.py --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
-Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases) and the two trained ones, without Q, K, V and P, against
-themselves: largest difference of a logit over the largest logit, in float64, and with the weights stored in float32 and in bfloat16;
+Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases), models of the matrices of --shape, which are a real
+model's but make no sense without its norms, and the two trained ones, without Q, K, V and P, against themselves: largest difference of a logit over the largest logit, in float64, and with the weights stored in float32 and in bfloat16;
 and the share of the weights that are gone. "Itself" is the model that was not folded. What does not apply is refused, with the reason.
 
 Conditioning: a fold multiplies by T and by T^-1, and rounding grows with T's condition number. The sweep gives the trained serial
@@ -20,6 +20,7 @@ import copy
 import glob
 import math
 import os
+import signal
 import sys
 
 import torch
@@ -89,6 +90,15 @@ def random_model(config: SkiplessConfig, seed: int):
     return model
 
 
+def transplanted(source, parallel: bool):
+    """A skipless model of a stock one's matrices, float64. Not its function: it shows folds of matrices as real training leaves them."""
+    state = source.state_dict()
+    config = skipless_config(source.config, parallel, attention_bias="model.layers.0.self_attn.q_proj.bias" in state)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.load_state_dict({name: state.get(name, torch.zeros_like(tensor)) for name, tensor in model.state_dict().items()})
+    return model
+
+
 def measured(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict[str, float]:
     """A float64 model's differences from the reference logits, as it is and with its weights stored in fewer bits."""
     models = {"float64": model} | {kind: rounded(model, dtype) for kind, dtype in STORED.items()}
@@ -97,21 +107,19 @@ def measured(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict
 
 def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> list[dict]:
     """A model, float64, and its folds: differences of logits, and the condition number of the worst matrix inverted, or why it was refused."""
-    reference = exact_logits(model, tokens)
-    config = model.config
-    common = {"model": name, "parallel": config.parallel, "kv_heads": config.num_key_value_heads}
-
+    reference, parallel = exact_logits(model, tokens), model.config.parallel
+    common = {"model": name, "parallel": parallel, "kv_heads": model.config.num_key_value_heads}
     lines = [common | {"remove": None, "parameters": model.num_parameters()} | measured(reference, model, tokens)]
     for letter in PROJECTIONS:
         try:
             folded = fold(model, letter, max_condition)
+            found = measured(reference, folded, tokens)
+            if not found["float64"] <= TOLERANCE:
+                raise UserError(f"expected logits without {letter.upper()} to differ by at most {TOLERANCE:.0e}, found {found['float64']:.1e}")
         except UserError as error:
             lines.append(common | {"remove": letter, "refused": str(error)})
             continue
-        found = measured(reference, folded, tokens)
-        if not found["float64"] <= TOLERANCE:
-            raise UserError(f"{name} without {letter.upper()}: expected a difference of at most {TOLERANCE:.0e}, found {found['float64']:.1e}")
-        worst = max(condition_numbers(layer.self_attn)[letter] for layer in model.model.layers) if inverts(letter, config.parallel) else None
+        worst = max(condition_numbers(layer.self_attn)[letter] for layer in model.model.layers) if inverts(letter, parallel) else None
         lines.append(common | {"remove": letter, "gone": folded.config.removed, "parameters": folded.num_parameters(), "condition": worst} | found)
     return lines
 
@@ -126,36 +134,37 @@ def sweep(model, tokens: torch.Tensor) -> list[dict]:
             weight = layer.self_attn.q_proj.weight
             left, values, right = torch.linalg.svd(weight)
             spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
-            weight.copy_(left @ (spread * values.norm() / spread.norm() * right.T).T)
+            weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
         lines.append({"condition": condition} | measured(exact_logits(spoilt, tokens), fold(spoilt, "q", math.inf), tokens))
     return lines
 
 
 @drawing
 def picture(plt, name: str, checkpoint: list[dict], trained: dict[str, dict] | None, swept: list[dict] | None, limit: float):
-    """Condition numbers by layer, of the checkpoint and of the trained models before and after; and differences by condition number."""
-    figure, axes = plt.subplots(1, 4 if trained else 1, figsize=(18 if trained else 5.4, 3.8), layout="constrained", squeeze=False)
+    """Condition numbers by layer, of the checkpoint and of the trained models; and the differences that a condition number makes."""
+    figure, axes = plt.subplots(1, 3 if trained else 1, figsize=(15 if trained else 5.4, 3.8), layout="constrained", squeeze=False)
     axes = axes[0]
-    panels = {name: {"after": checkpoint}} | {f"skipless, {kind}": found for kind, found in (trained or {}).items()}
-    for axis, (title, found) in zip(axes, panels.items(), strict=False):
+
+    def by_layer(axis, layers: list[dict], linestyle: str, label: str):
         for number, letter in enumerate(PROJECTIONS):
-            for when, layers in found.items():
-                if letter in layers[0]:
-                    axis.plot([layer[letter] for layer in layers], color=f"C{number}", marker="o", markersize=3, linestyle="-" if when == "after" else ":",
-                              label=letter.upper() if when == "after" else None)
-        axis.set(title=title, xlabel="layer" + (", dotted: before training" if len(found) > 1 else ""), yscale="log", ylabel="condition number")
+            if letter in layers[0]:
+                axis.plot([layer[letter] for layer in layers], color=f"C{number}", marker="o", markersize=3, linestyle=linestyle, label=f"{letter.upper()}{label}")
+        axis.set(xlabel="layer", ylabel="condition number")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend()
-    top = max(axis.get_ylim()[1] for axis in axes[: len(panels)])
-    for axis in axes[: len(panels)]:
-        axis.set_ylim(0.8, top)
-    if swept:
+        axis.legend(fontsize=8, ncols=2)
+
+    by_layer(axes[0], checkpoint, "-", "")
+    axes[0].set(title=name, yscale="log")
+    if trained:
+        for (kind, found), linestyle in zip(trained.items(), ("-", "--"), strict=True):
+            by_layer(axes[1], found["after"], linestyle, f", {kind}")
+        axes[1].set(title="skipless, trained from orthogonal matrices", ylim=(0, None))
         for kind in reversed(KINDS):
-            axes[-1].plot([line["condition"] for line in swept], [min(line[kind], 10) for line in swept], marker="o", markersize=3, label=kind)
-        axes[-1].axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
-        axes[-1].axhline(TOLERANCE, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
-        axes[-1].set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5), xlabel="condition number of every Q", ylabel="logit difference, relative")
-        axes[-1].legend(fontsize=8)
+            axes[2].plot([line["condition"] for line in swept], [min(line[kind], 10) for line in swept], marker="o", markersize=3, label=kind)
+        axes[2].axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
+        axes[2].axhline(TOLERANCE, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
+        axes[2].set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5), xlabel="condition number of every Q", ylabel="logit difference, relative")
+        axes[2].legend(fontsize=8)
     return figure
 
 
@@ -200,8 +209,10 @@ def make_skipless(args, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
     paths = {kind: os.path.join(args.run, kind) for kind in ("serial", "parallel")}
     with joined_ranks() as ranks:
         for kind, path in paths.items():
-            if args.force or not os.path.isdir(path):
-                train_skipless(args, source, kind == "parallel", ranks, clock)
+            if (args.force or not os.path.isdir(path)) and not train_skipless(args, source, kind == "parallel", ranks, clock):
+                sys.exit()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # training had signals wait for the end of a step
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     tokens, said = load_tokens(args.heldout, load_tokenizer(source), 4, args.length, split="heldout")
     print(f"reads   {said}, for the differences")
     heads, lines, trained = config.num_attention_heads, [], {}
@@ -209,6 +220,9 @@ def make_skipless(args, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
         for name, kv_heads in {"MHA": heads, "GQA": max(heads // 4, 2), "MQA": 1}.items():
             shape = skipless_config(config, kind == "parallel", kv_heads, attention_bias=True, mlp_bias=True)
             lines += every_fold(f"random {kind} {name}", random_model(shape, args.seed), tokens, args.max_condition)
+    stock = load_model(source, torch.float64)
+    for kind in paths:
+        lines += every_fold(f"{kind} of {args.shape}'s matrices", transplanted(stock, kind == "parallel"), tokens, args.max_condition)
     for kind, path in paths.items():
         print(f"reads   {path}")
         model = load_model(path, torch.float64)
@@ -246,7 +260,7 @@ def main():
     worst = max((layer[letter], f"{letter.upper()} of layer {index}") for index, layer in enumerate(conditions) for letter in layer)
     exact = ""
     if lines:
-        folded = [line for line in lines if "float64" in line]
+        folded = [line for line in lines if line["remove"] and "refused" not in line]
         exact = (f"{len(folded)} folds exact to {max(line['float64'] for line in folded):.0e}, "
                  f"{sum('refused' in line for line in lines)} refused; ")
     print(f"compare: {exact}worst condition number of {args.model} {worst[0]:.3g}, {worst[1]}; in {clock()} s")

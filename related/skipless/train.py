@@ -7,15 +7,17 @@ Writes  RUN/serial/ or RUN/parallel/   a skipless checkpoint
     python related/skipless/train.py --parallel
     torchrun --nproc-per-node 2 related/skipless/train.py --run-dir runs/skipless
 
-Without skip connections and norms a random start does not train: signals die or grow from block to block. So every block starts
+Stopped and called again with the same flags, it goes on. Without skip connections and norms a random start does not train: signals die or grow from block to block. So every block starts
 near the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends to itself most; a gate whose bias holds it
 open, before an FFN that takes back what it did; and each block's output scaled to mean square 1 on the text.
 """
 
+import json
 import os
 import shutil
 import sys
 import warnings
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,16 @@ from common.engine import Phase, Plan, train
 from common.evaluate import perplexity
 from common.layers import run_layer
 from common.losses import chunked, cross_entropy
-from common.models import DEMO, describe, load_config, load_tokenizer, require_convertible, resolve_model
+from common.models import (
+    DEMO,
+    describe,
+    fingerprint,
+    load_config,
+    load_model,
+    load_tokenizer,
+    require_convertible,
+    resolve_model,
+)
 from common.sharding import Ranks, build, joined_ranks
 from common.tasks import Sample
 from common.text import load_tokens
@@ -121,41 +132,59 @@ def conditions(model) -> list[dict[str, float]]:
     return [condition_numbers(layer.self_attn) for layer in model.model.layers]
 
 
-def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock) -> None:
-    """Train one model and write RUN/serial/ or RUN/parallel/. args: those of training_flags, and run; source: the shape's checkpoint."""
+def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock) -> bool:
+    """Train one model and write RUN/serial/ or RUN/parallel/. False when stopped by a signal, after saving.
+
+    args: those of training_flags, and run; source: the checkpoint that gives shape and tokenizer.
+    """
     name = "parallel" if parallel else "serial"
     path = os.path.join(args.run, name)
-    start, tokenizer = path + ".train", load_tokenizer(source)
-    config = skipless_config(load_config(source), parallel, mlp_bias=True)
+    directory, tokenizer = path + ".train", load_tokenizer(source)
+    start = os.path.join(directory, "start")
     text, said = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
     ranks.say(f"reads   {source}: shape and tokenizer; {said}\n{name}: {args.steps} steps of {args.batch} sequences of {args.length} tokens on {ranks.world} {ranks.device.type}")
-    before = None
-    if ranks.first:
-        shutil.rmtree(start, ignore_errors=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        initialise(model, text[: args.batch], args.seed)
-        model.save_pretrained(start)
-        before = conditions(model)
-    dist.barrier()
-    trainee = build(config, ranks, torch.float32, compute=torch.float32, sources=lambda key: (start, key))
-    optimizer = torch.optim.AdamW([{"params": list(trainee.net.parameters()), "initial_lr": args.lr}], betas=(0.9, 0.95), weight_decay=0.0)
     plan = Plan(steps=args.steps, batch=args.batch, warmup=args.warmup, clip=1.0, seed=args.seed, tokens_per_microbatch=args.batch * args.length,
-                save_steps=None, save_minutes=1e9, print_every=args.print_every)
-    samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
-    if not train(trainee, optimizer, NextToken(trainee), samples, plan, start, ranks):
-        raise KeyboardInterrupt
+                save_steps=None, save_minutes=20, print_every=args.print_every)
     if ranks.first:
-        model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(start)[-1]))
+        begin(directory, start, skipless_config(load_config(source), parallel, mlp_bias=True), text[: args.batch],
+              asdict(plan) | {"lr": args.lr, "length": args.length, "text": args.text, "source": fingerprint(source)})
+    dist.barrier()
+    saved = checkpoints.newest(directory, ranks)
+    trainee = build(load_config(start), ranks, torch.float32, compute=torch.float32, sources=None if saved else lambda key: (start, key))
+    optimizer = torch.optim.AdamW([{"params": list(trainee.net.parameters()), "initial_lr": args.lr}], betas=(0.9, 0.95), weight_decay=0.0)
+    step = checkpoints.load(saved, trainee, optimizer) if saved else 0
+    samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
+    if step < plan.steps and not train(trainee, optimizer, NextToken(trainee), samples, plan, directory, ranks, step):
+        return False
+    if ranks.first:
+        model = load_model(start)
+        before = conditions(model)
+        model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
         heldout, said = load_tokens(args.heldout, tokenizer, 32, args.length, split="heldout")
-        summary = {"perplexity": perplexity(model.eval(), heldout), "perplexity_text": said, "conditions_before": before, "conditions_after": conditions(model)}
+        summary = {"perplexity": perplexity(model, heldout), "perplexity_text": said, "conditions_before": before, "conditions_after": conditions(model)}
         with write_directory(path) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
-            shutil.copy(os.path.join(start, "metrics.jsonl"), aside)
+            shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
             write_json(os.path.join(aside, RECORD), record("related/skipless/train.py", args, describe(source), [], summary, clock()))
-        shutil.rmtree(start)
+        shutil.rmtree(directory)
         print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after {clock()} s")
     dist.barrier()
+    return True
+
+
+def begin(directory: str, start: str, config: SkiplessConfig, ids: torch.Tensor, settings: dict) -> None:
+    """Write the untrained model, unless a training with the same settings was begun there: then it goes on."""
+    path = os.path.join(directory, "plan.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            if json.load(file) == settings:
+                return
+    shutil.rmtree(directory, ignore_errors=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(model, ids, settings["seed"])
+    model.save_pretrained(start)
+    write_json(path, settings)
 
 
 def main():

@@ -63,8 +63,8 @@ def count(config) -> Weights:
 
 
 def saving(before: int, after: int) -> str:
-    """"15 %, 1.17x": the share saved and the possible speed-up."""
-    return f"{1 - after / before:.0%}, {before / after:.2f}x".replace("%", " %")
+    """"15%, 1.17x": the share saved and the possible speed-up."""
+    return f"{1 - after / before:.0%}, {before / after:.2f}x"
 
 
 def rows(models: dict[str, Weights]) -> list[tuple[str, ...]]:
