@@ -122,7 +122,7 @@ def changes(maps: list[dict], remove: str, parallel: bool) -> tuple[list, list]:
     """(T, T^-1) of the input of every block and, last, of the head: two lists of layers + 1 float64 matrices as in block_maps."""
     same = torch.eye(len(maps[0]["down_proj"]), dtype=torch.float64)
     if remove != "p":
-        chosen = [block[PROJECTIONS[remove]].clone() for block in maps]
+        chosen = [block[PROJECTIONS[remove]] for block in maps]
         return [*chosen, same], [*map(torch.linalg.inv, chosen), same]
     if not inverts(remove, parallel):
         return [same] * (len(maps) + 1), [same] * (len(maps) + 1)
