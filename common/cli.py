@@ -121,7 +121,11 @@ def run_stage(main) -> None:
 
 def peak_memory() -> float:
     """GiB of host memory that this process has held at its highest."""
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, 2)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux at least what the process that started this one held then
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as file:
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return round(kilobytes / 2**20, 2)
 
 
 class Clock:

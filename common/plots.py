@@ -4,7 +4,7 @@ import functools
 import os
 
 
-def _drawing(function):
+def drawing(function):
     """Call function(plt, path, ...) with matplotlib's pyplot, write aside and rename; without matplotlib, say so."""
 
     @functools.wraps(function)
@@ -27,7 +27,7 @@ def _drawing(function):
     return draw
 
 
-@_drawing
+@drawing
 def heatmaps(plt, matrices: dict[str, dict[str, list]], layers: list[int], title: str):
     """Figure 2. matrices: row label ("keys before", ...) -> list of [H, H] arrays, one a column; layers: column numbers."""
     figure, axes = plt.subplots(len(matrices), len(layers), squeeze=False, layout="constrained",
@@ -45,7 +45,7 @@ def heatmaps(plt, matrices: dict[str, dict[str, list]], layers: list[int], title
     return figure
 
 
-@_drawing
+@drawing
 def curves(plt, steps: list[dict], title: str):
     """Training, from the lines of metrics.jsonl: losses; target and actual mask mean; mask mean per layer (Figure 3)."""
     masked = [line for line in steps if "mask_mean" in line]
@@ -74,7 +74,7 @@ def curves(plt, steps: list[dict], title: str):
     return figure
 
 
-@_drawing
+@drawing
 def starts(plt, rows: dict[str, dict[int, float]], source: float, title: str):
     """Held-out loss against distillation steps. rows: name -> steps -> loss, 0 steps being right after merging; names that
     differ in what follows the last comma share a colour, the second of them is dashed."""

@@ -43,7 +43,7 @@ from common.models import (
     require_convertible,
     resolve_model,
 )
-from common.plots import _drawing as drawing
+from common.plots import drawing
 from common.sharding import joined_ranks
 from common.text import load_tokens
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, condition_numbers, fold, inverts
