@@ -10,9 +10,9 @@ S being the identity without B, o the elementwise product. W is positive semidef
   think        the least W[i, i], K being the whole prompt
   align        the same, K being what will really be pruned: the prompt without its last `recent` keys
   greedy       B grown by the least W[i, i] + 2 sum_{j in B} W[i, j], K as for align
-  greedy+swap  the better of the two before, then a removed and a kept channel exchanged while that lowers the sum
+  greedy+swap  the best of these three, then a removed and a kept channel exchanged while that lowers the sum: never above any of them
 
-All heads at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], true where removed.
+The sum is always that of what will be pruned. All heads at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], true where removed.
 """
 
 import itertools
@@ -65,11 +65,10 @@ def exchanged(weights: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
         removed = removed ^ (torch.zeros_like(removed).scatter_(-1, pair, True) & falls[..., None])
 
 
-def greedy_swap(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """The better of greedy and cheapest_alone, then exchanged."""
-    first, second = greedy(weights, count), cheapest_alone(weights, count)
-    better = objective(weights, first) <= objective(weights, second)
-    return exchanged(weights, torch.where(better[..., None], first, second))
+def best_of(weights: torch.Tensor, *sets: torch.Tensor) -> torch.Tensor:
+    """Per head the set of least cost."""
+    costs = torch.stack([objective(weights, removed) for removed in sets])
+    return torch.stack(sets).take_along_dim(costs.argmin(0)[None, ..., None], 0)[0]
 
 
 def exact(weights: torch.Tensor, count: int) -> torch.Tensor:
@@ -81,7 +80,13 @@ def exact(weights: torch.Tensor, count: int) -> torch.Tensor:
     return sets.bool()[costs.argmin(-1)]
 
 
-SELECTORS = {"think": cheapest_alone, "align": cheapest_alone, "greedy": greedy, "greedy+swap": greedy_swap}
+SELECTORS = {  # of W as it will be pruned, W of the whole prompt, and how many go
+    "think": lambda weights, whole, count: cheapest_alone(whole, count),
+    "align": lambda weights, whole, count: cheapest_alone(weights, count),
+    "greedy": lambda weights, whole, count: greedy(weights, count),
+    "greedy+swap": lambda weights, whole, count: exchanged(
+        weights, best_of(weights, cheapest_alone(whole, count), cheapest_alone(weights, count), greedy(weights, count))),
+}
 
 
 def removed_count(ratio: float, size: int) -> int:
@@ -94,6 +99,6 @@ def kept_channels(select: str, queries: torch.Tensor, keys: torch.Tensor, recent
 
     queries: [..., n, d] observed; keys: [..., L, d] of the whole prompt, whose last `recent` will not be pruned.
     """
-    seen = keys if select == "think" else keys[..., : keys.shape[-2] - recent, :]
-    removed = SELECTORS[select](interactions(queries, seen), count)
+    weights, late = (interactions(queries, part) for part in keys.tensor_split((keys.shape[-2] - recent,), -2))
+    removed = SELECTORS[select](weights, weights + late, count)
     return (~removed).nonzero()[:, -1].view(*removed.shape[:-1], removed.shape[-1] - count)
