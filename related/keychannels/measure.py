@@ -1,10 +1,10 @@
 """Key-channel pruning measured: what each way to choose channels costs, and what the cache and its speed gain.
 
-Reads   checkpoints (default: the embedded model as MHA, RUN of the demo's teacher or else its source, and as converted GQA,
-        runs/demo/gqa or else merged), a text
+Reads   checkpoints (default: the embedded model, as MHA in runs/demo/teacher or else untrained on tasks, and converted in runs/demo/gqa or
+        else merged), a text
 Writes  RUN/keychannels.json, keychannels.md and keychannels.png
 
-    python related/keychannels/measure.py                                        # two minutes on two cores
+    python related/keychannels/measure.py                                        # a minute on two cores
     python related/keychannels/measure.py --run runs/llama2-keys --model meta-llama/Llama-2-7b-hf runs/llama2-7b-gqa8/gqa \\
         --prompt 1024 --continuation 128 --device cuda --dtype bfloat16
 
@@ -18,6 +18,7 @@ plain cache, one sequence at a time, measured in turns. Last, that with lambda =
 
 import math
 import os
+import statistics
 import sys
 import time
 
@@ -45,7 +46,7 @@ EQUAL = 1e-9  # relative difference below which two objectives are one
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/keychannels")
-    parser.add_argument("--model", nargs="+", default=None, metavar="DIR", help="checkpoints: directories or hub names (default: the embedded model's, see above)")
+    parser.add_argument("--model", nargs="+", default=None, metavar="DIR", help="checkpoints, directories or hub names (default: the embedded model's, see above)")
     parser.add_argument("--ratios", type=float, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7), metavar="X", help="lambda: shares of the channels that go")
     parser.add_argument("--recent", type=int, default=32, help="last keys of the prompt that stay whole")
     parser.add_argument("--observed", type=positive, default=32, help="last queries of the prompt that channels are chosen by")
@@ -56,7 +57,7 @@ def parse():
     parser.add_argument("--continuation", type=positive, default=64, help="tokens after it")
     parser.section("how it runs")
     parser.add_argument("--batch", type=positive, default=16, help="texts at a time")
-    parser.add_argument("--repeats", type=positive, default=5, help="turns of timing")
+    parser.add_argument("--repeats", type=positive, default=10, help="turns of timing")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the forward passes")
     args = parser.parse_args()
@@ -161,17 +162,16 @@ def continued(args, model, tokens: torch.Tensor, *how) -> tuple[torch.Tensor, to
 
 @torch.no_grad()
 def seconds(args, model, row: torch.Tensor, *how) -> tuple[float, float]:
-    """Of the prompt of one text [T], and of its continuation token by token."""
+    """Of the prompt of one text [T], and the median of its continuation's tokens, one at a time."""
     synchronize = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     cache, times = new_cache(args, model, *how), []
-    for parts in (row[None, : args.prompt].split(args.prompt, 1), row[None, args.prompt :].split(1, 1)):
+    for tokens in row[None].split([args.prompt] + [1] * args.continuation, 1):
         synchronize()
         start = time.perf_counter()
-        for tokens in parts:
-            model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, past_key_values=cache, logits_to_keep=1)
         synchronize()
         times.append(time.perf_counter() - start)
-    return tuple(times)
+    return times[0], statistics.median(times[1:])
 
 
 def measure(args, path: str, text: str, device: str) -> dict:
@@ -203,15 +203,17 @@ def measure(args, path: str, text: str, device: str) -> dict:
     figures = compared(args, found)
     rows = [{"ratio": ratio, "select": select, "channels": described["head_dim"] - removed_count(ratio, described["head_dim"])} | figures[ratio, select]
             for ratio, select in ways]
+    fastest = {how: [min(part) for part in zip(*times, strict=True)] for how, times in turns.items()}
     for row in rows:
         how = row["ratio"], row["select"]
+        over = losses[how] - losses[plain]
+        row["loss_over_plain"], row["loss_over_plain_stderr"] = float(over.mean()), float(over.std() / len(over) ** 0.5)
         row["perplexity"] = math.exp(losses[how].mean())
         row["texts_lower_than_think"] = int((losses[how] < losses[row["ratio"], "think"]).sum())
         row["cache_bytes"] = held[how] // len(tokens)
-        for part, name in enumerate(("prefill_over_plain", "decode_over_plain")):
-            row[name] = min(t[part] for t in turns[how]) / min(t[part] for t in turns[plain])
+        row["prefill_over_plain"], row["decode_over_plain"] = (ours / theirs for ours, theirs in zip(fastest[how], fastest[plain], strict=True))
     return {"model": described, "text": said, "texts": len(tokens), "rows": rows, "same_bits_at_0": identical, "perplexity": math.exp(losses[plain].mean()),
-            "cache_bytes": held[plain] // len(tokens), "decode_ms_per_token": 1000 * min(t[1] for t in turns[plain]) / args.continuation}
+            "cache_bytes": held[plain] // len(tokens), "decode_ms_per_token": 1000 * fastest[plain][1]}
 
 
 def markdown(rows: list[tuple]) -> str:
@@ -224,14 +226,16 @@ def tables(found: dict) -> str:
     """Of one checkpoint: what was chosen, and what that does."""
     rows, model, heads = found["rows"], found["model"], found["rows"][0]["heads"]
     choice = [("lambda", "channels kept", "chosen by", "objective", "to think", "lower / same / higher than think", "above another", "the best set there is", "output error")]
-    use = [("lambda", "chosen by", "perplexity", "texts lower than think", "cache", "of plain", "prefill time", "decode time"),
-           (0, "plain cache", f"{found['perplexity']:.3f}", "", f"{found['cache_bytes'] / 1024:.1f} KiB", 1, 1, 1)]
+    use = [("lambda", "chosen by", "perplexity", "loss over plain, nats", "texts lower than think", "cache", "of plain", "prefill time", "decode time"),
+           (0, "plain cache", f"{found['perplexity']:.3f}", "", "", f"{found['cache_bytes'] / 1024:.1f} KiB", 1, 1, 1)]
     for row in rows:
-        choice.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"], f"{row['objective']:.5f}", f"{row['change_to_think']:+.1%}",
-                       f"{row['lower_than_think']} / {row['same_as_think']} / {row['higher_than_think']}", row["above_another"],
-                       row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
-        use.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}", f"{row['texts_lower_than_think']} of {found['texts']}", f"{row['cache_bytes'] / 1024:.1f} KiB",
-                    f"{row['cache_bytes'] / found['cache_bytes']:.3f}", f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
+        against = [f"{row['change_to_think']:+.1%}", f"{row['lower_than_think']} / {row['same_as_think']} / {row['higher_than_think']}",
+                   f"{row['texts_lower_than_think']} of {found['texts']}"] if row["select"] != "think" else [""] * 3
+        choice.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"], f"{row['objective']:.5f}", *against[:2],
+                       row["above_another"], row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
+        use.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}", f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", against[2],
+                    f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / found['cache_bytes']:.3f}",
+                    f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
     return (f"### {model['path']}: {model['heads']} heads, {model['kv_heads']} key heads of {model['head_dim']} channels\n\n"
             f"{heads} choices (layers x key heads x texts); objective and output error are relative.\n\n{markdown(choice)}\n\n"
             f"Logits at lambda = 0 {'are' if found['same_bits_at_0'] else 'ARE NOT'} the plain cache's, bit for bit. "
