@@ -304,4 +304,5 @@ def test_script(inputs, tmp_path):
                 assert row["above_another"] == 0 and row["best_of_all_sets"] > 0.8 * row["heads"] and row["objective"] > 0
         assert (home / "keychannels.md").read_text().count("| greedy+swap |") == 8 and "above any other on 0" in said
     run("related/keychannels/measure.py", *arguments, fails=True)
-    assert "--prompt and --continuation" in run("related/keychannels/measure.py", "--run", tmp_path / "long", *arguments[2:], "--prompt", 250, fails=True).stderr
+    done = run("related/keychannels/measure.py", "--run", tmp_path / "long", *arguments[2:], "--prompt", 250, fails=True)
+    assert "--prompt and --continuation" in done.stderr

@@ -10,9 +10,10 @@ S being the identity without B, o the elementwise product. W is positive semidef
   think        the least W[i, i], K being the whole prompt
   align        the same, K being what will really be pruned: the prompt without its last `recent` keys
   greedy       B grown by the least W[i, i] + 2 sum_{j in B} W[i, j], K as for align
-  greedy+swap  the best of these three, then a removed and a kept channel exchanged while that lowers the sum: never above any of them
+  greedy+swap  the best of these three, then a removed and a kept channel exchanged while that lowers the sum of what will be pruned:
+               never above any of them
 
-The sum is always that of what will be pruned. All heads at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], true where removed.
+All heads at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], true where removed.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Key-channel pruning measured: what each way to choose channels costs, and what the cache and its speed gain.
 
-Reads   checkpoints (default: the embedded model, as MHA in runs/demo/teacher or else untrained on tasks, and converted in runs/demo/gqa or
+Reads   checkpoints (default: the embedded model, as MHA in runs/demo/teacher or else as it was, and as GQA in runs/demo/gqa or
         else merged), a text
 Writes  RUN/keychannels.json, keychannels.md and keychannels.png
 
@@ -80,28 +80,11 @@ def chosen(args) -> list[str]:
     return found
 
 
-@torch.no_grad()
-def recorded(model, tokens: torch.Tensor) -> list[tuple]:
-    """Of each layer without a sliding window: scaling, queries [n, H, T, d] and keys [n, G, T, d] after RoPE, values, and the attention
-    output [n, T, H, d]."""
-    seen = []
+def on_heads(args, queries, keys, values, output, scaling: float) -> dict[tuple[float, str], dict[str, torch.Tensor]]:
+    """(lambda, way) -> objective [n, G], over the squares of the scores; squared error and square of the attention output, [].
 
-    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        seen.append((scaling, query, key, value, output))
-        return output, None
-
-    AttentionInterface.register("recorded", attention)
-    AttentionMaskInterface.register("recorded", sdpa_mask)
-    model.set_attn_implementation("recorded")
-    model(tokens, use_cache=False, logits_to_keep=1)
-    sliding = DynamicCache(config=model.config).is_sliding
-    return [layer for skip, layer in zip(sliding, seen, strict=True) if not skip]
-
-
-def on_heads(args, layer: tuple) -> dict[tuple[float, str], dict[str, torch.Tensor]]:
-    """(lambda, way) -> objective [n, G], over the squares of the scores; squared error and square of the attention output, []."""
-    scaling, queries, keys, values, output = layer
+    Of one layer on whole texts: queries [n, H, T, d], keys and values [n, G, T, d], output [n, T, H, d].
+    """
     prompt, size = args.prompt, keys.shape[-1]
     old = keys[:, :, : prompt - args.recent]
     weights = interactions(by_key_head(queries[:, :, prompt - args.observed : prompt], keys), old)
@@ -116,10 +99,29 @@ def on_heads(args, layer: tuple) -> dict[tuple[float, str], dict[str, torch.Tens
             cached.update(keys[:, :, prompt:], values[:, :, prompt:])
             removed = torch.ones_like(weights[..., 0], dtype=torch.bool).scatter_(-1, cached.channels.long(), False)
             after = pruned_attention(queries[:, :, prompt:], cached, values, causal, scaling)
+            before = output[:, prompt:].double()
             found[ratio, select] = {"objective": objective(weights, removed) / whole,
-                                    "error": (after - output[:, prompt:]).double().square().sum(), "output": output[:, prompt:].double().square().sum()}
+                                    "error": (after - before).square().sum(), "output": before.square().sum()}
         if size <= EXACT_SIZE:
             found[ratio, "exact"] = {"objective": objective(weights, exact(weights, removed_count(ratio, size))) / whole}
+    return found
+
+
+@torch.no_grad()
+def on_layers(args, model, tokens: torch.Tensor) -> list[dict]:
+    """on_heads of each layer without a sliding window, while the unpruned model reads tokens [n, T]."""
+    sliding, found = DynamicCache(config=model.config).is_sliding, []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        if not sliding[module.layer_idx]:
+            found.append(on_heads(args, query, key, value, output, scaling))
+        return output, None
+
+    AttentionInterface.register("measured", attention)
+    AttentionMaskInterface.register("measured", sdpa_mask)
+    model.set_attn_implementation("measured")
+    model(tokens, use_cache=False, logits_to_keep=1)
     return found
 
 
@@ -188,11 +190,11 @@ def measure(args, path: str, text: str, device: str) -> dict:
 
     found, losses, held, identical = [], {}, {}, True
     for batch in tqdm(tokens.split(args.batch), desc=os.path.basename(path), unit="batch", leave=False):
-        found += [on_heads(args, layer) for layer in recorded(model, batch)]
+        found += on_layers(args, model, batch)
         for how in (plain, *ways):
-            logits, loss, size = continued(args, model, batch, *how)
+            logits, loss, bytes_held = continued(args, model, batch, *how)
             losses.setdefault(how, []).append(loss)
-            held[how] = held.get(how, 0) + size
+            held[how] = held.get(how, 0) + bytes_held
             if how == plain:
                 identical &= torch.equal(logits, continued(args, model, batch, 0.0)[0])
     losses = {how: torch.cat(parts) for how, parts in losses.items()}
@@ -201,8 +203,8 @@ def measure(args, path: str, text: str, device: str) -> dict:
         for how, times in turns.items():
             times.append(seconds(args, model, tokens[0], *how))
     figures = compared(args, found)
-    rows = [{"ratio": ratio, "select": select, "channels": described["head_dim"] - removed_count(ratio, described["head_dim"])} | figures[ratio, select]
-            for ratio, select in ways]
+    size = described["head_dim"]
+    rows = [{"ratio": ratio, "select": select, "channels": size - removed_count(ratio, size)} | figures[ratio, select] for ratio, select in ways]
     fastest = {how: [min(part) for part in zip(*times, strict=True)] for how, times in turns.items()}
     for row in rows:
         how = row["ratio"], row["select"]
@@ -211,9 +213,10 @@ def measure(args, path: str, text: str, device: str) -> dict:
         row["perplexity"] = math.exp(losses[how].mean())
         row["texts_lower_than_think"] = int((losses[how] < losses[row["ratio"], "think"]).sum())
         row["cache_bytes"] = held[how] // len(tokens)
-        row["prefill_over_plain"], row["decode_over_plain"] = (ours / theirs for ours, theirs in zip(fastest[how], fastest[plain], strict=True))
-    return {"model": described, "text": said, "texts": len(tokens), "rows": rows, "same_bits_at_0": identical, "perplexity": math.exp(losses[plain].mean()),
-            "cache_bytes": held[plain] // len(tokens), "decode_ms_per_token": 1000 * fastest[plain][1]}
+        for part, name in enumerate(("prefill_over_plain", "decode_over_plain")):
+            row[name] = fastest[how][part] / fastest[plain][part]
+    return {"model": described, "text": said, "texts": len(tokens), "rows": rows, "same_bits_at_0": identical,
+            "perplexity": math.exp(losses[plain].mean()), "cache_bytes": held[plain] // len(tokens), "decode_ms_per_token": 1000 * fastest[plain][1]}
 
 
 def markdown(rows: list[tuple]) -> str:
@@ -225,7 +228,8 @@ def markdown(rows: list[tuple]) -> str:
 def tables(found: dict) -> str:
     """Of one checkpoint: what was chosen, and what that does."""
     rows, model, heads = found["rows"], found["model"], found["rows"][0]["heads"]
-    choice = [("lambda", "channels kept", "chosen by", "objective", "to think", "lower / same / higher than think", "above another", "the best set there is", "output error")]
+    choice = [("lambda", "channels kept", "chosen by", "objective", "to think", "lower / same / higher than think", "above another",
+               "the best set there is", "output error")]
     use = [("lambda", "chosen by", "perplexity", "loss over plain, nats", "texts lower than think", "cache", "of plain", "prefill time", "decode time"),
            (0, "plain cache", f"{found['perplexity']:.3f}", "", "", f"{found['cache_bytes'] / 1024:.1f} KiB", 1, 1, 1)]
     for row in rows:
@@ -233,7 +237,8 @@ def tables(found: dict) -> str:
                    f"{row['texts_lower_than_think']} of {found['texts']}"] if row["select"] != "think" else [""] * 3
         choice.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"], f"{row['objective']:.5f}", *against[:2],
                        row["above_another"], row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
-        use.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}", f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", against[2],
+        use.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}",
+                    f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", against[2],
                     f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / found['cache_bytes']:.3f}",
                     f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
     return (f"### {model['path']}: {model['heads']} heads, {model['kv_heads']} key heads of {model['head_dim']} channels\n\n"
@@ -245,7 +250,7 @@ def tables(found: dict) -> str:
 @drawing
 def picture(plt, results: dict[str, dict], title: str):
     """A row per checkpoint: objective over think's, attention-output error, perplexity against lambda."""
-    figure, axes = plt.subplots(len(results), 3, squeeze=False, figsize=(13.5, 3.6 * len(results) + 0.4), layout="constrained")
+    figure, axes = plt.subplots(len(results), 3, squeeze=False, figsize=(11, 2.9 * len(results) + 0.4), layout="constrained")
     for line, (path, found) in zip(axes, results.items(), strict=True):
         for number, select in enumerate(SELECTORS):
             rows = [row for row in found["rows"] if row["select"] == select]
@@ -253,7 +258,8 @@ def picture(plt, results: dict[str, dict], title: str):
                                            [row["perplexity"] for row in rows]), strict=True):
                 axis.plot([row["ratio"] for row in rows], values, color=f"C{number}", marker="o", markersize=3, label=select)
         line[2].axhline(found["perplexity"], color="black", linewidth=0.8, label="plain cache")
-        for axis, name in zip(line, ("objective, think's being 1", "relative error of the attention output", "perplexity of the continuation"), strict=True):
+        names = "objective, think's being 1", "relative error of the attention output", "perplexity of the continuation"
+        for axis, name in zip(line, names, strict=True):
             axis.set(title=f"{path}\n{name}" if axis is line[0] else name, xlabel="lambda, share of key channels removed")
         line[2].legend(fontsize=8)
     figure.suptitle(title)
@@ -270,12 +276,13 @@ def main():
 
     shown = "\n\n".join(tables(found) for found in results.values())
     write_text(output.replace(".json", ".md"), shown + "\n")
-    picture(output.replace(".json", ".png"), results, f"key channels removed from the cached prompt ({args.prompt} tokens, the last {args.recent} whole)")
-    write_json(output, record("related/keychannels/measure.py", args, results[paths[0]]["model"], [], {}, clock()) | {"device": device, "results": results})
+    picture(output.replace(".json", ".png"), results, f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole")
+    written = record("related/keychannels/measure.py", args, results[paths[0]]["model"], [], {}, clock())
+    write_json(output, written | {"device": device, "results": results})
     print(f"\n{shown}\n\nwrote   {output}, keychannels.md")
     rows = [row for found in results.values() for row in found["rows"] if row["select"] == "greedy+swap"]
-    lower, same, higher, above = (sum(row[name] for row in rows) for name in ("lower_than_think", "same_as_think", "higher_than_think", "above_another"))
-    print(f"keychannels: greedy+swap below think on {lower} of {lower + same + higher} choices, above on {higher}, above any other on {above}; "
+    lower, higher, above, heads = (sum(row[name] for row in rows) for name in ("lower_than_think", "higher_than_think", "above_another", "heads"))
+    print(f"keychannels: greedy+swap below think on {lower} of {heads} choices, above on {higher}, above any other on {above}; "
           f"lambda = 0 is the plain cache bit for bit: {all(found['same_bits_at_0'] for found in results.values())}; in {clock()} s")
 
 
