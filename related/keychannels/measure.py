@@ -33,7 +33,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from common.artifacts import record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.models import DEMO, describe, load_model, load_tokenizer, pick_device, resolve_model
-from common.plots import _drawing as drawing
+from common.plots import drawing
 from common.text import load_tokens
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, held_bytes, pruned_attention
 from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
