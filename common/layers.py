@@ -5,6 +5,7 @@ the memory of one of its layers. Either way the same operations in the same orde
 """
 
 import contextlib
+import ctypes
 import tempfile
 
 import numpy as np
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
 from common.models import check_finite, load_config, load_model, open_checkpoint, sliding_window, window_mask
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Layers:
@@ -25,6 +28,7 @@ class Layers:
     def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
         self.path, self.device, self.one_by_one = path, device, one_by_one
         if one_by_one:
+            return_freed_memory()
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(load_config(path), dtype=dtype).eval()
             rotary = self.model.model.rotary_emb  # computed from the config, not stored
@@ -68,6 +72,13 @@ class Layers:
         """Every batch of hidden states through a decoder layer."""
         for number in range(len(hidden)):
             hidden[number] = self.run(layer, hidden[number])
+
+
+def return_freed_memory() -> None:
+    """From here on a tensor's memory goes back to the system with the tensor. glibc by itself keeps what is freed in blocks of up to
+    32 MiB, and what a layer leaves behind so is seldom what the next one asks for."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 @torch.no_grad()
