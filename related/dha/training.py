@@ -1,0 +1,182 @@
+"""What the three phases share: the text as packed samples, the language-model loss, operators and their multiplier beside the
+weights, the learning rates, and a directory that is gone on with where it was left. The loop is common/engine.py's."""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import checkpoints
+from common.artifacts import write_json
+from common.cli import UserError
+from common.engine import Phase, Plan, cosine, train
+from common.evaluate import all_logits, max_difference
+from common.losses import chunked, cross_entropy
+from common.packing import build_row
+from common.tasks import Sample
+from common.text import load_tokens
+from related.dha.fusion import fusion_loss, margin, set_operators
+
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # the gradient of a mean over all factors of all layers is small, Adam's eps must be smaller
+FLOOR = 0.1  # share of its peak that a learning rate falls to
+CHUNK = 512  # tokens whose logits exist at a time
+UNCHANGED = 1e-5  # of the logits, or of the largest if that is above 1
+
+
+def learning_rate(step: int, steps: int, warmup: int) -> float:
+    """Share of the peak: linear warm-up, then cosine to FLOOR."""
+    return cosine(step, steps, warmup) if step < warmup else FLOOR + (1 - FLOOR) * cosine(step, steps, warmup)
+
+
+def load_samples(source: str, tokenizer, sequences: int, length: int, split: str = "train") -> tuple[list[Sample], str]:
+    """Text as samples of `length` tokens, and the line that says what was read."""
+    tokens, said = load_tokens(source, tokenizer, sequences, length, split)
+    return [Sample(tuple(row[:-1]), (row[-1],)) for row in tokens.tolist()], said
+
+
+def ways(ranks) -> dict:
+    """How trainees are built on this machine."""
+    cuda = ranks.device.type == "cuda"
+    return {"dtype": torch.float32, "compute": torch.bfloat16 if cuda else torch.float32, "recompute": cuda}
+
+
+def make_plan(data: dict, steps: int, warmup: float, print_every: int) -> Plan:
+    """A phase of the batches that all phases and baselines share. warmup: share of the steps."""
+    return Plan(steps=steps, batch=data["batch"], warmup=max(1, round(warmup * steps)), clip=1.0, seed=data["seed"],
+                tokens_per_microbatch=data["tokens_per_microbatch"], save_steps=None, save_minutes=20, print_every=print_every)
+
+
+class LanguageModel(Phase):
+    """Next-token cross-entropy, and every `every` steps that of held-out text."""
+
+    def __init__(self, trainee, optimizer, plan: Plan, heldout: list[Sample], every: int, ranks):
+        self.trainee, self.optimizer, self.plan, self.every = trainee, optimizer, plan, every
+        self.peaks = [group["initial_lr"] for group in optimizer.param_groups]
+        size = max(1, plan.tokens_per_microbatch // len(heldout[0]))
+        self.heldout = [build_row(heldout[start : start + size], len(heldout)).to(ranks.device) for start in range(0, len(heldout), size)]
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """Mean next-token loss of the held-out text, nats."""
+
+        def loss(row) -> torch.Tensor:
+            def head_loss(hidden, lm_head):
+                pieces = torch.arange(len(hidden), device=hidden.device).split(CHUNK)
+                return sum((cross_entropy(lm_head(hidden[at]).float(), row.targets[at]) * row.all_weight[at]).sum() for at in pieces)
+
+            return self.trainee(row, head_loss)
+
+        self.trainee.eval()
+        total = sum(float(loss(row)) for row in self.heldout)
+        self.trainee.train()
+        self.trainee.reshard()  # a forward pass without a backward pass leaves the root's weights gathered
+        return total
+
+    def begin_step(self, step: int) -> None:
+        factor = learning_rate(step, self.plan.steps, self.plan.warmup)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+            # the engine's own factor falls to 0, and it reports that times initial_lr: the rate above
+            group["initial_lr"] = group["lr"] / cosine(step, self.plan.steps, self.plan.warmup)
+        self.measured = {"heldout": self.heldout_loss()} if step % self.every == 0 else {}
+
+    def row_loss(self, row):
+        def loss(kind, at, logits):
+            return (cross_entropy(logits.float(), row.targets[at]) * row.all_weight[at]).sum()
+
+        pieces = [("next token", at) for at in row.all_weight.nonzero()[:, 0].split(CHUNK)]
+        return self.trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), {}
+
+    def end_step(self, step: int) -> dict:
+        return self.measured
+
+
+class Operating(LanguageModel):
+    """Search: the language-model loss trains weights and operators; the fusion loss is watched, not trained."""
+
+    def __init__(self, *what, groups: dict[str, list]):
+        super().__init__(*what)
+        self.groups = groups
+
+    def begin_step(self, step: int) -> None:
+        self.leaves = {name: operator.detach().requires_grad_() for name, operator in self.trainee.operators.items()}
+        set_operators(self.trainee.net, self.leaves, self.groups)
+        super().begin_step(step)
+
+    def end_step(self, step: int) -> dict:
+        """Pass the operators' gradient, summed over ranks, on to them."""
+        for name, leaf in self.leaves.items():
+            dist.all_reduce(leaf.grad)
+            self.trainee.operators[name].grad = leaf.grad / dist.get_world_size()  # row losses were scaled by it for FSDP's mean
+        with torch.no_grad():
+            return super().end_step(step) | {"fusion_loss": float(fusion_loss(self.trainee.operators))}
+
+
+class Fusing(Operating):
+    """Eq. 8: min over weights and operators, max over lambda of the language-model loss + lambda max(L_fusion - t, 0)."""
+
+    def __init__(self, *what, groups: dict[str, list], margin_steps: int):
+        super().__init__(*what, groups=groups)
+        self.margin_steps = margin_steps
+
+    def end_step(self, step: int) -> dict:
+        """Add the gradient of the second term, lambda's among them: its optimizer ascends."""
+        figures, multiplier, allowed = super().end_step(step), self.trainee.multiplier, margin(step, self.margin_steps)
+        excess = (fusion_loss(self.trainee.operators) - allowed).clamp(min=0)
+        (multiplier * excess).sum().backward()
+        return figures | {"margin": allowed, "lambda": float(multiplier.detach())}
+
+
+def add_operators(trainee, start: dict[str, torch.Tensor], multiplier: bool, ranks) -> None:
+    """Give a built trainee its operators and lambda, 0 at the start. Every rank holds all of them; checkpoints have them too."""
+    trainee.operators = nn.ParameterDict({name: nn.Parameter(operator.to(ranks.device)) for name, operator in start.items()})
+    trainee.multiplier = nn.Parameter(torch.zeros(1, device=ranks.device)) if multiplier else None
+
+
+def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: float = 0.0) -> torch.optim.AdamW:
+    """AdamW over the weights and, where there are some, the operators (descending) and lambda (ascending)."""
+    groups = [{"params": list(trainee.net.parameters()), "initial_lr": lr, **ADAM}]
+    if hasattr(trainee, "operators"):
+        groups.append({"params": list(trainee.operators.values()), "initial_lr": operator_lr, **OPERATOR_ADAM})
+        if trainee.multiplier is not None:
+            groups.append({"params": [trainee.multiplier], "initial_lr": multiplier_lr, "maximize": True, **OPERATOR_ADAM})
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def begun(directory: str, settings: dict, ranks) -> str | None:
+    """The newest checkpoint of a phase's directory, which is made where missing. Raises UserError if it was begun with other settings."""
+    path = os.path.join(directory, "plan.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            before = json.load(file)
+        changed = [f"{name} {before.get(name)} -> {value}" for name, value in settings.items() if before.get(name) != value]
+        if changed:
+            raise UserError(f"{directory} was begun with other settings ({', '.join(changed)}): give the same, or --force to begin anew")
+    elif ranks.first:
+        write_json(path, settings)
+    dist.barrier()
+    saved = checkpoints.newest(directory, ranks)
+    if saved:
+        ranks.say(f"resumes {directory} after step {checkpoints.step_of(saved)}")
+    return saved
+
+
+def steps_until(done, trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks, start: int, every: int) -> bool:
+    """The engine's loop, asked every `every` steps whether `done()`; False when a signal stopped it."""
+    while start < plan.steps and not done():
+        until = min(start + every - start % every, plan.steps)
+        if not train(trainee, optimizer, phase, samples, plan, directory, ranks, start, until):
+            return False
+        start = until
+    return True
+
+
+@torch.no_grad()
+def difference_after(model, change, tokens: torch.Tensor) -> float:
+    """Largest logit difference that change(model) makes, over the largest logit where that is above 1."""
+    before = all_logits(model, tokens)
+    change(model)
+    return max_difference(before, all_logits(model, tokens)) / max(1.0, *(float(logits.abs().max()) for logits in before))
