@@ -1,0 +1,202 @@
+"""Fusion, the second phase of DHA: the heads of each group are brought to read alike, then become one.
+
+Reads   RUN/search.json, RUN/searched/
+Writes  RUN/fusion/   training checkpoints and metrics.jsonl
+        RUN/fused/    the DHA checkpoint, which holds the fused heads alone
+
+    python related/dha/fuse.py                                                            # after related/dha/search.py
+    torchrun --nproc-per-node 8 related/dha/fuse.py --run-dir runs/dha-7b --steps 1000 --margin-steps 200 --operator-lr 1e-2 \\
+        --lambda-lr 1e-2 --check-steps 40
+
+Again every head starts to read itself, now within its group; min over weights and factors, max over lambda of L_lm + lambda max(L_fusion -
+t, 0), where t falls from 1 to 0 over --margin-steps (Eq. 8). It ends when L_fusion < 1e-3, asked every --check-steps steps. Then the
+factors of a group's heads are averaged, and its keys (values) are fused into one. What averaging did to the model is
+measured and printed. Published: at most 1000 steps, t over 200, 1e-2 for factors and lambda, as in the second command; a small model
+with few steps needs a lambda that grows faster.
+
+Where keys and values share groups and all layers have the same number (--kv-heads 1 of search.py, say) what is written is a stock
+LlamaForCausalLM; else related/dha/modeling.py lies beside the weights, for AutoModelForCausalLM with trust_remote_code.
+"""
+
+import copy
+import os
+import shutil
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from common import checkpoints
+from common.artifacts import RECORD, read_record, record, refuse_overwrite, sha256, write_directory, write_json
+from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.engine import read_metrics
+from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
+from common.models import load_config, load_model, load_tokenizer
+from common.sharding import build, joined_ranks
+from related.dha import fusion, training
+from related.dha.modeling import DhaConfig, DhaForCausalLM
+
+NAME = "related/dha/fuse.py"
+FUSED = 1e-3  # L_fusion below which fusion ends
+
+
+def parse():
+    parser = stage_parser(__doc__)
+    parser.set_defaults(run="runs/dha")
+    parser.add_argument("--steps", type=positive, default=240, help="at most (published: 1000)")
+    parser.add_argument("--margin-steps", type=positive, default=60, help="over which t falls from 1 to 0 (published: 200)")
+    parser.add_argument("--check-steps", type=positive, default=10, help="steps between a look at L_fusion and a checkpoint (published: 40)")
+    parser.section("optimization")
+    parser.add_argument("--operator-lr", type=float, default=1e-2, help="of the fusion operators (published: 1e-2)")
+    parser.add_argument("--lambda-lr", type=float, default=1.0, help="of the multiplier (published: 1e-2)")
+    parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps")
+    parser.add_argument("--heldout-every", type=positive, default=20, help="steps between held-out losses")
+    parser.add_argument("--print-every", type=positive, default=20, help="steps between printed lines; metrics.jsonl has all")
+    return parser.parse_args()
+
+
+def fused_state(weights: dict, operators: dict, groups: dict, head_dim: int) -> dict:
+    """Weights with the key and value heads of every group fused into one, by its averaged factors."""
+    state = dict(weights)
+    for name, operator in operators.items():
+        layer, kind = name.split("_")
+        for part in ("weight", "bias"):
+            key = f"model.layers.{layer}.self_attn.{fusion.PROJECTIONS[kind]}.{part}"
+            if key in weights:
+                own = weights[key]
+                fused = fusion.fold(operator, torch.tensor(groups[kind][int(layer)]), own.view(-1, head_dim, own[0].numel()))
+                state[key] = fused.reshape(-1, *own.shape[1:]).to(own.dtype)
+    return state
+
+
+def is_stock(groups: dict) -> bool:
+    """Whether a GQA Llama can hold these heads: keys and values in the same groups, the same number in every layer."""
+    return groups["key"] == groups["value"] and len({len(of_layer) for of_layer in groups["key"]}) == 1
+
+
+def export(config, state: dict, groups: dict):
+    """The model of fused heads, from the MHA config and a fused state: stock where that is possible."""
+    config, heads = copy.deepcopy(config), sum(len(of_layer) for kind in groups for of_layer in groups[kind])
+    config.num_key_value_heads = heads // (2 * config.num_hidden_layers)
+    if not is_stock(groups):
+        model = DhaForCausalLM(DhaConfig(**config.to_dict() | {"key_groups": groups["key"], "value_groups": groups["value"]}))
+    else:
+        model, state, size = LlamaForCausalLM(config), dict(state), config.head_dim
+        for layer, of_layer in enumerate(groups["key"]):  # a GQA model's readers of one head are neighbours
+            order = torch.tensor(of_layer).flatten()
+            rows = (order[:, None] * size + torch.arange(size)).flatten()
+            prefix = f"model.layers.{layer}.self_attn."
+            state |= {name: state[name][rows] for name in (f"{prefix}q_proj.weight", f"{prefix}q_proj.bias") if name in state}
+            state[f"{prefix}o_proj.weight"] = state[f"{prefix}o_proj.weight"][:, rows]
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@torch.no_grad()
+def compare_ends(config, weights: dict, operators: dict, groups: dict, fused, tokens: torch.Tensor) -> dict:
+    """The fused model beside the one that training ended with, its operators as they stood, and averaged within groups."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict(weights)
+    fusion.patch(model)
+    fusion.set_operators(model, operators, groups)
+    ended = all_logits(model, tokens)
+    fusion.set_operators(model, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups)
+    averaged, found = all_logits(model, tokens), all_logits(fused, tokens)
+    largest = max(1.0, *(float(logits.abs().max()) for logits in averaged))
+    return {"averaged_to_fused": max_difference(averaged, found) / largest, "ended_to_fused": max_difference(ended, found) / largest,
+            "kl_ended_to_fused": mean_kl(ended, found), "loss_ended": mean_nll(ended, tokens), "loss_fused": mean_nll(found, tokens)}
+
+
+@torch.no_grad()
+def cache_heads(model) -> dict[str, list[int]]:
+    """Key and value heads that the cache of each layer really holds after a forward pass."""
+    layers = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True).past_key_values.layers
+    return {"key": [layer.keys.shape[1] for layer in layers], "value": [layer.values.shape[1] for layer in layers]}
+
+
+def finish(args, clock, searched, config, groups, directory, tokenizer, tokens, unchanged) -> None:
+    """Fuse, prove and write, on the first rank."""
+    last, output = checkpoints.steps_saved(directory)[-1], os.path.join(args.run, "fused")
+    weights = checkpoints.whole_weights(last)
+    multiplier = float(weights.pop("multiplier"))
+    operators = {name.removeprefix("operators."): weights.pop(name) for name in list(weights) if name.startswith("operators.")}
+    loss, steps, was = float(fusion.fusion_loss(operators)), checkpoints.step_of(last), searched["summary"]
+    if not loss < FUSED:
+        raise UserError(f"{last}: expected a fusion loss below {FUSED:g} after {steps} steps, found {loss:.2e}; give more --steps or a larger --lambda-lr, and --force")
+    fused = export(config, fused_state(weights, operators, groups, config.head_dim), groups)
+    ends, held = compare_ends(config, weights, operators, groups, fused, tokens), cache_heads(fused)
+    if not ends["averaged_to_fused"] <= training.UNCHANGED:
+        raise UserError(f"fused/ is not the averaged model: relative logit difference expected <= {training.UNCHANGED:.0e}, found {ends['averaged_to_fused']:.2e}")
+    stated = {kind: [len(of_layer) for of_layer in groups[kind]] for kind in groups}
+    if held != stated:
+        raise UserError(f"fused/: expected a cache of {stated} heads, found {held}")
+    print(f"fused   L_fusion {loss:.2e} after {steps} steps, lambda {multiplier:.2f}")
+    print(f"proof   averaged operators against fused heads: relative logit difference {ends['averaged_to_fused']:.1e}; averaging itself: "
+          f"{ends['ended_to_fused']:.1e}, KL {ends['kl_ended_to_fused']:.1e}, held-out loss {ends['loss_ended']:.4f} -> {ends['loss_fused']:.4f}")
+    print(f"cache   key heads {held['key']}, value heads {held['value']}")
+    data = was["data"]
+    own = steps * data["batch"] * data["length"]
+    summary = {"steps": steps, "tokens": own, "steps_so_far": was["steps"] + steps, "tokens_so_far": was["tokens"] + own, "fusion_loss": loss, "lambda": multiplier,
+               "unchanged_at_start": unchanged, "cache_heads": held, "stock": is_stock(groups), "data": data} | ends
+    with write_directory(output) as aside:
+        fused.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        write_json(os.path.join(aside, RECORD), record(NAME, args, searched["model"], [os.path.join(args.run, "search.json")], summary, clock()))
+    lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
+    print(f"wrote   {output}: {type(fused).__name__}")
+    print(f"fuse: L_fusion {lines[0]['fusion_loss']:.3f} -> {loss:.1e} in {steps} steps, held-out loss {ends['loss_fused']:.3f} as DHA, in {clock()} s")
+
+
+def fuse(args, clock, ranks) -> None:
+    directory, output = os.path.join(args.run, "fusion"), os.path.join(args.run, "fused")
+    refuse_overwrite(output, args.force)
+    plan_path, source = os.path.join(args.run, "search.json"), os.path.join(args.run, "searched")
+    searched = read_record(plan_path, "related/dha/search.py")
+    read_record(source, "related/dha/search.py", searched["model"])
+    groups, data = searched["groups"], searched["summary"]["data"]
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    samples, said = training.load_samples(data["text"], tokenizer, data["sequences"], data["length"])
+    heldout, _ = training.load_samples(data["heldout"], tokenizer, data["heldout_sequences"], data["length"], split="heldout")
+    ranks.say(f"reads   {source}, {plan_path}; {said}")
+    tokens, start = torch.tensor([(*sample.prompt, *sample.answer) for sample in heldout]), fusion.starting_operators(groups, config.head_dim)
+    if args.force and ranks.first:
+        shutil.rmtree(directory, ignore_errors=True)
+    torch.distributed.barrier()
+    unchanged = 0.0
+    if ranks.first:
+        os.makedirs(directory, exist_ok=True)
+
+        def patched(model):
+            fusion.patch(model)
+            fusion.set_operators(model, start, groups)
+
+        unchanged = training.difference_after(load_model(source), patched, tokens[:2])
+        print(f"proof   the searched model with operators that change nothing: relative logit difference {unchanged:.1e}")
+
+    plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
+    settings = data | {"search": sha256(plan_path), "steps": args.steps, "margin_steps": args.margin_steps, "operator_lr": args.operator_lr,
+                       "lambda_lr": args.lambda_lr, "warmup": plan.warmup, "check_steps": args.check_steps}
+    saved = training.begun(directory, settings, ranks)
+    trainee = build(config, ranks, sources=None if saved else lambda name: (source, name), prepare=fusion.patch, **training.ways(ranks))
+    training.add_operators(trainee, start, multiplier=True, ranks=ranks)
+    optimizer = training.make_optimizer(trainee, data["lr"], args.operator_lr, args.lambda_lr)
+    first = checkpoints.load(saved, trainee, optimizer) if saved else 0
+    phase = training.Fusing(trainee, optimizer, plan, heldout, args.heldout_every, ranks, groups=groups, margin_steps=args.margin_steps)
+
+    def done() -> bool:
+        return float(fusion.fusion_loss(trainee.operators).detach()) < FUSED
+
+    if training.steps_until(done, trainee, optimizer, phase, samples, plan, directory, ranks, first, args.check_steps) and ranks.first:
+        finish(args, clock, searched, config, groups, directory, tokenizer, tokens, unchanged)
+
+
+def main():
+    args, clock = parse(), Clock()
+    with joined_ranks() as ranks:
+        fuse(args, clock, ranks)
+
+
+if __name__ == "__main__":
+    run_stage(main)
