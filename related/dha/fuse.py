@@ -28,13 +28,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from common import checkpoints
 from common.artifacts import RECORD, read_record, record, refuse_overwrite, sha256, write_directory, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.engine import read_metrics
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
-from common.models import load_config, load_model, load_tokenizer
-from common.sharding import build, joined_ranks
+from common.models import load_config, load_tokenizer
+from common.sharding import joined_ranks
 from related.dha import fusion, training
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 
@@ -55,20 +54,6 @@ def parse():
     parser.add_argument("--heldout-every", type=positive, default=20, help="steps between held-out losses")
     parser.add_argument("--print-every", type=positive, default=20, help="steps between printed lines; metrics.jsonl has all")
     return parser.parse_args()
-
-
-def fused_state(weights: dict, operators: dict, groups: dict, head_dim: int) -> dict:
-    """Weights with the key and value heads of every group fused into one, by its averaged factors."""
-    state = dict(weights)
-    for name, operator in operators.items():
-        layer, kind = name.split("_")
-        for part in ("weight", "bias"):
-            key = f"model.layers.{layer}.self_attn.{fusion.PROJECTIONS[kind]}.{part}"
-            if key in weights:
-                own = weights[key]
-                fused = fusion.fold(operator, torch.tensor(groups[kind][int(layer)]), own.view(-1, head_dim, own[0].numel()))
-                state[key] = fused.reshape(-1, *own.shape[1:]).to(own.dtype)
-    return state
 
 
 def is_stock(groups: dict) -> bool:
@@ -96,17 +81,15 @@ def export(config, state: dict, groups: dict):
 
 @torch.no_grad()
 def compare_ends(config, weights: dict, operators: dict, groups: dict, fused, tokens: torch.Tensor) -> dict:
-    """The fused model beside the one that training ended with, its operators as they stood, and averaged within groups."""
+    """The fused model beside the one that training ended with: its operators averaged within groups, and as they stood."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.load_state_dict(weights)
-    fusion.patch(model)
-    fusion.set_operators(model, operators, groups)
-    ended = all_logits(model, tokens)
-    fusion.set_operators(model, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups)
-    averaged, found = all_logits(model, tokens), all_logits(fused, tokens)
-    largest = max(1.0, *(float(logits.abs().max()) for logits in averaged))
-    return {"averaged_to_fused": max_difference(averaged, found) / largest, "ended_to_fused": max_difference(ended, found) / largest,
-            "kl_ended_to_fused": mean_kl(ended, found), "loss_ended": mean_nll(ended, tokens), "loss_fused": mean_nll(found, tokens)}
+    ended = all_logits(fusion.patched(model, operators, groups), tokens)
+    averaged = all_logits(fusion.patched(model, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups), tokens)
+    found = all_logits(fused, tokens)
+    return {"averaged_to_fused": training.relative_difference(averaged, found, "fused/ against averaged operators"),
+            "ended_to_fused": max_difference(ended, found), "kl_ended_to_fused": mean_kl(ended, found),
+            "loss_ended": mean_nll(ended, tokens), "loss_fused": mean_nll(found, tokens)}
 
 
 @torch.no_grad()
@@ -116,80 +99,62 @@ def cache_heads(model) -> dict[str, list[int]]:
     return {"key": [layer.keys.shape[1] for layer in layers], "value": [layer.values.shape[1] for layer in layers]}
 
 
-def finish(args, clock, searched, config, groups, directory, tokenizer, tokens, unchanged) -> None:
+def finish(args, clock, searched, tokenizer, tokens, unchanged: float) -> None:
     """Fuse, prove and write, on the first rank."""
-    last, output = checkpoints.steps_saved(directory)[-1], os.path.join(args.run, "fused")
-    weights = checkpoints.whole_weights(last)
-    multiplier = float(weights.pop("multiplier"))
-    operators = {name.removeprefix("operators."): weights.pop(name) for name in list(weights) if name.startswith("operators.")}
-    loss, steps, was = float(fusion.fusion_loss(operators)), checkpoints.step_of(last), searched["summary"]
+    directory, output, groups = os.path.join(args.run, "fusion"), os.path.join(args.run, "fused"), searched["groups"]
+    config = load_config(os.path.join(args.run, "searched"))
+    weights, operators, multiplier, steps = training.last_weights(directory)
+    loss = float(fusion.fusion_loss(operators))
     if not loss < FUSED:
-        raise UserError(f"{last}: expected a fusion loss below {FUSED:g} after {steps} steps, found {loss:.2e}; give more --steps or a larger --lambda-lr, and --force")
-    fused = export(config, fused_state(weights, operators, groups, config.head_dim), groups)
+        raise UserError(f"{directory}: expected a fusion loss below {FUSED:g} after {steps} steps, found {loss:.2e}; give --force, and more --steps or a larger --lambda-lr")
+    fused = export(config, fusion.combined(weights, operators, groups, fusion.fold), groups)
     ends, held = compare_ends(config, weights, operators, groups, fused, tokens), cache_heads(fused)
-    if not ends["averaged_to_fused"] <= training.UNCHANGED:
-        raise UserError(f"fused/ is not the averaged model: relative logit difference expected <= {training.UNCHANGED:.0e}, found {ends['averaged_to_fused']:.2e}")
-    stated = {kind: [len(of_layer) for of_layer in groups[kind]] for kind in groups}
-    if held != stated:
-        raise UserError(f"fused/: expected a cache of {stated} heads, found {held}")
+    chosen = {kind: [len(of_layer) for of_layer in groups[kind]] for kind in groups}
+    if held != chosen:
+        raise UserError(f"{output}: expected a cache of {chosen} heads, found {held}")
     print(f"fused   L_fusion {loss:.2e} after {steps} steps, lambda {multiplier:.2f}")
-    print(f"proof   averaged operators against fused heads: relative logit difference {ends['averaged_to_fused']:.1e}; averaging itself: "
-          f"{ends['ended_to_fused']:.1e}, KL {ends['kl_ended_to_fused']:.1e}, held-out loss {ends['loss_ended']:.4f} -> {ends['loss_fused']:.4f}")
+    print(f"proof   averaged operators against fused heads: relative logit difference {ends['averaged_to_fused']:.1e}")
+    print(f"        what averaging did: logits up to {ends['ended_to_fused']:.1e}, KL {ends['kl_ended_to_fused']:.1e}, held-out loss {ends['loss_ended']:.4f} -> {ends['loss_fused']:.4f}")
     print(f"cache   key heads {held['key']}, value heads {held['value']}")
-    data = was["data"]
-    own = steps * data["batch"] * data["length"]
-    summary = {"steps": steps, "tokens": own, "steps_so_far": was["steps"] + steps, "tokens_so_far": was["tokens"] + own, "fusion_loss": loss, "lambda": multiplier,
-               "unchanged_at_start": unchanged, "cache_heads": held, "stock": is_stock(groups), "data": data} | ends
+    was, per_step = searched["summary"], searched["summary"]["data"]["batch"] * searched["summary"]["data"]["length"]
+    summary = {"steps": steps, "tokens": steps * per_step, "steps_so_far": was["steps"] + steps, "fusion_loss": loss, "lambda": multiplier,
+               "unchanged_at_start": unchanged, "cache_heads": held, "stock": is_stock(groups), "data": was["data"]} | ends
     with write_directory(output) as aside:
         fused.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         write_json(os.path.join(aside, RECORD), record(NAME, args, searched["model"], [os.path.join(args.run, "search.json")], summary, clock()))
-    lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
+    first = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
     print(f"wrote   {output}: {type(fused).__name__}")
-    print(f"fuse: L_fusion {lines[0]['fusion_loss']:.3f} -> {loss:.1e} in {steps} steps, held-out loss {ends['loss_fused']:.3f} as DHA, in {clock()} s")
+    print(f"fuse: L_fusion {first:.3f} -> {loss:.1e} in {steps} steps, held-out loss {ends['loss_fused']:.3f} as DHA, in {clock()} s")
 
 
 def fuse(args, clock, ranks) -> None:
-    directory, output = os.path.join(args.run, "fusion"), os.path.join(args.run, "fused")
-    refuse_overwrite(output, args.force)
-    plan_path, source = os.path.join(args.run, "search.json"), os.path.join(args.run, "searched")
+    directory, plan_path, source = (os.path.join(args.run, name) for name in ("fusion", "search.json", "searched"))
+    refuse_overwrite(os.path.join(args.run, "fused"), args.force)
     searched = read_record(plan_path, "related/dha/search.py")
     read_record(source, "related/dha/search.py", searched["model"])
     groups, data = searched["groups"], searched["summary"]["data"]
-    config, tokenizer = load_config(source), load_tokenizer(source)
-    samples, said = training.load_samples(data["text"], tokenizer, data["sequences"], data["length"])
-    heldout, _ = training.load_samples(data["heldout"], tokenizer, data["heldout_sequences"], data["length"], split="heldout")
-    ranks.say(f"reads   {source}, {plan_path}; {said}")
-    tokens, start = torch.tensor([(*sample.prompt, *sample.answer) for sample in heldout]), fusion.starting_operators(groups, config.head_dim)
-    if args.force and ranks.first:
-        shutil.rmtree(directory, ignore_errors=True)
-    torch.distributed.barrier()
-    unchanged = 0.0
+    tokenizer = load_tokenizer(source)
+    ranks.say(f"reads   {source}, {plan_path}")
+    samples, heldout = training.load_data(data, tokenizer, ranks)
+    tokens, start, unchanged = training.as_tokens(heldout), fusion.starting_operators(groups, searched["model"]["head_dim"]), 0.0
     if ranks.first:
+        if args.force:
+            shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory, exist_ok=True)
-
-        def patched(model):
-            fusion.patch(model)
-            fusion.set_operators(model, start, groups)
-
-        unchanged = training.difference_after(load_model(source), patched, tokens[:2])
-        print(f"proof   the searched model with operators that change nothing: relative logit difference {unchanged:.1e}")
+        unchanged = training.prove_unchanged(source, start, groups, tokens[:2])
+    torch.distributed.barrier()
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
-    settings = data | {"search": sha256(plan_path), "steps": args.steps, "margin_steps": args.margin_steps, "operator_lr": args.operator_lr,
-                       "lambda_lr": args.lambda_lr, "warmup": plan.warmup, "check_steps": args.check_steps}
-    saved = training.begun(directory, settings, ranks)
-    trainee = build(config, ranks, sources=None if saved else lambda name: (source, name), prepare=fusion.patch, **training.ways(ranks))
-    training.add_operators(trainee, start, multiplier=True, ranks=ranks)
-    optimizer = training.make_optimizer(trainee, data["lr"], args.operator_lr, args.lambda_lr)
-    first = checkpoints.load(saved, trainee, optimizer) if saved else 0
+    settings = data | {"search": sha256(plan_path), "warmup": plan.warmup} | {name: getattr(args, name) for name in ("steps", "margin_steps", "check_steps", "operator_lr", "lambda_lr")}
+    trainee, optimizer, first = training.begin(directory, settings, source, ranks, (data["lr"], args.operator_lr, args.lambda_lr), start)
     phase = training.Fusing(trainee, optimizer, plan, heldout, args.heldout_every, ranks, groups=groups, margin_steps=args.margin_steps)
 
     def done() -> bool:
         return float(fusion.fusion_loss(trainee.operators).detach()) < FUSED
 
     if training.steps_until(done, trainee, optimizer, phase, samples, plan, directory, ranks, first, args.check_steps) and ranks.first:
-        finish(args, clock, searched, config, groups, directory, tokenizer, tokens, unchanged)
+        finish(args, clock, searched, tokenizer, tokens, unchanged)
 
 
 def main():

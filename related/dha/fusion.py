@@ -30,8 +30,22 @@ def averaged(operator: torch.Tensor) -> torch.Tensor:
 
 
 def fold(operator: torch.Tensor, groups: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """One head per group, [G, d, n] in float64: heads [H, d, n] mixed by the group's averaged factors."""
-    return torch.einsum("gjd,gjdn->gdn", operator.double().mean(1), heads.double()[groups])
+    """One head per group, [G, d, n]: heads [H, d, n] mixed by the group's averaged factors."""
+    return torch.einsum("gjd,gjdn->gdn", operator.mean(1), heads[groups])
+
+
+def combined(weights: dict, operators: dict, groups: dict[str, list], how) -> dict:
+    """A model's tensors by name, key and value heads replaced by how(operator, groups, heads), `mix` or `fold`, in float64."""
+    state = dict(weights)
+    for name, operator in operators.items():
+        layer, kind = name.split("_")
+        for part in ("weight", "bias"):
+            key = f"model.layers.{layer}.self_attn.{PROJECTIONS[kind]}.{part}"
+            if key in weights:
+                own = weights[key]
+                heads = own.double().view(-1, operator.shape[-1], own[0].numel())
+                state[key] = how(operator.double(), torch.tensor(groups[kind][int(layer)]), heads).reshape(-1, *own.shape[1:]).to(own.dtype)
+    return state
 
 
 class FusedLinear(nn.Linear):
@@ -59,6 +73,13 @@ def set_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, l
         for kind, name in PROJECTIONS.items():
             projection, operator = getattr(layer.self_attn, name), operators[f"{index}_{kind}"]
             projection.operator, projection.groups = operator, torch.tensor(groups[kind][index], device=operator.device)
+
+
+def patched(model, operators: dict[str, torch.Tensor], groups: dict[str, list]):
+    """The model, reading through these operators from now on."""
+    patch(model)
+    set_operators(model, operators, groups)
+    return model
 
 
 def starting_operators(groups: dict[str, list], head_dim: int) -> dict[str, torch.Tensor]:

@@ -26,14 +26,25 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from common import checkpoints, plots
+from common import plots
 from common.artifacts import RECORD, record, refuse_overwrite, write_directory, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.models import DEMO, check_kv_heads, describe, geometry, load_config, load_model, load_tokenizer, resolve_model
-from common.sharding import build, joined_ranks
+from common.evaluate import all_logits
+from common.models import (
+    DEMO,
+    check_kv_heads,
+    describe,
+    geometry,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
+from common.sharding import joined_ranks
 from related.dha import fusion, grouping, training
 
 NAME = "related/dha/search.py"
+DATA = ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch", "seed", "lr")  # the same for all that is compared
 
 
 def parse():
@@ -95,19 +106,6 @@ def check_source(path: str, config) -> None:
         raise UserError(f"{path}: expected a key and a value head per query head (MHA), found {shape.kv_heads} of {shape.heads}: fusion mixes the heads of query heads")
 
 
-def folded(weights: dict, operators: dict, groups: dict, head_dim: int) -> dict:
-    """Weights with every head replaced by the mixture it reads: an MHA model of the same function."""
-    state = dict(weights)
-    for name, operator in operators.items():
-        layer, kind = name.split("_")
-        for part in ("weight", "bias"):
-            key = f"model.layers.{layer}.self_attn.{fusion.PROJECTIONS[kind]}.{part}"
-            if key in weights:
-                heads = weights[key].double().view(-1, head_dim, weights[key][0].numel())
-                state[key] = fusion.mix(operator.double(), torch.tensor(groups[kind][int(layer)]), heads).view_as(weights[key]).to(weights[key].dtype)
-    return state
-
-
 def choose(args, operators: dict, layers: int, heads: int, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
     """Groups of keys and of values from the searched operators, and the figures behind them."""
     groups, figures = {}, {}
@@ -123,43 +121,33 @@ def choose(args, operators: dict, layers: int, heads: int, kv_heads: int, ladder
     return groups, figures
 
 
-def finish(args, clock, described, data, heads_of, tokenizer, groups, whole, ladder, directory, unchanged, redundancies) -> None:
-    """Everything after training, on the first rank."""
-    layers, heads, kv_heads, head_dim = heads_of
-    weights = checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1])
-    operators = {name.removeprefix("operators."): weights.pop(name) for name in list(weights) if name.startswith("operators.")}
-    groups, figures = choose(args, operators, layers, heads, kv_heads, ladder)
-    config = load_config(described["path"])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.load_state_dict(weights)
-    fusion.patch(model)
-    fusion.set_operators(model, operators, whole)
-
-    def fold(model):
-        for layer in model.model.layers:
-            for name in fusion.PROJECTIONS.values():
-                getattr(layer.self_attn, name).__class__ = torch.nn.Linear
-        model.load_state_dict(folded(weights, operators, whole, head_dim))
-
-    tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    same = training.difference_after(model, fold, tokens)
-    if not same <= training.UNCHANGED:
-        raise UserError(f"searched/ is not the searched model: relative logit difference expected <= {training.UNCHANGED:.0e}, found {same:.2e}")
+def finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, figures) -> None:
+    """Choose groups, fold the operators, and write, on the first rank."""
+    weights, operators, _, steps = training.last_weights(os.path.join(args.run, "search"))
+    layers, heads = described["layers"], described["heads"]
+    groups, chosen = choose(args, operators, layers, heads, kv_heads, ladder)
+    model = AutoModelForCausalLM.from_config(load_config(described["path"]), dtype=torch.float32).eval()
+    model.load_state_dict(fusion.combined(weights, operators, whole, fusion.mix))
+    ended = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    ended.load_state_dict(weights)
+    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    expected = all_logits(fusion.patched(ended, operators, whole), tokens)
+    folding = training.relative_difference(expected, all_logits(model, tokens), "searched/ against the model at the end of search")
     print("            | " + " | ".join(f"layer {layer:5d}" for layer in range(layers)))
-    for kind, found in figures.items():
+    for kind, found in chosen.items():
         print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in found["layer_loss"]))
         print(f"{kind:5s} heads | " + " | ".join(f"{count:11d}" for count in found["heads"]) + f" | {sum(found['heads'])} of {kv_heads * layers}")
-    summary = {"steps": args.steps, "tokens": args.steps * args.batch * args.length, "kv_heads": kv_heads, "ladder": ladder, "unchanged_at_start": unchanged,
-               "unchanged_by_folding": same, "redundancy": redundancies, "data": data} | figures
+    summary = {"steps": steps, "tokens": steps * args.batch * args.length, "kv_heads": kv_heads, "ladder": ladder, "unchanged_by_folding": folding, "data": data} | figures | chosen
     written = record(NAME, args, described, [], summary, clock())
-    with write_directory(os.path.join(args.run, "searched")) as aside:
+    searched, output = os.path.join(args.run, "searched"), os.path.join(args.run, "search.json")
+    with write_directory(searched) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         write_json(os.path.join(aside, RECORD), written)
-    write_json(os.path.join(args.run, "search.json"), written | {"groups": groups})
-    print(f"wrote   {os.path.join(args.run, 'searched')}, {os.path.join(args.run, 'search.json')}")
-    print(f"search: {args.steps} steps; unchanged at the start to {unchanged:.1e}, by folding to {same:.1e}; key heads {figures['key']['heads']}, "
-          f"value heads {figures['value']['heads']} in {clock()} s")
+    write_json(output, written | {"groups": groups})
+    print(f"wrote   {searched}, {output}")
+    print(f"search: {steps} steps; the model unchanged at the start to {figures['unchanged_at_start']:.1e}, by folding to {folding:.1e}; "
+          f"key heads {chosen['key']['heads']}, value heads {chosen['value']['heads']} in {clock()} s")
 
 
 def search(args, clock, ranks) -> None:
@@ -169,49 +157,33 @@ def search(args, clock, ranks) -> None:
     config, tokenizer = load_config(path), load_tokenizer(path)
     check_source(path, config)
     described, shape = describe(path, args.model), geometry(config)
-    layers, heads, head_dim = shape.layers, shape.heads, shape.head_dim
-    kv_heads = args.kv_heads or max(heads // 4, 1)
+    kv_heads = args.kv_heads or max(shape.heads // 4, 1)
     check_kv_heads(shape, kv_heads)
-    ladder = sorted(args.ladder or {n for n in (kv_heads // 2, kv_heads, 2 * kv_heads) if n and heads % n == 0})
-    if any(heads % rung for rung in ladder):
-        raise UserError(f"--ladder: expected divisors of {heads} heads, found {ladder}")
-    grouping.allocate([1.0] * layers, ladder, kv_heads * layers)  # a budget that cannot be met is said before hours of search
+    ladder = sorted(args.ladder or {rung for rung in (kv_heads // 2, kv_heads, 2 * kv_heads) if rung and shape.heads % rung == 0})
+    if any(shape.heads % rung for rung in ladder):
+        raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
+    grouping.allocate([1.0] * shape.layers, ladder, kv_heads * shape.layers)  # a budget that cannot be met is said before the search
 
-    samples, said = training.load_samples(args.text, tokenizer, args.sequences, args.length)
-    heldout, heldout_said = training.load_samples(args.heldout, tokenizer, args.heldout_sequences, args.length, split="heldout")
-    ranks.say(f"reads   {path}; {said}\nreads   {heldout_said}, for held-out losses")
-    data = {name: getattr(args, name) for name in ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch", "seed", "lr")}
-    whole = {kind: [[list(range(heads))]] * layers for kind in fusion.PROJECTIONS}
-    start = fusion.starting_operators(whole, head_dim)
-    if args.force and ranks.first:
-        for stale in (directory, output):
-            shutil.rmtree(stale, ignore_errors=True)
-    torch.distributed.barrier()
-    unchanged, redundancies = 0.0, {}
+    data = {name: getattr(args, name) for name in DATA}
+    ranks.say(f"reads   {path}")
+    samples, heldout = training.load_data(data, tokenizer, ranks)
+    whole = {kind: [[list(range(shape.heads))]] * shape.layers for kind in fusion.PROJECTIONS}
+    start, figures = fusion.starting_operators(whole, shape.head_dim), {}
     if ranks.first:
+        if args.force:
+            shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory, exist_ok=True)
-        model = load_model(path)
-        similarity, redundancies = head_similarity(model, head_dim)
-        cka_heatmaps(os.path.join(args.run, "cka.png"), similarity, redundancies, f"{args.model}: head similarity, and redundancy of each layer")
-
-        def patched(model):
-            fusion.patch(model)
-            fusion.set_operators(model, start, whole)
-
-        unchanged = training.difference_after(model, patched, torch.tensor([(*sample.prompt, *sample.answer) for sample in heldout[:2]]))
-        print(f"proof   the model with operators that change nothing: relative logit difference {unchanged:.1e}")
+        similarity, figures["redundancy"] = head_similarity(load_model(path), shape.head_dim)
+        cka_heatmaps(os.path.join(args.run, "cka.png"), similarity, figures["redundancy"], f"{args.model}: head similarity, and the redundancy of each layer")
+        figures["unchanged_at_start"] = training.prove_unchanged(path, start, whole, training.as_tokens(heldout[:2]))
+    torch.distributed.barrier()
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
-    saved = training.begun(directory, data | {"model": described["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr, "warmup": plan.warmup}, ranks)
-    trainee = build(config, ranks, sources=None if saved else lambda name: (path, name), prepare=fusion.patch, **training.ways(ranks))
-    training.add_operators(trainee, start, multiplier=False, ranks=ranks)
-    optimizer = training.make_optimizer(trainee, args.lr, args.operator_lr)
-    first = checkpoints.load(saved, trainee, optimizer) if saved else 0
+    settings = data | {"model": described["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr, "warmup": plan.warmup}
+    trainee, optimizer, done = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
     phase = training.Operating(trainee, optimizer, plan, heldout, args.heldout_every, ranks, groups=whole)
-    if first < plan.steps and not training.train(trainee, optimizer, phase, samples, plan, directory, ranks, first):
-        return
-    if ranks.first:
-        finish(args, clock, described, data, (layers, heads, kv_heads, head_dim), tokenizer, whole, whole, ladder, directory, unchanged, redundancies)
+    if (done == plan.steps or training.train(trainee, optimizer, phase, samples, plan, directory, ranks, done)) and ranks.first:
+        finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, figures)
 
 
 def main():

@@ -14,10 +14,12 @@ from common.cli import UserError
 from common.engine import Phase, Plan, cosine, train
 from common.evaluate import all_logits, max_difference
 from common.losses import chunked, cross_entropy
+from common.models import load_config, load_model
 from common.packing import build_row
+from common.sharding import build
 from common.tasks import Sample
 from common.text import load_tokens
-from related.dha.fusion import fusion_loss, margin, set_operators
+from related.dha.fusion import fusion_loss, margin, patch, patched, set_operators
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # the gradient of a mean over all factors of all layers is small, Adam's eps must be smaller
@@ -31,16 +33,19 @@ def learning_rate(step: int, steps: int, warmup: int) -> float:
     return cosine(step, steps, warmup) if step < warmup else FLOOR + (1 - FLOOR) * cosine(step, steps, warmup)
 
 
-def load_samples(source: str, tokenizer, sequences: int, length: int, split: str = "train") -> tuple[list[Sample], str]:
-    """Text as samples of `length` tokens, and the line that says what was read."""
-    tokens, said = load_tokens(source, tokenizer, sequences, length, split)
-    return [Sample(tuple(row[:-1]), (row[-1],)) for row in tokens.tolist()], said
+def load_data(data: dict, tokenizer, ranks) -> tuple[list[Sample], list[Sample]]:
+    """Training and held-out text of a run, as samples of data["length"] tokens."""
+    split = []
+    for name, source, count in (("train", data["text"], data["sequences"]), ("heldout", data["heldout"], data["heldout_sequences"])):
+        tokens, said = load_tokens(source, tokenizer, count, data["length"], name)
+        split.append([Sample(tuple(row[:-1]), (row[-1],)) for row in tokens.tolist()])
+        ranks.say(f"reads   {said}")
+    return split[0], split[1]
 
 
-def ways(ranks) -> dict:
-    """How trainees are built on this machine."""
-    cuda = ranks.device.type == "cuda"
-    return {"dtype": torch.float32, "compute": torch.bfloat16 if cuda else torch.float32, "recompute": cuda}
+def as_tokens(samples: list[Sample]) -> torch.Tensor:
+    """[samples, length] token ids."""
+    return torch.tensor([(*sample.prompt, *sample.answer) for sample in samples])
 
 
 def make_plan(data: dict, steps: int, warmup: float, print_every: int) -> Plan:
@@ -146,8 +151,12 @@ def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: 
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def begun(directory: str, settings: dict, ranks) -> str | None:
-    """The newest checkpoint of a phase's directory, which is made where missing. Raises UserError if it was begun with other settings."""
+def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, operators: dict | None = None) -> tuple:
+    """(trainee, optimizer, steps done) of a phase: from the checkpoint `source`, or the newest in its directory where there is one.
+
+    rates: learning rates of weights, operators, lambda, as far as the phase trains them. Raises UserError for a directory that
+    was begun with other settings.
+    """
     path = os.path.join(directory, "plan.json")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
@@ -158,10 +167,23 @@ def begun(directory: str, settings: dict, ranks) -> str | None:
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
-    saved = checkpoints.newest(directory, ranks)
+    saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
+    trainee = build(load_config(source), ranks, torch.float32, torch.bfloat16 if cuda else torch.float32, recompute=cuda,
+                    sources=None if saved else lambda name: (source, name), prepare=patch if operators else None)
+    if operators:
+        add_operators(trainee, operators, len(rates) == 3, ranks)
+    optimizer = make_optimizer(trainee, *rates)
     if saved:
         ranks.say(f"resumes {directory} after step {checkpoints.step_of(saved)}")
-    return saved
+    return trainee, optimizer, checkpoints.load(saved, trainee, optimizer) if saved else 0
+
+
+def last_weights(directory: str) -> tuple[dict, dict, float, int]:
+    """Of a phase's last checkpoint: the model's weights, the operators, lambda (0 without one), and the step."""
+    path = checkpoints.steps_saved(directory)[-1]
+    weights = checkpoints.whole_weights(path)
+    operators = {name.removeprefix("operators."): weights.pop(name) for name in list(weights) if name.startswith("operators.")}
+    return weights, operators, float(weights.pop("multiplier", 0)), checkpoints.step_of(path)
 
 
 def steps_until(done, trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks, start: int, every: int) -> bool:
@@ -174,9 +196,19 @@ def steps_until(done, trainee, optimizer, phase: Phase, samples: list, plan: Pla
     return True
 
 
+def relative_difference(expected: list[torch.Tensor], found: list[torch.Tensor], what: str) -> float:
+    """Largest difference of two lists of logits, over the largest logit where that is above 1. Raises UserError above UNCHANGED."""
+    difference = max_difference(expected, found) / max(1.0, *(float(logits.abs().max()) for logits in expected))
+    if not difference <= UNCHANGED:
+        raise UserError(f"{what}: relative logit difference expected <= {UNCHANGED:.0e}, found {difference:.2e}")
+    return difference
+
+
 @torch.no_grad()
-def difference_after(model, change, tokens: torch.Tensor) -> float:
-    """Largest logit difference that change(model) makes, over the largest logit where that is above 1."""
-    before = all_logits(model, tokens)
-    change(model)
-    return max_difference(before, all_logits(model, tokens)) / max(1.0, *(float(logits.abs().max()) for logits in before))
+def prove_unchanged(path: str, operators: dict, groups: dict, tokens: torch.Tensor) -> float:
+    """What giving the model in `path` its operators changes: nothing, up to rounding."""
+    model = load_model(path)
+    expected = all_logits(model, tokens)
+    difference = relative_difference(expected, all_logits(patched(model, operators, groups), tokens), f"{path} with operators")
+    print(f"proof   {path} with operators that change nothing: relative logit difference {difference:.1e}")
+    return difference
