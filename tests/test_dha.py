@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -319,8 +320,9 @@ SMALL = "--sequences 24 --heldout-sequences 4 --length 32 --batch 4 --steps 4 --
 
 def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     home = tmp_path / "run"
-    begin = ["--run-dir", home, "--model", inputs["model"], "--text", inputs["text"], "--heldout", inputs["text"], *SMALL]
-    run("related/dha/search.py", *begin, processes=2)
+    (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())
+    begin = ["--run-dir", home, "--model", inputs["model"], "--text", inputs["text"], "--heldout", tmp_path / "heldout.txt"]
+    run("related/dha/search.py", *begin, *SMALL, processes=2)
     searched = json.loads((home / "search.json").read_text())
     for kind in ("key", "value"):
         assert [len(of_layer) for of_layer in searched["groups"][kind]] == searched["summary"][kind]["heads"]
@@ -329,7 +331,7 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     assert searched["summary"]["unchanged_at_start"] <= 1e-5
 
     fast = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]
-    run("related/dha/fuse.py", "--run", home, *fast)
+    run("related/dha/fuse.py", "--run-dir", home, *fast, processes=2)
     fused = json.loads((home / "fused" / "stage.json").read_text())["summary"]
     assert fused["fusion_loss"] < 1e-3 and fused["steps"] % 10 == 0 and fused["unchanged_at_start"] <= 1e-5 and fused["averaged_to_fused"] <= 1e-5
     assert fused["cache_heads"] == {kind: searched["summary"][kind]["heads"] for kind in ("key", "value")}

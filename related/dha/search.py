@@ -8,13 +8,13 @@ Writes  RUN/search/         training checkpoints and metrics.jsonl
 
     python related/dha/search.py                                                          # the embedded model
     torchrun --nproc-per-node 8 related/dha/search.py --run-dir runs/dha-7b --model meta-llama/Llama-2-7b-hf --text c4 \\
-        --heldout c4 --kv-heads 8 --steps 240 --batch 64 --length 4096 --lr 1e-4 --operator-lr 1e-2
+        --heldout FILE.txt --kv-heads 8 --steps 240 --batch 64 --length 4096 --sequences 80000 --lr 1e-4
 
 Every head starts to read a mixture of all heads of its layer, with factors that change nothing; the language-model loss trains
-factors and weights. How far two heads' factors have then moved apart decides who shares a head (simulated annealing,
+factors and weights. How far the factors of two heads have then moved apart decides who shares a head (simulated annealing,
 Algorithm 4), how far those of a layer have, how many heads it keeps (Algorithm 5), keys and values apart. Published: 240 steps of
-64 x 4096 tokens, learning rates 1e-4 and 1e-2, which the second command above gives; the defaults are for the embedded model. The same command again goes on where it was
-stopped.
+64 x 4096 tokens at 1e-4 for weights and 1e-2 for factors, as in the second command; the defaults suit the embedded model. The same
+command again goes on where it was stopped.
 """
 
 import os
@@ -153,6 +153,8 @@ def finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, fig
 def search(args, clock, ranks) -> None:
     directory, output = os.path.join(args.run, "search"), os.path.join(args.run, "search.json")
     refuse_overwrite(output, args.force)
+    if args.text == args.heldout != DEMO:
+        raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
     path = resolve_model(args.model)
     config, tokenizer = load_config(path), load_tokenizer(path)
     check_source(path, config)
