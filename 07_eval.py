@@ -37,6 +37,7 @@ from common.evaluate import (
 from common.models import DEMO, DEMO_HOME, describe, load_model, load_tokenizer, pick_device
 from common.tasks import TASKS, Example, choice_samples, load_task, picked, tokenize
 from common.text import load_tokens
+from related import register_models
 
 OF_A_RUN = ("teacher", "merged", "gqa")  # what a run directory is asked for, where it has them
 
@@ -149,6 +150,7 @@ def main():
 
         print(f"wrote   {report.write(args.run)}")
         return
+    register_models()
     output = os.path.join(args.run, "eval.json")
     refuse_overwrite(output, args.force)
     models = chosen(args)

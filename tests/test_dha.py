@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.cli import UserError
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
+from common.fuse import merge_model
 from common.models import geometry
-from conftest import ROOT, byte_tokenizer, merge_model, run, save_tiny, tiny_model
+from conftest import ROOT, byte_tokenizer, run, save_tiny, tiny_model
 from related.dha import fuse, fusion, grouping, search, training
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 

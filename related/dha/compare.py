@@ -30,7 +30,7 @@ def parse():
     return parser.parse_args()
 
 
-@plots._drawing
+@plots.drawing
 def curves(plt, rows: dict[str, list], making: list, title: str):
     """rows: name -> [tokens, held-out loss] pairs. making: those of DHA while it is searched and fused."""
     figure, axis = plt.subplots(figsize=(8.2, 4.6), layout="constrained")

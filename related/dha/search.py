@@ -73,7 +73,7 @@ def parse():
     return parser.parse_args()
 
 
-@plots._drawing
+@plots.drawing
 def cka_heatmaps(plt, similarity: dict[str, list], redundancies: dict[str, list], title: str):
     """Rows: queries, keys, values; columns: layers, the redundancy above each. similarity: kind -> layers of [H, H]."""
     layers = len(similarity["key"])
