@@ -1,4 +1,4 @@
-"""Exported checkpoints in the programs that people run them with. lm_eval: test_harness.py; llama.cpp: test_gguf.py."""
+"""Checkpoints in the programs that people run them with. lm_eval: test_harness.py; llama.cpp: test_gguf.py."""
 
 import json
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import save_tiny
+from conftest import byte_tokenizer, run, save_tiny, tiny_model
+from related.dha.modeling import DhaConfig, DhaForCausalLM
+from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "max_position_embeddings",
+         "bos_token_id", "eos_token_id", "pad_token_id")
 PROMPTS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -53,3 +57,17 @@ def test_vllm_generate(tmp_path):
     outputs = vllm.LLM(model=path, dtype="float32", enforce_eager=True).generate([{"prompt_token_ids": ids} for ids in PROMPTS.tolist()], sampling)
     expected = greedy(AutoModelForCausalLM.from_pretrained(path))[:, 12:]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected.tolist()
+
+
+def test_stage_7_evaluates_what_the_neighbouring_systems_write(inputs, tmp_path):
+    """Decoupled heads, and a skipless model without Q and P."""
+    shape = {name: value for name, value in tiny_model().config.to_dict().items() if name in SHAPE}
+    groups = {"key_groups": [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3, "value_groups": [[[0, 2], [1, 3, 4], [5, 6, 7]]] * 3}
+    DhaForCausalLM(DhaConfig(**shape, num_key_value_heads=2, **groups)).save_pretrained(tmp_path / "dha")
+    SkiplessForCausalLM(SkiplessConfig(**shape | {"head_dim": 6}, removed=["q_proj", "o_proj"])).save_pretrained(tmp_path / "skipless")
+    for name in ("dha", "skipless"):
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    run("07_eval.py", "--run", tmp_path, "--model", tmp_path / "dha", tmp_path / "skipless", "--tasks", inputs["tasks"], "--only", "piqa", "--text", "none")
+    results = json.loads((tmp_path / "eval.json").read_text())["results"]
+    assert results["dha"]["cache_bytes_per_token"] == 3 * (2 + 3) * 8 * 4  # layers, key and value heads, head_dim, float32
+    assert results["skipless"]["cache_bytes_per_token"] == 3 * 2 * 8 * 6 * 4
