@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DHA from search to comparison, with GQA baselines of the same cache and the same training tokens. Minutes on two cores.
+# DHA from search to comparison, with GQA baselines of the same cache and the same training tokens. A quarter of an hour on two cores.
 #
 #   bash related/dha/run.sh                                                              # the embedded model
 #   RUN=runs/dha-my bash related/dha/run.sh --model DIR --text train.txt --heldout heldout.txt     # an MHA Llama; flags go to search.py
