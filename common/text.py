@@ -10,13 +10,15 @@ from tqdm import tqdm
 from common.cli import UserError
 from common.models import DEMO, DEMO_HOME
 
-C4 = ("allenai/c4", "en/c4-train.00000-of-01024.json.gz")
+C4 = "allenai/c4"
+C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "heldout": "en/c4-validation.00000-of-00008.json.gz"}
 
 
 def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = "train") -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and one line that says what was read and how it was cut.
 
-    source: "c4" (streamed from the hub), "demo", or a .txt, .jsonl, .json or .json.gz file with a column "text".
+    source: "c4" (streamed from the hub), "demo", or a .txt, .jsonl, .json or .json.gz file with a column "text". split: "train" or
+    "heldout", which c4 and demo keep apart; a file is one and the same.
     As published: the first `sequences` documents of at least `length` tokens, each cut to it. Where a source has
     fewer of those, all its documents in order are packed end to end (end-of-sequence between) and cut into pieces.
     Raises UserError when even so there are too few tokens.
@@ -25,7 +27,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
         source = os.path.join(DEMO_HOME, "text", f"{'train' if split == 'train' else 'heldout'}.txt")
     whole, packed, documents = [], [], 0
     with tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
-        for text in _documents(source):
+        for text in _documents(source, split):
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             documents += 1
             if len(ids) >= length:
@@ -42,10 +44,10 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
                     f"{sequences} were asked for)")
 
 
-def _documents(source: str):
+def _documents(source: str, split: str):
     """Yield the documents of a source one by one; a .txt file is one document."""
     if source == "c4":
-        yield from _c4()
+        yield from _c4(C4_FILES[split])
         return
     if not os.path.exists(source):
         raise UserError(f"text {source}: not found; expected c4, demo, or a .txt, .jsonl, .json or .json.gz file")
@@ -65,12 +67,11 @@ def _documents(source: str):
                 raise UserError(f"{source} line {number}: column 'text' is missing") from error
 
 
-def _c4():
+def _c4(file: str):
     import datasets  # slow to import, and not needed with local files
 
-    name, file = C4
     try:
-        for row in datasets.load_dataset(name, data_files=file, split="train", streaming=True):
+        for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
             yield row["text"]
     except Exception as error:  # the hub client raises a different class for each way of not being reached
-        raise UserError(f"cannot stream {name} from the hub ({type(error).__name__}); give --text a local file") from error
+        raise UserError(f"cannot stream {C4} from the hub ({type(error).__name__}); give --text a local file") from error

@@ -49,14 +49,16 @@ def test_bad_lines_and_names(tmp_path):
 
 
 def test_c4_is_streamed_from_its_file_on_the_hub(tmp_path, monkeypatch):
-    """A directory laid out as the hub's repository is; only the named file is read."""
+    """A directory laid out as the hub's repository is; only the named file is read, and another for what is held out."""
     (tmp_path / "en").mkdir()
-    for name, texts in ((text.C4[1], DOCUMENTS), ("en/c4-train.00001-of-01024.json.gz", ["e" * 60])):
+    for name, texts in ((text.C4_FILES["train"], DOCUMENTS), ("en/c4-train.00001-of-01024.json.gz", ["e" * 60]), (text.C4_FILES["heldout"], ["f" * 60])):
         lines = "".join(json.dumps({"text": t, "timestamp": "2019-04-25T12:57:54Z", "url": "https://a.b"}) + "\n" for t in texts)
         (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
-    monkeypatch.setattr(text, "C4", (str(tmp_path), text.C4[1]))
+    monkeypatch.setattr(text, "C4", str(tmp_path))
     tokens, said = load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25] and said == "c4: first 2 documents of at least 25 tokens"
-    monkeypatch.setattr(text, "C4", (str(tmp_path / "nowhere"), text.C4[1]))
+    heldout, _ = load_tokens("c4", byte_tokenizer(), sequences=1, length=25, split="heldout")
+    assert byte_tokenizer().batch_decode(heldout) == ["f" * 25]
+    monkeypatch.setattr(text, "C4", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="cannot stream .*nowhere from the hub"):
         load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
