@@ -153,7 +153,7 @@ def finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, fig
 def search(args, clock, ranks) -> None:
     directory, output = os.path.join(args.run, "search"), os.path.join(args.run, "search.json")
     refuse_overwrite(output, args.force)
-    if args.text == args.heldout != DEMO:
+    if args.text == args.heldout and args.text not in (DEMO, "c4"):
         raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
     path = resolve_model(args.model)
     config, tokenizer = load_config(path), load_tokenizer(path)
