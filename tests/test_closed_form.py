@@ -60,6 +60,20 @@ def test_groups_of_one_head_are_exact(source_heads):
     assert difference(model, merged_by(model, source_heads)) < 1e-9
 
 
+def test_weights_of_a_gqa_source_are_sums_over_the_query_heads_of_each_key_value_head():
+    model = doubled(num_key_value_heads=4)
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, given, output: seen.append(output.detach().view(-1, 8, 8)))
+    for (_, output, _, query), layer, queries in zip(list(statistics(model)), model.model.layers, seen, strict=True):
+        columns = layer.self_attn.o_proj.weight.detach().view(48, 8, 8)
+        energy = queries[..., :4].square().sum(0) + queries[..., 4:].square().sum(0)
+        for head in range(4):
+            readers = (2 * head, 2 * head + 1)
+            torch.testing.assert_close(output[head], sum(columns[:, h].T @ columns[:, h] for h in readers))
+            torch.testing.assert_close(query[head], sum(energy[h] for h in readers), rtol=1e-5, atol=0)
+
+
 def share_heads(model, groups: int) -> None:
     """Within each group of adjacent heads: values that span one space, keys equal up to scale and rotation per RoPE pair."""
     generator = torch.Generator().manual_seed(5)
