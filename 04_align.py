@@ -1,7 +1,7 @@
 """Stage 4: rotate the heads of each group onto each other without changing the model, and merge them.
 
 Reads   the model that stage 1 read, RUN/calibration.safetensors, RUN/groups.json
-Writes  RUN/aligned/   an ordinary MHA checkpoint of the same function: heads rotated, groups consecutive
+Writes  RUN/aligned/   an ordinary checkpoint of the same function: heads rotated, groups consecutive
         RUN/merged/    a stock GQA checkpoint: each group's heads merged, no training
 
     python 04_align.py --run runs/llama2-7b --rotate dist

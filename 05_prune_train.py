@@ -2,7 +2,7 @@
 key/value projection to its group's, while KL + BiLD keep it close to the teacher (Eq. 27-31).
 
 Reads   RUN/aligned/, RUN/merged/ (of either --merge of 04_align.py), the model that stage 1 read, the eight tasks' training sets
-Writes  RUN/teacher/   an ordinary MHA checkpoint; skipped when it stands already
+Writes  RUN/teacher/   an ordinary checkpoint with the source's heads; skipped when it stands already
         RUN/train/     checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/ (where it is
                        installed); stage.json when it is done
 

@@ -132,6 +132,8 @@ def fingerprint(path: str) -> str:
 
 def describe(path: str, name: str | None = None) -> dict:
     """What a sidecar says of a model: name as given, path, fingerprint and geometry."""
+    if not os.path.isdir(path):  # transformers would take it for a hub name, and try for half a minute without a network
+        raise UserError(f"{path}: expected a checkpoint directory, found none")
     config = load_config(path)
     return {"name": name or path, "path": path, "fingerprint": fingerprint(path)} | asdict(geometry(config))
 

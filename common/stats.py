@@ -34,11 +34,6 @@ def to_unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors / length.where(length > 0, 1)
 
 
-def value_gram(values: torch.Tensor) -> torch.Tensor:
-    """Values [n, H, d] -> C [H, H, d, d]."""
-    return unpack_half(value_half(values), values.shape[1])
-
-
 def value_half(values: torch.Tensor) -> torch.Tensor:
     """Values [n, H, d] -> the blocks i <= j of C, [H(H+1)/2, d, d], by little more than half of the product."""
     _, heads, size = values.shape
@@ -60,14 +55,8 @@ def key_gram(keys: torch.Tensor) -> torch.Tensor:
     return torch.complex(real, imaginary).permute(1, 2, 0)
 
 
-def pack_half(gram: torch.Tensor) -> torch.Tensor:
-    """Value Gram [H, H, d, d] -> its blocks i <= j, [H(H+1)/2, d, d]."""
-    rows, columns = torch.triu_indices(len(gram), len(gram))
-    return gram[rows, columns]
-
-
 def unpack_half(half: torch.Tensor, heads: int) -> torch.Tensor:
-    """Inverse of pack_half, by C[j, i] = C[i, j]^T."""
+    """value_half -> C [H, H, d, d], by C[j, i] = C[i, j]^T."""
     rows, columns = torch.triu_indices(heads, heads)
     gram = half.new_empty(heads, heads, *half.shape[1:])
     gram[columns, rows] = half.transpose(1, 2)

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from common.fuse import rotate_pairs
 from common.procrustes import align_keys, align_values, key_similarity, pair_mean, polar, value_similarity
-from common.stats import LayerStats, key_gram, pack_half, to_complex, to_unit, unpack_half, value_gram
+from common.stats import STRIP, LayerStats, key_gram, to_complex, to_unit, unpack_half, value_half
 from conftest import tiny_model
 
 N, H, D = 300, 4, 8
@@ -57,6 +57,11 @@ def test_similarity_equals_direct_formulas(heads, criterion):
             assert keys[1][i, j] == pytest.approx(direct(vectors[:, i], turned, criterion), abs=1e-10)
 
 
+def value_gram(values: torch.Tensor) -> torch.Tensor:
+    """The definition: C[i, j] = sum_n v_i v_j^T of values [n, H, d]."""
+    return torch.einsum("nia,njb->ijab", values, values)
+
+
 def test_statistics_in_batches_equal_one_product(heads):
     stats = LayerStats(H, D)
     for part in heads.split(70):
@@ -70,10 +75,12 @@ def test_statistics_in_batches_equal_one_product(heads):
     torch.testing.assert_close(stats.key["unit"], key_gram(to_unit(heads)), rtol=1e-5, atol=1e-5)
 
 
-def test_half_gram_loses_nothing(heads):
-    gram = value_gram(heads)
-    torch.testing.assert_close(gram, unpack_half(pack_half(gram), H), rtol=0, atol=1e-12)
-    torch.testing.assert_close(gram[1, 2], heads[:, 1].T @ heads[:, 2])
+@pytest.mark.parametrize("count", [1, STRIP, STRIP + 1, 2 * STRIP + 3])
+def test_half_gram_in_strips_loses_nothing(count):
+    heads = torch.randn(30, count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    half = value_half(heads)
+    assert len(half) == count * (count + 1) // 2
+    torch.testing.assert_close(unpack_half(half, count), value_gram(heads), rtol=0, atol=1e-12)
 
 
 def test_polar_agrees_with_scipy(heads):

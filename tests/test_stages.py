@@ -184,3 +184,4 @@ def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     expect("merged not found; run 04_align.py first", "05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], processes=2)
     expect("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
     expect("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", tmp_path / "empty")
+    expect("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", tmp_path / "empty", "--model", "nowhere/at-all", "--text", "none")
