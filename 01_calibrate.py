@@ -24,7 +24,10 @@ from tqdm import tqdm
 
 from common.artifacts import TensorFile, publish, record, refuse_overwrite
 from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage_parser
+from common.data.demo import resolve_model
+from common.data.text import load_tokens
 from common.layers import Layers
+from common.method.stats import LayerStats, output_gram
 from common.models import (
     DEMO,
     Geometry,
@@ -35,10 +38,7 @@ from common.models import (
     load_tokenizer,
     pick_device,
     require_convertible,
-    resolve_model,
 )
-from common.stats import LayerStats, output_gram
-from common.text import load_tokens
 
 
 def parse():

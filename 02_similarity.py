@@ -18,13 +18,13 @@ import os
 import torch
 from tqdm import tqdm
 
-from common import plots
 from common.artifacts import read_tensors, record, refuse_overwrite, write_tensors
 from common.cli import Clock, run_stage, stage_parser
-from common.closed_form import key_loss, key_weights, value_loss
+from common.method.closed_form import key_loss, key_weights, value_loss
+from common.method.procrustes import key_similarity, pair_mean, value_similarity
+from common.method.stats import CRITERIA, Grams
 from common.models import pick_device
-from common.procrustes import key_similarity, pair_mean, value_similarity
-from common.stats import CRITERIA, Grams
+from common.reporting import plots
 
 
 def parse():

@@ -19,7 +19,7 @@ import numpy as np
 
 from common.artifacts import read_tensors, record, refuse_overwrite, write_json
 from common.cli import Clock, positive, run_stage, stage_parser
-from common.grouping import anneal, best_pairs, combine, default_groups, score
+from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.models import Geometry, check_kv_heads
 
 

@@ -14,7 +14,7 @@ Generalized Procrustes (Algorithm 1) on each group's Gram matrices in float64, f
 03_group.py --by none makes merged/ the mean-pool baseline.
 
 --merge mean averages each group's keys and values (Eq. 25, 26). --merge closed-form keeps the best shared value head that is
-linear in the group's and the best shared key with one complex factor per head and RoPE pair (common/closed_form.py): it starts
+linear in the group's and the best shared key with one complex factor per head and RoPE pair (common/method/closed_form.py): it starts
 nearer to the source, and suits groups of 03_group.py --by energy. --refit then solves each layer's W_O anew on calibration text.
 """
 
@@ -38,15 +38,21 @@ from common.artifacts import (
     write_json,
 )
 from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage_parser
-from common.closed_form import closed_form, key_weights
+from common.data.text import load_tokens
 from common.evaluate import max_difference, mean_kl, mean_nll
-from common.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.layers import Layers
+from common.method.closed_form import closed_form, key_weights
+from common.method.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
+from common.method.procrustes import (
+    align_keys,
+    align_values,
+    aligned_key_overlap,
+    aligned_value_overlap,
+    pair_mean,
+)
+from common.method.refit import Refit
+from common.method.stats import CRITERIA, Grams
 from common.models import load_config, load_tokenizer, norms_heads, pick_device, source_model
-from common.procrustes import align_keys, align_values, aligned_key_overlap, aligned_value_overlap, pair_mean
-from common.refit import Refit
-from common.stats import CRITERIA, Grams
-from common.text import load_tokens
 
 TOLERANCE = 1e-4, 1e-5  # of the logits: absolute, or of the largest if that is more; float32 rounding through all layers
 

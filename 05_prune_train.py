@@ -38,7 +38,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
-from common import budget, checkpoints, masks, plots
 from common.artifacts import (
     RECORD,
     check_same_model,
@@ -48,11 +47,14 @@ from common.artifacts import (
     write_json,
 )
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.engine import Phase, Plan, read_metrics, train
-from common.losses import bild, chunked, cross_entropy, kl
+from common.data.tasks import TASKS, load_task, tokenize
+from common.method import masks
+from common.method.losses import bild, chunked, cross_entropy, kl
 from common.models import DEMO, DEMO_HOME, fingerprint, geometry, load_config, load_tokenizer, source_model
-from common.sharding import build, joined_ranks
-from common.tasks import TASKS, load_task, tokenize
+from common.reporting import plots
+from common.training import budget, checkpoints
+from common.training.engine import Phase, Plan, read_metrics, train
+from common.training.sharding import build, joined_ranks
 
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones, no decay
 # A mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7, so Adam's usual eps of 1e-8 would show. While z is

@@ -18,7 +18,6 @@ import re
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import card, masks
 from common.artifacts import (
     RECORD,
     check_same_model,
@@ -28,10 +27,12 @@ from common.artifacts import (
     write_directory,
     write_json,
 )
-from common.checkpoints import steps_saved, whole_weights
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
+from common.method import masks
 from common.models import check_finite, geometry, load_config, load_tokenizer
+from common.reporting import model_card
+from common.training.checkpoints import steps_saved, whole_weights
 
 TENSORS = {  # the trained student's name -> the name in a stock checkpoint
     "model.embed_tokens.weight": "model.embed_tokens.weight",
@@ -130,7 +131,7 @@ def main():
         inputs = [os.path.join(training, RECORD), os.path.join(aligned, RECORD)]
         written = record("06_export.py", args, trained["model"], inputs, summary, clock())
         write_json(os.path.join(aside, RECORD), written)
-        card.write(aside, output, alignment, trained, written)
+        model_card.write(aside, output, alignment, trained, written)
     print(f"proof   student at z = 0 against export: max |logit difference| {difference:.2e}; "
           f"loaded back from {dtype} by AutoModelForCausalLM: {stored:.2e}")
     print(f"wrote   {output}")

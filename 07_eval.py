@@ -15,15 +15,17 @@ choice has the largest log-probability, summed over its tokens. Averages: macro 
 follows a ± is a standard error. Prompts, answers and text are tokenized without a begin-of-sequence token, as in training.
 """
 
+import importlib
 import json
 import os
 
 import torch
 from tqdm import tqdm
 
-from common import harness
 from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.data.tasks import TASKS, Example, choice_samples, load_task, picked, tokenize
+from common.data.text import load_tokens
 from common.evaluate import (
     averages,
     cache_bytes_per_token,
@@ -35,9 +37,7 @@ from common.evaluate import (
     write_scores,
 )
 from common.models import DEMO, DEMO_HOME, describe, load_model, load_tokenizer, pick_device
-from common.tasks import TASKS, Example, choice_samples, load_task, picked, tokenize
-from common.text import load_tokens
-from related import register_models
+from common.reporting import harness
 
 OF_A_RUN = ("teacher", "merged", "gqa")  # what a run directory is asked for, where it has them
 
@@ -58,6 +58,7 @@ def parse():
     parser.add_argument("--batch", type=positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the forward passes")
+    parser.add_argument("--register", nargs="+", default=(), metavar="MODULE", help="modules that register further model types, e.g. related.dha.modeling")
     parser.section("other readers")
     parser.add_argument("--harness", default=None, metavar="DIR", help="also write the questions there as tasks of lm_eval, and lm_eval.sh, which runs it on them")
     parser.add_argument("--report", action="store_true", help="measure nothing: write RUN/report.html from what RUN holds")
@@ -146,11 +147,12 @@ def caption(args, first: dict, source: str, device: str) -> str:
 def main():
     args, clock = parse(), Clock()
     if args.report:
-        from common import report
+        from common.reporting import report
 
         print(f"wrote   {report.write(args.run)}")
         return
-    register_models()
+    for module in args.register:
+        importlib.import_module(module)
     output = os.path.join(args.run, "eval.json")
     refuse_overwrite(output, args.force)
     models = chosen(args)

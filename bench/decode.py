@@ -1,8 +1,8 @@
 """A GQA checkpoint against its MHA source: KV cache bytes, prefill and decoding speed, at several contexts and batches.
 
-    python bench/decode.py                                  # a random-weight pair, under 50 s on one core
-    python bench/decode.py --model runs/demo-model/model runs/demo/gqa --contexts 256
-    python bench/decode.py --model DIR DIR --device cuda --dtype bfloat16 --contexts 2048 8192 --batches 1 16
+    python -m bench.decode                                  # a random-weight pair, under 50 s on one core
+    python -m bench.decode --model runs/demo-model/model runs/demo/gqa --contexts 256
+    python -m bench.decode --model DIR DIR --device cuda --dtype bfloat16 --contexts 2048 8192 --batches 1 16
 
 Without --model, a random MHA Llama of the given shape and its mean-pooled copy with --kv-heads heads: the same weights otherwise. The
 cache is filled by one prefill of random tokens; then --steps tokens are decoded one after another. Attention and cache are transformers'
@@ -12,19 +12,15 @@ paired rounds. Bytes are those of the tensors in the cache after prefill. Last l
 
 import argparse
 import json
-import os
 import statistics
-import sys
 
 import torch
+from transform import timed
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from machine import machine
-from transform import timed
-
+from bench.machine import machine
 from common.cli import run_stage
-from common.fuse import merge_model
+from common.method.fuse import merge_model
 from common.models import load_model
 
 

@@ -1,7 +1,7 @@
 """The distillation loss, chunk by chunk against the plain way: time and peak memory, side by side in one run.
 
-    python bench/loss.py                         # 8192 tokens, vocabulary 32000; under 50 s on two cores
-    python bench/loss.py --device cuda --hidden 4096 --dtype bfloat16
+    python -m bench.loss                         # 8192 tokens, vocabulary 32000; under 50 s on two cores
+    python -m bench.loss --device cuda --hidden 4096 --dtype bfloat16
 
 Both ways give the same loss and gradients from the same hidden states: KL on prompt tokens, BiLD on answer tokens, logits of
 student and teacher included. Plain forms them for all tokens at once. Peak memory is what a pass adds to what was held before
@@ -10,17 +10,13 @@ it: of the process (its high-water mark) on a CPU, of torch's allocator on a GPU
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from machine import machine
-
-from common.losses import bild, chunked, kl
+from bench.machine import machine
+from common.method.losses import bild, chunked, kl
 
 
 def parse():

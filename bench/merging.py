@@ -1,7 +1,7 @@
 """Where to start pruning from: held-out loss of every way to merge, right after merging and after short distillations.
 
-    python bench/merging.py                                    # the embedded model
-    python bench/merging.py --model DIR --text train.txt --heldout heldout.txt --name NAME
+    python -m bench.merging                                    # the embedded model
+    python -m bench.merging --model DIR --text train.txt --heldout heldout.txt --name NAME
 
 Stages 1 to 4 make each start; each is then distilled from the untouched model by stage 5's own loop, with masks and without, on
 calibration text (KL on every token, BiLD on the last of each sample), and its loss on held-out text is taken. Starts: mean-pool;
@@ -21,16 +21,17 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from machine import machine
-
-from common import checkpoints, masks, plots
-from common.engine import Plan
+from bench.machine import machine
+from common.data.demo import resolve_model
+from common.data.tasks import Sample
+from common.data.text import load_tokens
 from common.evaluate import perplexity
-from common.models import load_config, load_model, load_tokenizer, resolve_model
-from common.sharding import build, joined_ranks
-from common.tasks import Sample
-from common.text import load_tokens
+from common.method import masks
+from common.models import load_config, load_model, load_tokenizer
+from common.reporting import plots
+from common.training import checkpoints
+from common.training.engine import Plan
+from common.training.sharding import build, joined_ranks
 
 stage = importlib.import_module("05_prune_train")
 ROOT = os.path.dirname(stage.__file__)

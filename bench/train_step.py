@@ -1,7 +1,7 @@
 """A pruning step of stage 5 against its floor, and packed rows against one sample per row, side by side in one run.
 
-    python bench/train_step.py                        # a small Llama on a CPU, under 50 s on two cores
-    python bench/train_step.py --shape 1.3b --device cuda --tokens-per-microbatch 8192
+    python -m bench.train_step                        # a small Llama on a CPU, under 50 s on two cores
+    python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192
 
 The floor is what no distillation can do without, as plain transformers does it on the same packed rows: the teacher's forward
 pass, forward and backward of the unpatched model under its own cross-entropy, and the optimizer. Ours is the whole step: the
@@ -15,22 +15,19 @@ import importlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from machine import machine
-
-from common import masks
-from common.budget import peak_flops
-from common.engine import clip_gradients
-from common.packing import build_row, pack
-from common.sharding import build, joined_ranks
-from common.tasks import Sample
+from bench.machine import machine
+from common.data.tasks import Sample
+from common.method import masks
+from common.training.budget import peak_flops
+from common.training.engine import clip_gradients
+from common.training.packing import build_row, pack
+from common.training.sharding import build, joined_ranks
 
 stage = importlib.import_module("05_prune_train")
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary

@@ -1,7 +1,7 @@
 """Stages 2 to 4 on Gram matrices against the same mathematics on stored caches, and what stage 1 adds to a forward pass.
 
-    python bench/transform.py                    # one layer of 7B proportions; under 50 s on one core
-    python bench/transform.py --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
+    python -m bench.transform                    # one layer of 7B proportions; under 50 s on one core
+    python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
 The direct way keeps every head's vectors, [H, N, d] float32, and works on them pair by pair as the paper prints it: Eq. 2, 3, 7-10 and
 18-22 for each two heads; Algorithm 2 with the whole score summed anew at each swap, one start after another; Algorithm 1 on the
@@ -21,22 +21,18 @@ import argparse
 import copy
 import importlib
 import json
-import os
 import statistics
-import sys
 import time
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from machine import machine
-
-from common.grouping import anneal, score
+from bench.machine import machine
+from common.method.grouping import anneal, score
+from common.method.procrustes import align_keys, align_values, key_similarity, value_similarity
+from common.method.stats import CRITERIA, LayerStats, to_complex, unpack_half
 from common.models import geometry
-from common.procrustes import align_keys, align_values, key_similarity, value_similarity
-from common.stats import CRITERIA, LayerStats, to_complex, unpack_half
 
 PUBLISHED_TOKENS = 128 * 2048
 

@@ -63,7 +63,7 @@ def batches_by_length(items: list, length, batch: int):
 
 @torch.no_grad()
 def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[str]:
-    """Greedy continuation of each sample's prompt, stripped. samples: tokenized examples (common/tasks.py).
+    """Greedy continuation of each sample's prompt, stripped. samples: tokenized examples (common/data/tasks.py).
 
     Generation stops at end-of-sequence, or where the longest right answer of the batch plus end-of-sequence would
     have ended: anything longer is wrong by exact match whatever follows.

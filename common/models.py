@@ -47,13 +47,7 @@ def geometry(config) -> Geometry:
 
 
 def resolve_model(name: str) -> str:
-    """A local directory for `name`: "demo" (made on first use), a directory, or a hub repository (downloaded)."""
-    if name == DEMO:
-        if not os.path.isdir(DEMO_HOME):
-            from common import demo  # trains a model: only when asked for
-
-            demo.build(DEMO_HOME)
-        return os.path.join(DEMO_HOME, "model")
+    """A local directory for `name`: a directory, or a hub repository (downloaded). Raises UserError when it is neither."""
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download

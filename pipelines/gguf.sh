@@ -35,5 +35,5 @@ if [ ! -d "$engine/installed" ]; then
   mv "$engine/unfinished" "$engine/installed"
 fi
 
-PYTHONPATH=$engine/installed:$engine/vendor/llama.cpp "$PYTHON" "$home/pipelines/gguf_check.py" "$1" "${2:-${1%/}.$OUTTYPE.gguf}" \
+PYTHONPATH=$home:$engine/installed:$engine/vendor/llama.cpp "$PYTHON" -m pipelines.gguf_check "$1" "${2:-${1%/}.$OUTTYPE.gguf}" \
   --outtype "$OUTTYPE" ${PRE:+--pre "$PRE"} ${TOKENS:+--tokens "$TOKENS"} ${PROMPTS:+--prompts "$PROMPTS"}

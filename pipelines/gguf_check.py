@@ -22,7 +22,6 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common.cli import UserError, positive, run_stage
 from common.models import geometry, load_config, load_model, load_tokenizer
 

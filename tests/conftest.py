@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common.sharding import init_ranks
+from common.training.sharding import init_ranks
 
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
@@ -94,7 +94,8 @@ def run(command: str, *arguments, processes: int = 0, fails: bool = False) -> su
     """Run a stage as a user would; processes > 0 under torchrun. fails: it must exit with 2 and one line (torchrun
     itself then exits with 1 and adds its own report)."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    done = subprocess.run([sys.executable, *launcher, str(ROOT / command), *map(str, arguments)], cwd=ROOT, capture_output=True,
+    script = ["-m", command.removesuffix(".py").replace("/", ".")] if "/" in command else [str(ROOT / command)]
+    done = subprocess.run([sys.executable, *launcher, *script, *map(str, arguments)], cwd=ROOT, capture_output=True,
                           text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     if fails:
         assert done.returncode == (1 if processes else 2), done.stdout + done.stderr

@@ -5,11 +5,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from common import budget, masks
 from common.cli import UserError
-from common.engine import Plan
-from common.packing import build_row
-from common.sharding import Trainee, recompute_layers
+from common.method import masks
+from common.training import budget
+from common.training.engine import Plan
+from common.training.packing import build_row
+from common.training.sharding import Trainee, recompute_layers
 from conftest import tiny_model
 from test_packing import random_samples
 

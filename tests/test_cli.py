@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common import cli
-from common.tasks import TASKS
+from common.data.tasks import TASKS
 from conftest import ROOT
 
 MANUAL = """Stage 0: count things.

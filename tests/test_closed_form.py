@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from common import closed_form
-from common.fuse import fuse_layer, merge_model
 from common.layers import Spool, run_layer
+from common.method import closed_form
+from common.method.fuse import fuse_layer, merge_model
+from common.method.procrustes import align_keys, align_values
+from common.method.refit import Refit, best_fit
+from common.method.stats import unpack_half
 from common.models import geometry
-from common.procrustes import align_keys, align_values
-from common.refit import Refit, best_fit
-from common.stats import unpack_half
 from conftest import tiny_model
 
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import demo
-from common.tasks import TASKS, load_task, tokenize
+from common.data import demo
+from common.data.tasks import TASKS, load_task, tokenize
 from conftest import ROOT, run
 
 

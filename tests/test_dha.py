@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.cli import UserError
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
-from common.fuse import merge_model
+from common.method.fuse import merge_model
 from common.models import geometry
 from conftest import ROOT, byte_tokenizer, run, save_tiny, tiny_model
 from related.dha import fuse, fusion, grouping, search, training

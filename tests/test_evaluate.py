@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common import evaluate
-from common.tasks import example_from_row, tokenize
+from common.data.tasks import example_from_row, tokenize
 from conftest import END, byte_tokenizer, run, save_tiny, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common import masks
-from common.checkpoints import steps_saved, whole_weights
-from common.fuse import fuse_layer, merge_model
 from common.layers import run_layer
+from common.method import masks
+from common.method.fuse import fuse_layer, merge_model
+from common.method.procrustes import align_keys, key_similarity
+from common.method.stats import key_gram
 from common.models import free_pairs, geometry
-from common.packing import build_row
-from common.procrustes import align_keys, key_similarity
-from common.sharding import Trainee
-from common.stats import key_gram
+from common.training.checkpoints import steps_saved, whole_weights
+from common.training.packing import build_row
+from common.training.sharding import Trainee
 from conftest import ROOT, run, save_tiny, tiny_model
 from test_packing import random_samples
 

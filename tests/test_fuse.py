@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.fuse import fuse_layer, mean_merge, merge_model, merged_state
+from common.method.fuse import fuse_layer, mean_merge, merge_model, merged_state
 from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10

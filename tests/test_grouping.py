@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from common.grouping import _swap, anneal, best_pairs, canonical, combine, default_groups, score
+from common.method.grouping import _swap, anneal, best_pairs, canonical, combine, default_groups, score
 
 
 def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:

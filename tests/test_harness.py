@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common import harness
 from common.cli import UserError
-from common.tasks import example_from_row
+from common.data.tasks import example_from_row
+from common.reporting import harness
 from conftest import ROOT, byte_tokenizer, save_tiny, task_rows
 
 QUESTIONS = {task: {i: example_from_row(task, row) for i, row in enumerate(rows)} for task, rows in task_rows(5, 5).items()}

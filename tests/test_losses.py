@@ -8,7 +8,7 @@ import scipy.special
 import scipy.stats
 import torch
 
-from common.losses import bild, chunked, cross_entropy, differences, kl
+from common.method.losses import bild, chunked, cross_entropy, differences, kl
 
 
 def logits(n: int = 6, vocab: int = 40, seed: int = 0) -> torch.Tensor:

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from common import masks
-from common.fuse import merge_model
+from common.method import masks
+from common.method.fuse import merge_model
 from conftest import tiny_model
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))

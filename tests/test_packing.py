@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from common.losses import cross_entropy
-from common.packing import batch_indices, build_row, pack, rows_of_step
-from common.sharding import Trainee
-from common.tasks import Sample
+from common.data.tasks import Sample
+from common.method.losses import cross_entropy
+from common.training.packing import batch_indices, build_row, pack, rows_of_step
+from common.training.sharding import Trainee
 from conftest import tiny_model
 
 

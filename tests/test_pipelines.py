@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.tasks import TASKS
+from common.data.tasks import TASKS
 from conftest import ROOT
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]

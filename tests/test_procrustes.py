@@ -6,9 +6,16 @@ import scipy.linalg
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.fuse import rotate_pairs
-from common.procrustes import align_keys, align_values, key_similarity, pair_mean, polar, value_similarity
-from common.stats import STRIP, LayerStats, key_gram, to_complex, to_unit, unpack_half, value_half
+from common.method.fuse import rotate_pairs
+from common.method.procrustes import (
+    align_keys,
+    align_values,
+    key_similarity,
+    pair_mean,
+    polar,
+    value_similarity,
+)
+from common.method.stats import STRIP, LayerStats, key_gram, to_complex, to_unit, unpack_half, value_half
 from conftest import tiny_model
 
 N, H, D = 300, 4, 8

@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from common import report
 from common.artifacts import write_json
 from common.cli import UserError, stage_parser
+from common.reporting import report
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 32}
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")

@@ -141,7 +141,7 @@ def test_what_closed_form_merging_weighs_by(aligned_run, inputs):
         columns = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, 8, 8)
         for head in range(8):
             torch.testing.assert_close(calibration.get_tensor(f"layers.{layer}.output.gram")[head], columns[:, head].T @ columns[:, head])
-    from common.text import load_tokens
+    from common.data.text import load_tokens
 
     tokens, _ = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 8, 64)
     seen = []

@@ -6,9 +6,9 @@ import os
 import datasets
 import pytest
 
-from common import tasks
 from common.cli import UserError
-from common.tasks import TASKS, example_from_row, load_task, tokenize
+from common.data import tasks
+from common.data.tasks import TASKS, example_from_row, load_task, tokenize
 from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
 
 LISTED = {"question": "What is 1 + 1?", "choices": {"text": ["two", "it's one"], "label": ["A", "B"]}, "answerKey": "A"}

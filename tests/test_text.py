@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from common import text
 from common.cli import UserError
-from common.text import load_tokens
+from common.data import text
+from common.data.text import load_tokens
 from conftest import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]

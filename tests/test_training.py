@@ -19,15 +19,17 @@ import safetensors.torch
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import checkpoints, engine, masks, plots
-from common.checkpoints import steps_saved, whole_weights
 from common.cli import UserError
-from common.engine import cosine
-from common.losses import bild, kl
+from common.data.tasks import Sample
+from common.method import masks
+from common.method.losses import bild, kl
 from common.models import load_config
-from common.packing import build_row
-from common.sharding import Ranks, Trainee, build
-from common.tasks import Sample
+from common.reporting import plots
+from common.training import checkpoints, engine
+from common.training.checkpoints import steps_saved, whole_weights
+from common.training.engine import cosine
+from common.training.packing import build_row
+from common.training.sharding import Ranks, Trainee, build
 from conftest import ROOT, TRAINING, copy_run, run, save_tiny, tiny_model
 
 

@@ -3,21 +3,18 @@
 Reads   RUN/search.json, RUN/search/, RUN/fusion/, RUN/fused/, and what related/dha/pretrain.py trained: RUN/NAME/ of --names
 Writes  RUN/compare.json, compare.md, compare.png
 
-    python related/dha/compare.py                # after related/dha/run.sh, which ends with it
+    python -m related.dha.compare                # after related/dha/run.sh, which ends with it
 
 Tokens count from the source model on; those of search and fusion are DHA's. While it searches and fuses it is no smaller than
 its source: that part of its curve is dashed. Rows that differ in tokens, text, batches, learning rate or bytes of cache are refused.
 """
 
 import os
-import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from common import plots
 from common.artifacts import RECORD, read_record, record, refuse_overwrite, sha256, write_json, write_text
 from common.cli import Clock, UserError, run_stage, stage_parser
-from common.engine import read_metrics
+from common.reporting import plots
+from common.training.engine import read_metrics
 
 NAME = "related/dha/compare.py"
 SOURCE, DHA = "source", "dha"

@@ -4,8 +4,8 @@ Reads   RUN/search.json, RUN/searched/
 Writes  RUN/fusion/   training checkpoints and metrics.jsonl
         RUN/fused/    the DHA checkpoint, which holds the fused heads alone
 
-    python related/dha/fuse.py                                                            # after related/dha/search.py
-    torchrun --nproc-per-node 8 related/dha/fuse.py --run-dir runs/dha-7b --steps 1000 --margin-steps 200 --operator-lr 1e-2 \\
+    python -m related.dha.fuse                                                            # after related/dha/search.py
+    torchrun --nproc-per-node 8 -m related.dha.fuse --run-dir runs/dha-7b --steps 1000 --margin-steps 200 --operator-lr 1e-2 \\
         --lambda-lr 1e-2 --check-steps 40
 
 Again every head starts to read itself, now within its group; min over weights and factors, max over lambda of L_lm + lambda max(L_fusion -
@@ -21,19 +21,24 @@ LlamaForCausalLM; else related/dha/modeling.py lies beside the weights, for Auto
 import copy
 import os
 import shutil
-import sys
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from common.artifacts import RECORD, read_record, record, refuse_overwrite, sha256, write_directory, write_json
+from common.artifacts import (
+    RECORD,
+    read_record,
+    record,
+    refuse_overwrite,
+    sha256,
+    write_directory,
+    write_json,
+)
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.engine import read_metrics
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
 from common.models import load_config, load_tokenizer
-from common.sharding import joined_ranks
+from common.training.engine import read_metrics
+from common.training.sharding import joined_ranks
 from related.dha import fusion, training
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 

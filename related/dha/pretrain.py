@@ -4,9 +4,9 @@ Reads   RUN/search.json (which text, batches and learning rate), --start (defaul
 Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.json with its held-out losses
         RUN/NAME.train/   training checkpoints, gone when it is done
 
-    python related/dha/pretrain.py                                                        # DHA, after related/dha/fuse.py
-    python related/dha/pretrain.py --name mean-pool --start runs/dha/pool/merged          # a baseline of the same --steps
-    torchrun --nproc-per-node 8 related/dha/pretrain.py --run-dir runs/dha-7b --steps 5000 --warmup 0.03
+    python -m related.dha.pretrain                                                        # DHA, after related/dha/fuse.py
+    python -m related.dha.pretrain --name mean-pool --start runs/dha/pool/merged          # a baseline of the same --steps
+    torchrun --nproc-per-node 8 -m related.dha.pretrain --run-dir runs/dha-7b --steps 5000 --warmup 0.03
 
 --steps counts from the source model on: those that search and fusion took are taken off. Next-token loss on all parameters, learning
 rate with a warm-up over --warmup of the steps and a cosine to 10% (published: 3%, 5000 steps of 1M tokens at 1e-4). The same command again goes on
@@ -16,20 +16,17 @@ where it was stopped.
 import json
 import os
 import shutil
-import sys
 
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
 from common.artifacts import RECORD, read_record, record, refuse_overwrite, write_directory, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.engine import read_metrics
 from common.evaluate import cache_bytes_per_token
 from common.models import describe, fingerprint, load_config, load_tokenizer
-from common.sharding import joined_ranks
+from common.training.engine import read_metrics
+from common.training.sharding import joined_ranks
 from related.dha import training
 
 NAME = "related/dha/pretrain.py"

@@ -16,9 +16,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
 of_search() { "$PYTHON" -c "import json; found = json.load(open('$RUN/search.json')); print(found$1)"; }
 
-make_once "$RUN/search.json" "$PYTHON" related/dha/search.py --run "$RUN" "$@"
-make_once "$RUN/fused"       "$PYTHON" related/dha/fuse.py --run "$RUN" ${FUSE:-}
-make_once "$RUN/dha"         "$PYTHON" related/dha/pretrain.py --run "$RUN" --steps "$STEPS"
+make_once "$RUN/search.json" "$PYTHON" -m related.dha.search --run "$RUN" "$@"
+make_once "$RUN/fused"       "$PYTHON" -m related.dha.fuse --run "$RUN" ${FUSE:-}
+make_once "$RUN/dha"         "$PYTHON" -m related.dha.pretrain --run "$RUN" --steps "$STEPS"
 
 # the baselines: stages 1 to 4 on the same text, then the same training
 LENGTH=$(of_search "['summary']['data']['length']")
@@ -29,10 +29,10 @@ baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
   local start=$RUN/start-$1
   make_once "$start/groups.json" "$PYTHON" 03_group.py --run "$start" --similarity "$RUN/similarity.safetensors" --kv-heads "$KV" --by "$2"
   make_once "$start/merged"      "$PYTHON" 04_align.py --run "$start" --calibration "$RUN/calibration.safetensors" "${@:3}"
-  make_once "$RUN/$1"            "$PYTHON" related/dha/pretrain.py --run "$RUN" --steps "$STEPS" --name "$1" --start "$start/merged"
+  make_once "$RUN/$1"            "$PYTHON" -m related.dha.pretrain --run "$RUN" --steps "$STEPS" --name "$1" --start "$start/merged"
 }
 baseline mean-pool   none   --rotate none
 baseline aligned     value
 baseline closed-form energy --merge closed-form --refit
-make_once "$RUN/source"       "$PYTHON" related/dha/pretrain.py --run "$RUN" --steps "$STEPS" --name source --start "$(of_search "['model']['path']")"
-make_once "$RUN/compare.json" "$PYTHON" related/dha/compare.py --run "$RUN"
+make_once "$RUN/source"       "$PYTHON" -m related.dha.pretrain --run "$RUN" --steps "$STEPS" --name source --start "$(of_search "['model']['path']")"
+make_once "$RUN/compare.json" "$PYTHON" -m related.dha.compare --run "$RUN"

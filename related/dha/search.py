@@ -6,8 +6,8 @@ Writes  RUN/search/         training checkpoints and metrics.jsonl
         RUN/search.json     key and value groups of every layer, losses, budgets, redundancy, and the data all later steps use
         RUN/cka.png         head similarity of the source (linear CKA, Appendix B.1)
 
-    python related/dha/search.py                                                          # the embedded model
-    torchrun --nproc-per-node 8 related/dha/search.py --run-dir runs/dha-7b --model meta-llama/Llama-2-7b-hf --text c4 \\
+    python -m related.dha.search                                                          # the embedded model
+    torchrun --nproc-per-node 8 -m related.dha.search --run-dir runs/dha-7b --model meta-llama/Llama-2-7b-hf --text c4 \\
         --heldout FILE.txt --kv-heads 8 --steps 240 --batch 64 --length 4096 --sequences 80000 --lr 1e-4
 
 Every head starts to read a mixture of all heads of its layer, with factors that change nothing; the language-model loss trains
@@ -19,16 +19,13 @@ command again goes on where it was stopped.
 
 import os
 import shutil
-import sys
 
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from common import plots
 from common.artifacts import RECORD, record, refuse_overwrite, write_directory, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.data.demo import resolve_model
 from common.evaluate import all_logits
 from common.models import (
     DEMO,
@@ -38,9 +35,9 @@ from common.models import (
     load_config,
     load_model,
     load_tokenizer,
-    resolve_model,
 )
-from common.sharding import joined_ranks
+from common.reporting import plots
+from common.training.sharding import joined_ranks
 from related.dha import fusion, grouping, training
 
 NAME = "related/dha/search.py"

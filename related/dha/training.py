@@ -1,5 +1,5 @@
 """What the three phases share: the text as packed samples, the language-model loss, operators and their multiplier beside the
-weights, the learning rates, and a directory that is gone on with where it was left. The loop is common/engine.py's."""
+weights, the learning rates, and a directory that is gone on with where it was left. The loop is common/training/engine.py's."""
 
 import json
 import os
@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import checkpoints
 from common.artifacts import write_json
 from common.cli import UserError
-from common.engine import Phase, Plan, cosine, train
+from common.data.tasks import Sample
+from common.data.text import load_tokens
 from common.evaluate import all_logits, max_difference
-from common.losses import chunked, cross_entropy
+from common.method.losses import chunked, cross_entropy
 from common.models import load_config, load_model
-from common.packing import build_row
-from common.sharding import build
-from common.tasks import Sample
-from common.text import load_tokens
+from common.training import checkpoints
+from common.training.engine import Phase, Plan, cosine, train
+from common.training.packing import build_row
+from common.training.sharding import build
 from related.dha.fusion import fusion_loss, margin, patch, patched, set_operators
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}

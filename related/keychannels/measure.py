@@ -4,8 +4,8 @@ Reads   checkpoints (default: the embedded model, as MHA in runs/demo/teacher or
         else merged), a text
 Writes  RUN/keychannels.json, keychannels.md and keychannels.png
 
-    python related/keychannels/measure.py                                        # a minute on two cores
-    python related/keychannels/measure.py --run runs/llama2-keys --model meta-llama/Llama-2-7b-hf runs/llama2-7b-gqa8/gqa \\
+    python -m related.keychannels.measure                                        # a minute on two cores
+    python -m related.keychannels.measure --run runs/llama2-keys --model meta-llama/Llama-2-7b-hf runs/llama2-7b-gqa8/gqa \\
         --prompt 1024 --continuation 128 --device cuda --dtype bfloat16
 
 Each text is a prompt and its continuation. After the prompt a share lambda of the channels of its keys goes (the last --recent keys stay
@@ -19,7 +19,6 @@ plain cache, one sequence at a time, measured in turns. Last, that with lambda =
 import math
 import os
 import statistics
-import sys
 import time
 
 import torch
@@ -29,13 +28,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from common.artifacts import record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.models import DEMO, describe, load_model, load_tokenizer, pick_device, resolve_model
-from common.plots import drawing
-from common.text import load_tokens
-from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, held_bytes, pruned_attention
+from common.data.demo import resolve_model
+from common.data.text import load_tokens
+from common.models import DEMO, describe, load_model, load_tokenizer, pick_device
+from common.reporting.plots import drawing
+from related.keychannels.cache import (
+    KeyChannelCache,
+    KeyChannelLayer,
+    by_key_head,
+    held_bytes,
+    pruned_attention,
+)
 from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
 
 CONVERTED = os.path.join("runs", "demo")  # the run whose checkpoints are measured when none is named

@@ -4,9 +4,9 @@ Reads   a checkpoint (--model) for its condition numbers; configs for the table 
 Writes  RUN/serial/, RUN/parallel/   two skipless models, trained by train.py; what stands there already is not trained again
         RUN/compare.json, .md, .png  the tables and the picture
 
-    python related/skipless/compare.py                                                     # minutes on two cores
-    python related/skipless/compare.py --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
-    python related/skipless/compare.py --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
+    python -m related.skipless.compare                                                     # minutes on two cores
+    python -m related.skipless.compare --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
+    python -m related.skipless.compare --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
 Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases), models of the matrices of --shape, which are a real
 model's but make no sense without its norms, and the two trained ones, without Q, K, V and P, against themselves: largest difference of a logit over the largest logit, in float64, and with the weights stored in float32 and in bfloat16;
@@ -27,10 +27,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
 from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, run_stage, stage_parser
+from common.data.demo import resolve_model
+from common.data.text import load_tokens
 from common.layers import Layers
 from common.models import (
     DEMO,
@@ -41,11 +41,9 @@ from common.models import (
     load_tokenizer,
     pick_device,
     require_convertible,
-    resolve_model,
 )
-from common.plots import drawing
-from common.sharding import joined_ranks
-from common.text import load_tokens
+from common.reporting.plots import drawing
+from common.training.sharding import joined_ranks
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, condition_numbers, fold, inverts
 from related.skipless.fold import TOLERANCE, exact_logits, relative_difference, rounded
 from related.skipless.modeling import SkiplessConfig

@@ -3,8 +3,8 @@
 Reads   a skipless checkpoint (related/skipless/train.py writes one), a text for the proof
 Writes  MODEL-without-q/   a checkpoint of the same kind; its config names the projections that are gone, and none of them is stored
 
-    python related/skipless/fold.py --remove q                                      # of runs/skipless/serial
-    python related/skipless/fold.py --model runs/skipless/parallel --remove v --dtype bfloat16
+    python -m related.skipless.fold --remove q                                      # of runs/skipless/serial
+    python -m related.skipless.fold --model runs/skipless/parallel --remove v --dtype bfloat16
 
 The work is done in float64, and before anything is written the logits are proved unchanged on text, to 1e-9 of the largest. Then
 the weights are rounded to --dtype; what that does to the logits is printed beside. --remove
@@ -18,17 +18,14 @@ In parallel blocks Q and P cannot both go: between two blocks there is one matri
 
 import copy
 import os
-import sys
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
 from common.artifacts import RECORD, record, refuse_overwrite, write_directory, write_json
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.data.text import load_tokens
 from common.evaluate import max_difference
 from common.models import DEMO, describe, load_config, load_model, load_tokenizer
-from common.text import load_tokens
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, fold
 from related.skipless.modeling import SkiplessConfig
 

@@ -3,9 +3,9 @@
 Reads   the shape and the tokenizer of a checkpoint (--model), a text
 Writes  RUN/serial/ or RUN/parallel/   a skipless checkpoint
 
-    python related/skipless/train.py                 # a minute on two cores: the embedded model's shape and text
-    python related/skipless/train.py --parallel
-    torchrun --nproc-per-node 2 related/skipless/train.py --run-dir runs/skipless
+    python -m related.skipless.train                 # a minute on two cores: the embedded model's shape and text
+    python -m related.skipless.train --parallel
+    torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless
 
 Stopped and called again with the same flags, it goes on. Without skip connections and norms a random start does not train: signals die or grow from block to block. So every block starts
 near the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends to itself most; a gate whose bias holds it
@@ -15,7 +15,6 @@ open, before an FFN that takes back what it did; and each block's output scaled 
 import json
 import os
 import shutil
-import sys
 import warnings
 from dataclasses import asdict
 
@@ -24,15 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from common import checkpoints
 from common.artifacts import RECORD, record, refuse_overwrite, write_directory, write_json
 from common.cli import Clock, positive, run_stage, stage_parser
-from common.engine import Phase, Plan, train
+from common.data.demo import resolve_model
+from common.data.tasks import Sample
+from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.layers import run_layer
-from common.losses import chunked, cross_entropy
+from common.method.losses import chunked, cross_entropy
 from common.models import (
     DEMO,
     describe,
@@ -41,11 +39,10 @@ from common.models import (
     load_model,
     load_tokenizer,
     require_convertible,
-    resolve_model,
 )
-from common.sharding import Ranks, build, joined_ranks
-from common.tasks import Sample
-from common.text import load_tokens
+from common.training import checkpoints
+from common.training.engine import Phase, Plan, train
+from common.training.sharding import Ranks, build, joined_ranks
 from related.skipless.algebra import condition_numbers
 from related.skipless.modeling import SkiplessConfig
 

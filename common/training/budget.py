@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import masks
 from common.cli import UserError
+from common.method import masks
 
 USABLE = 0.9  # of a device's memory: the rest is the CUDA context, nccl's buffers and what the allocator cannot use
 EFFICIENCY = 0.4  # of peak, what well-fed dense training reaches on these devices

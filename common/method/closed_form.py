@@ -10,13 +10,13 @@ A head's keys count through conj(q_i[p]) k_i[p], and any complex factor per RoPE
 w_i^2 = E|q_i[p]|^2 the best shared key of a pair is the first principal component of the D numbers w_i k_i[p], a combination
 sum_j combine_j k_j[p]; head i reads it back as factor_i k~[p], which its query absorbs: q_i <- conj(factor_i) q_i.
 
-Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/stats.py, of one layer, within groups.
+Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/method/stats.py, of one layer, within groups.
 """
 
 import torch
 
-from common.fuse import Merge
-from common.procrustes import polar, shared_out, unit_phase
+from common.method.fuse import Merge
+from common.method.procrustes import polar, shared_out, unit_phase
 
 FLOOR = 1e-6  # of a layer's mean query energy: where a query never looks, its key still has some weight
 DEAD = 1e-12  # of the largest eigenvalue: directions below it hold rounding, nothing else

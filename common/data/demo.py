@@ -30,7 +30,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.tasks import example_from_row
+from common.data.tasks import example_from_row
+from common.models import DEMO, DEMO_HOME
+from common.models import resolve_model as models_by_name
 
 STEPS = 600  # about a minute and a half on two cores
 DRILLED = 1 / 3  # share of the steps spent on drills: without them no task leaves chance in the other steps
@@ -62,6 +64,15 @@ STATES = [("on", "off"), ("hot", "cold"), ("full", "empty"), ("new", "old")]  # 
 FACTS = {"colour": (THINGS, COLOURS, "the {} is {}"), "stuff": (THINGS, MATERIALS, "the {} is {}"),
          "lock": (LOCKS, COLOURS, "the {} is {}"), "owner": (THINGS, NAMES, "the {} is {}'s"),
          "act": (NAMES, ACTS, "{} is {}"), "mood": (NAMES, MOODS, "{} is {}")}
+
+
+def resolve_model(name: str) -> str:
+    """A local directory for `name`: "demo" (trained on first use), a directory, or a hub repository (downloaded)."""
+    if name != DEMO:
+        return models_by_name(name)
+    if not os.path.isdir(DEMO_HOME):
+        build(DEMO_HOME)
+    return os.path.join(DEMO_HOME, "model")
 
 
 def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:

@@ -1,6 +1,6 @@
 """Procrustes analysis on Gram matrices: how alike two heads can be made, and the rotations that align a group.
 
-All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in common/stats.py.
+All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in common/method/stats.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor

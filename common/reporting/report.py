@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from common.artifacts import read_record
 from common.cli import UserError
-from common.engine import read_metrics
+from common.training.engine import read_metrics
 
 
 class Part(NamedTuple):

@@ -1,6 +1,6 @@
 """The evaluated questions as tasks of the standard harness (lm_eval), and its answers held against those of 07_eval.py.
 
-    python 07_eval.py --run RUN --harness DIR && bash DIR/lm_eval.sh && python -m common.harness RUN DIR
+    python 07_eval.py --run RUN --harness DIR && bash DIR/lm_eval.sh && python -m common.reporting.harness RUN DIR
 
 The last line exits with 2 unless lm_eval chose what 07_eval.py chose in every question, and reports the same accuracies.
 """
@@ -13,7 +13,7 @@ import sys
 
 from common.artifacts import write_text
 from common.cli import UserError, run_stage
-from common.tasks import Example, choice_samples
+from common.data.tasks import Example, choice_samples
 
 GROUP = "table5"  # of lm_eval's task names, which must not be those that it brings itself
 TASK = """\
@@ -112,7 +112,7 @@ def compare(run: str, directory: str) -> str:
 
 def main():
     if len(sys.argv) != 3:
-        raise UserError("usage: python -m common.harness RUN DIR")
+        raise UserError("usage: python -m common.reporting.harness RUN DIR")
     print(compare(*sys.argv[1:]))
 
 

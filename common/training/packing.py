@@ -10,8 +10,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.data.tasks import Sample
 from common.models import window_mask
-from common.tasks import Sample
 
 
 @functools.lru_cache(maxsize=2)

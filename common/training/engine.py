@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from common import checkpoints
-from common.budget import peak_flops
 from common.cli import UserError
-from common.packing import batch_indices, rows_of_step
-from common.sharding import Ranks
+from common.training import checkpoints
+from common.training.budget import peak_flops
+from common.training.packing import batch_indices, rows_of_step
+from common.training.sharding import Ranks
 
 SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the line printed per step
 
