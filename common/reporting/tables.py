@@ -1,0 +1,32 @@
+"""Markdown tables. Every table that this repository writes in Markdown comes from here."""
+
+from collections.abc import Iterable, Sequence
+
+ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # an escaped < opens neither a tag nor a comment
+
+
+def markdown_cell(value) -> str:
+    """The text of `value` on one line, with the characters escaped that would end a table cell or start HTML."""
+    return " ".join(str(value).translate(ESCAPES).split())
+
+
+def markdown_table(
+    header: Sequence,
+    rows: Iterable[Sequence],
+    align: str = "",  # one of "<" (left) and ">" (right) per column; the default is left for all
+) -> str:
+    """A Markdown table with columns padded to one width, without a newline at the end.
+
+    Cells are shown as str() gives them. Raises ValueError when a row has more or fewer cells than the header.
+    """
+    align = align or "<" * len(header)
+    cells = [[markdown_cell(value) for value in row] for row in (header, *rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(1, *map(len, column)) for column in columns]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
+        return f"| {' | '.join(padded)} |"
+
+    rules = ["-" * (width + 1) + ("-" if side == "<" else ":") for side, width in zip(align, widths, strict=True)]
+    return "\n".join([line(cells[0]), f"|{'|'.join(rules)}|", *map(line, cells[1:])])
