@@ -27,12 +27,12 @@ from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
 from common.layers import Layers
+from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.models import (
     DEMO,
     Geometry,
     describe,
-    free_pairs,
     geometry,
     load_config,
     load_tokenizer,

@@ -18,11 +18,11 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import read_tensors, record, refuse_overwrite, write_tensors
+from common.artifacts import read_layer, read_tensors, record, refuse_overwrite, write_tensors
 from common.cli import Clock, run_stage, stage_parser
 from common.method.closed_form import key_loss, key_weights, value_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
-from common.method.stats import CRITERIA, Grams
+from common.method.stats import CRITERIA, LayerGrams
 from common.models import pick_device
 from common.reporting import plots
 
@@ -45,17 +45,18 @@ def main():
     device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
-    grams = Grams(source, model["kv_heads"])
     found = {}  # "key.cos.before" -> list over layers of [H, H]
     for layer in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
+        tensors = {name: tensor.to(device) for name, tensor in read_layer(source, layer).items()}
+        grams = LayerGrams(tensors, model["kv_heads"])
         for criterion, kind in CRITERIA.items():
-            pairs = {"key": key_similarity(grams.key(layer, kind).to(device), tokens, criterion, grams.free(layer).to(device)),
-                     "value": value_similarity(grams.value(layer, kind).to(device), tokens, criterion)}
+            pairs = {"key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
+                     "value": value_similarity(grams.value(kind), tokens, criterion)}
             for head, matrices in pairs.items():
                 for when, matrix in zip(("before", "after"), matrices, strict=True):
                     found.setdefault(f"{head}.{criterion}.{when}", []).append(matrix.cpu())
-        lost = value_loss(grams.value(layer, "raw").to(device), grams.output(layer).to(device))
-        lost = lost + key_loss(grams.key(layer, "raw").to(device), key_weights(grams.query(layer).to(device)))
+        lost = value_loss(grams.value("raw"), grams.output)
+        lost = lost + key_loss(grams.key("raw"), key_weights(grams.query))
         found.setdefault("energy", []).append(-lost.cpu())
     tensors = {name: torch.stack(matrices) for name, matrices in found.items()}
 

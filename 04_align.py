@@ -30,6 +30,7 @@ from common.artifacts import (
     RECORD,
     TensorFile,
     check_same_model,
+    read_layer,
     read_record,
     read_tensors,
     record,
@@ -51,8 +52,9 @@ from common.method.procrustes import (
     pair_mean,
 )
 from common.method.refit import Refit
-from common.method.stats import CRITERIA, Grams
-from common.models import load_config, load_tokenizer, norms_heads, pick_device, source_model
+from common.method.rope import norms_heads
+from common.method.stats import CRITERIA, LayerGrams
+from common.models import load_config, load_tokenizer, pick_device, source_model
 
 TOLERANCE = 1e-4, 1e-5  # of the logits: absolute, or of the largest if that is more; float32 rounding through all layers
 
@@ -82,29 +84,29 @@ def group_blocks(gram: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return gram[groups[:, :, None], groups[:, None, :]]
 
 
-def align_layer(grams: Grams, layer: int, tokens: int, groups: torch.Tensor, rotate: str, device: str):
+def align_layer(grams: LayerGrams, tokens: int, groups: torch.Tensor, rotate: str, device: str):
     """Rotations of one layer, Q [G, D, d, d] and u [G, D, d/2], and the mean within-group cosine before and after."""
-    unit_value, unit_key = (group_blocks(gram(layer, "unit").to(device), groups) for gram in (grams.value, grams.key))
+    unit_value, unit_key = (group_blocks(gram("unit").to(device), groups) for gram in (grams.value, grams.key))
     value_rotation = torch.eye(unit_value.shape[-1], dtype=torch.float64, device=device).expand(unit_value[:, :, 0].shape)
     key_rotation = torch.ones_like(unit_key[:, :, 0])
     cosine = {"value_before": aligned_value_overlap(unit_value, value_rotation),
               "key_before": aligned_key_overlap(unit_key, key_rotation)}
     if rotate != "none":
         kind = CRITERIA[rotate]
-        value_rotation = align_values(group_blocks(grams.value(layer, kind).to(device), groups))
-        key_rotation = align_keys(group_blocks(grams.key(layer, kind).to(device), groups), free=grams.free(layer).to(device))
+        value_rotation = align_values(group_blocks(grams.value(kind).to(device), groups))
+        key_rotation = align_keys(group_blocks(grams.key(kind).to(device), groups), free=grams.free.to(device))
     cosine |= {"value_after": aligned_value_overlap(unit_value, value_rotation),
                "key_after": aligned_key_overlap(unit_key, key_rotation)}
     return value_rotation, key_rotation, {name: float(pair_mean(sums).mean()) / tokens for name, sums in cosine.items()}
 
 
-def closed_form_layer(grams: Grams, layer: int, groups: torch.Tensor, value_rotation, key_rotation, device: str) -> Merge:
+def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation, key_rotation, device: str) -> Merge:
     """The closed-form merge of one layer, in the coordinates of its rotated heads."""
-    value, key = (group_blocks(gram(layer, "raw").to(device), groups) for gram in (grams.value, grams.key))
+    value, key = (group_blocks(gram("raw").to(device), groups) for gram in (grams.value, grams.key))
     value = torch.einsum("giab,gijbc,gjdc->gijad", value_rotation, value, value_rotation)
     key = torch.einsum("gip,gijp,gjp->gijp", key_rotation.conj(), key, key_rotation)
-    output = torch.einsum("giab,gibc,gidc->giad", value_rotation, grams.output(layer).to(device)[groups], value_rotation)
-    return closed_form(value, output, key, key_weights(grams.query(layer).to(device))[groups])
+    output = torch.einsum("giab,gibc,gidc->giad", value_rotation, grams.output.to(device)[groups], value_rotation)
+    return closed_form(value, output, key, key_weights(grams.query.to(device))[groups])
 
 
 def layout_of(config, dtype: torch.dtype) -> dict:
@@ -194,15 +196,16 @@ def main():
         print(f"reads   {said}; {text.numel()} tokens, for the refit")
         refit = Refit(layers.run, layers.embed(text.split(4), args.run), layers.embed(text.split(4), args.run))
 
-    grams, cosines, config = Grams(calibration_path, heads), [], merged_config(layers.config, kv_heads)
+    cosines, config = [], merged_config(layers.config, kv_heads)
     with (checkpoint(outputs["aligned"], layers.config, dtype, path, tokenizer) as (aligned_directory, aligned_file),
           checkpoint(outputs["merged"], config, dtype, path, tokenizer) as (merged_directory, merged_file)):
         for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
-            value_rotation, key_rotation, cosine = align_layer(grams, index, was["tokens"], groups[index], args.rotate, device)
+            grams = LayerGrams(read_layer(calibration_path, index), heads)
+            value_rotation, key_rotation, cosine = align_layer(grams, was["tokens"], groups[index], args.rotate, device)
             cosines.append({name: round(number, 6) for name, number in cosine.items()})
             merge = mean_merge(heads, kv_heads, described["head_dim"])
             if args.merge == "closed-form":
-                merge = closed_form_layer(grams, index, groups[index], value_rotation, key_rotation, device)
+                merge = closed_form_layer(grams, groups[index], value_rotation, key_rotation, device)
             with layers.layer(index) as layer:
                 proof.advance("source", layer)
                 fuse_layer(layer.self_attn, groups[index].flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))

@@ -31,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import machine
 from common.method.grouping import anneal, score
 from common.method.procrustes import align_keys, align_values, key_similarity, value_similarity
-from common.method.stats import CRITERIA, LayerStats, to_complex, unpack_half
+from common.method.rope import to_complex
+from common.method.stats import CRITERIA, LayerStats, unpack_half
 from common.models import geometry
 
 PUBLISHED_TOKENS = 128 * 2048

@@ -187,3 +187,11 @@ def read_tensors(path: str, stage: str, model: dict | None = None):
         return safe_open(path, framework="pt"), found
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file: {error}") from error
+
+
+def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
+    """Copies of one layer's tensors in a calibration, by name, and the file closed again: what was read of an open one stays in
+    memory, and a tensor in a file lies at a multiple of 8 bytes, where torch's complex kernels expect 16."""
+    prefix = f"layers.{index}."
+    with safe_open(path, framework="pt") as file:
+        return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in file.keys() if name.startswith(prefix)}

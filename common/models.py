@@ -90,24 +90,6 @@ def check_kv_heads(shape: Geometry, kv_heads: int) -> None:
         raise UserError(f"--kv-heads: expected one of {allowed} for {shape.kv_heads} key/value heads, found {kv_heads}")
 
 
-def norms_heads(config) -> bool:
-    """Whether each head's query and key go through an RMS norm of their own before RoPE."""
-    return config.model_type == "qwen3"
-
-
-def free_pairs(attention) -> torch.Tensor:
-    """[d/2] bool: RoPE pairs whose query and key may be turned by any common angle; the others by half a turn at most.
-
-    All of them, but for an RMS norm of each head's query and key (Qwen3): its weights (a, b) of q_norm and (c, e) of k_norm
-    stand between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with rotations for every angle only
-    where ac = be and ae = bc. A half turn is -1 and commutes with everything; the norm itself sees lengths only.
-    """
-    if not norms_heads(attention.config):
-        return torch.ones(attention.head_dim // 2, dtype=torch.bool)
-    (a, b), (c, e) = (norm.weight.detach().double().cpu().chunk(2) for norm in (attention.q_norm, attention.k_norm))
-    return (a * c == b * e) & (a * e == b * c)
-
-
 def fingerprint(path: str) -> str:
     """A sha256 over config.json and 64 slices of each weight file: any training step changes it, and 13 GB hash at once."""
     digest = hashlib.sha256()

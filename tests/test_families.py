@@ -15,8 +15,9 @@ from common.layers import run_layer
 from common.method import masks
 from common.method.fuse import fuse_layer, merge_model
 from common.method.procrustes import align_keys, key_similarity
+from common.method.rope import free_pairs
 from common.method.stats import key_gram
-from common.models import free_pairs, geometry
+from common.models import geometry
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Trainee

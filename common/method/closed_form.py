@@ -16,7 +16,8 @@ Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/method/
 import torch
 
 from common.method.fuse import Merge
-from common.method.procrustes import polar, shared_out, unit_phase
+from common.method.procrustes import polar, shared_out
+from common.method.rope import unit_phase
 
 FLOOR = 1e-6  # of a layer's mean query energy: where a query never looks, its key still has some weight
 DEAD = 1e-12  # of the largest eigenvalue: directions below it hold rounding, nothing else

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.models import geometry
-
-
-def rotate_pairs(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn RoPE pairs: rows [H, d, ...] times the unit numbers u [H, d/2], pair p being rows (p, p + d/2)."""
-    first, second = rows.chunk(2, dim=1)
-    real, imaginary = (part.reshape(*part.shape, *[1] * (rows.ndim - 2)) for part in (rotation.real, rotation.imag))
-    return torch.cat((real * first - imaginary * second, imaginary * first + real * second), dim=1)
+from common.method.rope import rotate_pairs
 
 
 @torch.no_grad()
@@ -129,11 +122,13 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
 
     merges: one per layer; the paper's means by default.
     """
-    shape, config = geometry(model.config), merged_config(model.config, kv_heads)
+    config = merged_config(model.config, kv_heads)
     merged = type(model)(config).to(dtype=model.dtype, device=model.device).eval()
     state = model.state_dict()
     for index, layer in enumerate(model.model.layers):
-        merge = merges[index] if merges else mean_merge(shape.kv_heads, kv_heads, shape.head_dim)
+        head_dim = layer.self_attn.head_dim
+        source_kv_heads = layer.self_attn.k_proj.out_features // head_dim
+        merge = merges[index] if merges else mean_merge(source_kv_heads, kv_heads, head_dim)
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merge_layer(layer, index, config, merge).state_dict().items()}
     merged.load_state_dict(state)
     return merged

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from common.method.rope import unit_phase
+
 MAX_ROUNDS = 500  # generalized Procrustes settles in tens of rounds (keys) or some hundreds (values); this bounds a slow one
 TOLERANCE = 1e-10  # relative gain of a round below which it has settled: no figure we print can show it
 
@@ -35,12 +37,6 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
         return left @ right
 
     return shared_out(factor, matrix)
-
-
-def unit_phase(number: torch.Tensor) -> torch.Tensor:
-    """number / |number|, and 1 where the number is 0: a pair that never fires is left as it is."""
-    size = number.abs()
-    return torch.where(size > 0, number / size.where(size > 0, 1), 1)
 
 
 def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,6 @@ ridge |W - W_O|^2. The ridge is chosen by the error on sequences held out of the
 
 import torch
 
-from common.layers import Spool
-
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # times the mean of the diagonal of sum h h^T
 HELD_OUT = 4  # one sequence in so many judges the ridge
 
@@ -30,7 +28,7 @@ class Refit:
     run(layer, hidden): a decoder layer of either applied to them, attention by sdpa.
     """
 
-    def __init__(self, run, wanted: Spool, ours: Spool):
+    def __init__(self, run, wanted, ours):
         self.run, self.wanted, self.ours = run, wanted, ours
         sizes = [len(wanted[number]) for number in range(len(wanted))]
         held_out = torch.arange(sum(sizes)) % HELD_OUT == HELD_OUT - 1

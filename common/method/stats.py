@@ -16,16 +16,11 @@ both summed over the query heads that read a key/value head, where there are sev
 """
 
 import torch
-from safetensors import safe_open
+
+from common.method.rope import to_complex
 
 CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> which Grams it is computed from
 STRIP = 4  # heads: a product of fewer rows is slower per block, one of more computes more blocks below the diagonal
-
-
-def to_complex(keys: torch.Tensor) -> torch.Tensor:
-    """Keys [..., d] -> RoPE pairs [..., d/2] complex, pair p being (p, p + d/2)."""
-    real, imaginary = keys.chunk(2, dim=-1)
-    return torch.complex(real.contiguous(), imaginary.contiguous())
 
 
 def to_unit(vectors: torch.Tensor) -> torch.Tensor:
@@ -74,7 +69,6 @@ class LayerStats:
         shape = heads, heads, head_dim // 2
         self.key = {kind: torch.zeros(shape, dtype=torch.complex128, device=device) for kind in ("raw", "unit")}
         self.query = torch.zeros(heads, head_dim // 2, dtype=torch.float64, device=device)
-        self.tokens = 0
 
     def update_values(self, values: torch.Tensor) -> None:
         """values: v_proj's output as [n, H, d]."""
@@ -83,11 +77,10 @@ class LayerStats:
         self.value["unit"] += value_half(to_unit(values))
 
     def update_keys(self, keys: torch.Tensor) -> None:
-        """keys: k_proj's output, before RoPE, as [n, H, d]. Also counts the tokens."""
+        """keys: k_proj's output, before RoPE, as [n, H, d]."""
         keys = keys.float()
         self.key["raw"] += key_gram(keys)
         self.key["unit"] += key_gram(to_unit(keys))
-        self.tokens += len(keys)
 
     def update_queries(self, queries: torch.Tensor) -> None:
         """queries: q_proj's output as [n, query heads, d]; RoPE does not change what is summed."""
@@ -107,34 +100,31 @@ def output_gram(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor
     return torch.einsum("oira,oirb->iab", columns, columns)
 
 
-class Grams:
-    """The Gram matrices of a calibration file, layer by layer. heads: H, the source's key/value heads."""
+class LayerGrams:
+    """One layer's Gram matrices, from the tensors that LayerStats, free_pairs and output_gram made of it. H = source_kv_heads."""
 
-    def __init__(self, path: str, heads: int):
-        self.path, self.heads = path, heads
+    def __init__(self, tensors: dict[str, torch.Tensor], source_kv_heads: int):
+        self.tensors, self.source_kv_heads = tensors, source_kv_heads
 
-    def _read(self, layer: int, name: str) -> torch.Tensor:
-        """A copy, and the file closed again: what was read of an open one stays in memory, and a tensor in a file lies at a
-        multiple of 8 bytes, where torch's complex kernels take 16 for granted."""
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(f"layers.{layer}.{name}").clone()
-
-    def value(self, layer: int, kind: str) -> torch.Tensor:
+    def value(self, kind: str) -> torch.Tensor:
         """C [H, H, d, d] float64; kind "raw" or "unit"."""
-        return unpack_half(self._read(layer, f"value.{kind}"), self.heads)
+        return unpack_half(self.tensors[f"value.{kind}"], self.source_kv_heads)
 
-    def key(self, layer: int, kind: str) -> torch.Tensor:
-        """c [H, H, d/2] complex128."""
-        return torch.view_as_complex(self._read(layer, f"key.{kind}"))
+    def key(self, kind: str) -> torch.Tensor:
+        """c [H, H, d/2] complex128; kind "raw" or "unit"."""
+        return torch.view_as_complex(self.tensors[f"key.{kind}"])
 
-    def free(self, layer: int) -> torch.Tensor:
-        """[d/2] bool: RoPE pairs that may be turned by any angle (common/models.py free_pairs)."""
-        return self._read(layer, "key.free")
+    @property
+    def free(self) -> torch.Tensor:
+        """[d/2] bool: RoPE pairs that may be rotated by any angle (rope.free_pairs)."""
+        return self.tensors["key.free"]
 
-    def query(self, layer: int) -> torch.Tensor:
+    @property
+    def query(self) -> torch.Tensor:
         """sum_n |q_i[p]|^2 [H, d/2] float64."""
-        return self._read(layer, "query.energy")
+        return self.tensors["query.energy"]
 
-    def output(self, layer: int) -> torch.Tensor:
+    @property
+    def output(self) -> torch.Tensor:
         """W_O,i^T W_O,i [H, d, d] float64."""
-        return self._read(layer, "output.gram")
+        return self.tensors["output.gram"]

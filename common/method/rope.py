@@ -1,0 +1,47 @@
+"""RoPE pairs as complex numbers.
+
+Hugging Face's Llama rotates the pair (p, p + d/2) of a head of size d by an angle that depends on the position alone. Read as
+the complex number z[p] = k[p] + 1j k[p + d/2], RoPE multiplies it by a unit number, so any other factor per pair commutes with RoPE.
+"""
+
+import torch
+
+
+def to_complex(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [..., d] -> RoPE pairs [..., d/2] complex, pair p being (p, p + d/2)."""
+    real, imaginary = keys.chunk(2, dim=-1)
+    return torch.complex(real.contiguous(), imaginary.contiguous())
+
+
+def unit_phase(number: torch.Tensor) -> torch.Tensor:
+    """number / |number|, and 1 where the number is 0: a pair that never fires is left as it is."""
+    size = number.abs()
+    return torch.where(size > 0, number / size.where(size > 0, 1), 1)
+
+
+def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply RoPE pairs by complex numbers (Eq. 14 where they are unit numbers).
+
+    rows: [H, d, ...], pair p being rows (p, p + d/2); factor: [H, d/2] complex. Returns rows' shape.
+    """
+    first, second = rows.chunk(2, dim=1)
+    real, imaginary = (part.reshape(*part.shape, *[1] * (rows.ndim - 2)) for part in (factor.real, factor.imag))
+    return torch.cat((real * first - imaginary * second, imaginary * first + real * second), dim=1)
+
+
+def norms_heads(config) -> bool:
+    """Whether each head's query and key pass through an RMS norm of their own before RoPE."""
+    return config.model_type == "qwen3"
+
+
+def free_pairs(attention) -> torch.Tensor:
+    """[d/2] bool: RoPE pairs whose query and key may be rotated by any common angle; the others allow a sign flip only.
+
+    All of them, except where each head's query and key are normalized (Qwen3): the norm's weights (a, b) of q_norm and (c, e)
+    of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with rotations for every angle
+    only where ac = be and ae = bc. A sign flip commutes with everything, and the norm itself sees lengths only.
+    """
+    if not norms_heads(attention.config):
+        return torch.ones(attention.head_dim // 2, dtype=torch.bool)
+    (a, b), (c, e) = (norm.weight.detach().double().cpu().chunk(2) for norm in (attention.q_norm, attention.k_norm))
+    return (a * c == b * e) & (a * e == b * c)
