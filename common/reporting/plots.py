@@ -1,92 +1,139 @@
-"""Pictures. Drawn when matplotlib is installed, skipped with a line when it is not."""
+"""Pictures, drawn with matplotlib where it is installed.
 
+A picture is never worth a run: one that cannot be drawn or written is skipped, and a line says why.
+"""
+
+import contextlib
 import functools
 import os
 
 
-def drawing(function):
-    """Call function(plt, path, ...) with matplotlib's pyplot, write aside and rename; without matplotlib, say so."""
+def drawing(figure_of):
+    """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
-    @functools.wraps(function)
+    Without matplotlib, or where the file cannot be written, draw() prints one line and returns. The file is
+    written aside and renamed. figure_of itself stays available as draw.__wrapped__.
+    """
+
+    @functools.wraps(figure_of)
     def draw(path: str, *args, **kwargs) -> None:
         try:
             import matplotlib
-        except ImportError:
-            print(f"skipped {path}: matplotlib is not installed")
+            matplotlib.use("Agg")
+            from matplotlib import pyplot
+        except ImportError as error:
+            print(f"skipped {path}: matplotlib cannot be imported ({error})")
             return
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure = function(pyplot, *args, **kwargs)
-        aside = path.removesuffix(".png") + ".tmp.png"
-        figure.savefig(aside, dpi=110, bbox_inches="tight", metadata={"Software": None})
-        pyplot.close(figure)
-        os.rename(aside, path)
-        print(f"drew    {path}")
+        figure = figure_of(pyplot, *args, **kwargs)
+        aside = path + ".tmp"
+        try:
+            # the format is named because the path does not end in .png; no version: same data, same bytes
+            figure.savefig(aside, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+            os.replace(aside, path)
+            print(f"drew    {path}")
+        except OSError as error:
+            print(f"skipped {path}: cannot be written ({error.strerror or error})")
+            with contextlib.suppress(OSError):
+                os.remove(aside)
+        finally:
+            pyplot.close(figure)
 
     return draw
 
 
 @drawing
-def heatmaps(plt, matrices: dict[str, dict[str, list]], layers: list[int], title: str):
-    """Figure 2. matrices: row label ("keys before", ...) -> list of [H, H] arrays, one a column; layers: column numbers."""
-    figure, axes = plt.subplots(len(matrices), len(layers), squeeze=False, layout="constrained",
-                                figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4))
+def heatmaps(
+    plt,
+    matrices: dict[str, list],  # row label ("keys before", ...) -> one [heads, heads] array per column
+    layers: list[int],  # the layer of each column
+    title: str,
+):
+    """Similarity of any two heads before and after alignment: the paper's Figure 2."""
+    figure, axes = plt.subplots(
+        len(matrices), len(layers), squeeze=False, layout="constrained",
+        figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4),
+    )
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
         for axis, image in zip(row, images, strict=True):
-            shown = axis.imshow(image, vmin=0, vmax=1, cmap="viridis")
-            axis.set_xticks([])
-            axis.set_yticks([])
+            drawn = axis.imshow(image, vmin=0, vmax=1, cmap="viridis")
+            axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(label)
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
-    figure.colorbar(shown, ax=axes, shrink=0.6, label="mean cosine of the two heads")
+    figure.colorbar(drawn, ax=axes, shrink=0.6, label="mean cosine of the two heads")
     figure.suptitle(title)
     return figure
 
 
 @drawing
-def curves(plt, steps: list[dict], title: str):
-    """Training, from the lines of metrics.jsonl: losses; target and actual mask mean; mask mean per layer (Figure 3)."""
-    masked = [line for line in steps if "mask_mean" in line]
-    figure, axes = plt.subplots(1, 3, figsize=(15.6, 3.8), layout="constrained")
+def curves(
+    plt,
+    records: list[dict],  # the lines of metrics.jsonl
+    title: str,
+):
+    """Training: the losses; target and mean of the masks; mean mask of each layer (the paper's Figure 3)."""
+    figure, (losses, means, layers) = plt.subplots(1, 3, figsize=(15.6, 3.8), layout="constrained")
+    _draw_losses(losses, records)
+    masked = [record for record in records if "mask_mean" in record]
+    if masked:  # a run of one step has no masked part
+        _draw_mask_means(means, masked)
+        _draw_mask_layers(layers, masked, plt.cm.viridis)
+    figure.suptitle(title)
+    return figure
+
+
+def _draw_losses(axis, records: list[dict]) -> None:
     for name in ("loss", "kl", "bild", "l0"):
-        points = [(line["step"], line[name]) for line in steps if line.get(name, 0) > 0]
+        points = [(record["step"], record[name]) for record in records if record.get(name, 0) > 0]
         if points:
-            axes[0].plot(*zip(*points, strict=True), label=name, linewidth=1.2 if name == "loss" else 0.9)
-    axes[0].set(title="losses", xlabel="step", yscale="log")
-    axes[0].legend()
-    if masked:  # a run of one step has no masked phase
-        numbers = [line["step"] for line in masked]
-        axes[1].plot(numbers, [line["mask_target"] for line in masked], "k--", label="target T")
-        axes[1].plot(numbers, [line["mask_expected"] for line in masked], label="expected mask (Eq. 29)")
-        axes[1].plot(numbers, [line["mask_mean"] for line in masked], label="mean of the masks drawn", alpha=0.7)
-        axes[1].set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
-        axes[1].legend()
-        layers = len(masked[0]["mask_per_layer"])
-        for layer in range(layers):
-            axes[2].plot(numbers, [line["mask_per_layer"][layer] for line in masked],
-                         color=plt.cm.viridis(layer / max(layers - 1, 1)), label=f"layer {layer}" if layers <= 8 else None)
-        axes[2].set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
-        if layers <= 8:
-            axes[2].legend()
-    figure.suptitle(title)
-    return figure
+            axis.plot(*zip(*points, strict=True), label=name, linewidth=1.2 if name == "loss" else 0.9)
+    axis.set(title="losses", xlabel="step", yscale="log")
+    if axis.lines:
+        axis.legend()
+
+
+def _draw_mask_means(axis, masked: list[dict]) -> None:
+    steps = [record["step"] for record in masked]
+    axis.plot(steps, [record["mask_target"] for record in masked], "k--", label="target T")
+    axis.plot(steps, [record["mask_expected"] for record in masked], label="expected mask (Eq. 29)")
+    axis.plot(steps, [record["mask_mean"] for record in masked], label="mean of the sampled masks", alpha=0.7)
+    axis.set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
+    axis.legend()
+
+
+def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
+    steps = [record["step"] for record in masked]
+    count = len(masked[0]["mask_per_layer"])
+    for layer in range(count):
+        values = [record["mask_per_layer"][layer] for record in masked]
+        axis.plot(steps, values, color=colour_map(layer / max(count - 1, 1)), label=f"layer {layer}")
+    axis.set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
+    if count <= 8:  # more would cover the curves
+        axis.legend()
 
 
 @drawing
-def starts(plt, rows: dict[str, dict[int, float]], source: float, title: str):
-    """Held-out loss against distillation steps. rows: name -> steps -> loss, 0 steps being right after merging; names that
-    differ in what follows the last comma share a colour, the second of them is dashed."""
+def starts(
+    plt,
+    losses: dict[str, dict[int, float]],  # name -> distillation steps -> held-out loss; 0: not distilled
+    source: float,  # the source model's held-out loss
+    title: str,
+):
+    """Held-out loss against distillation steps, one line per way of merging.
+
+    Names that differ only after their last comma are variants of one way: one colour, later ones dashed.
+    """
     figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
     colours: dict[str, str] = {}
-    for name, losses in rows.items():
-        start = name.rpartition(",")[0]
-        again = start in colours
-        colour = colours.setdefault(start, f"C{len(colours)}")
-        axis.plot(range(len(losses)), list(losses.values()), color=colour, linestyle="--" if again else "-", marker="o", markersize=3, label=name)
-    budgets = list(next(iter(rows.values())))
+    for name, by_steps in losses.items():
+        way = name.rpartition(",")[0]
+        style = "--" if way in colours else "-"
+        colour = colours.setdefault(way, f"C{len(colours)}")
+        axis.plot(range(len(by_steps)), list(by_steps.values()), color=colour, linestyle=style, marker="o",
+                  markersize=3, label=name)
+    budgets = list(next(iter(losses.values())))
     axis.plot([0, len(budgets) - 1], [source, source], color="black", linewidth=0.8, label="source")
-    axis.set(title=title, xlabel="distillation steps", ylabel="held-out loss, nats", xticks=range(len(budgets)), xticklabels=budgets)
+    axis.set(title=title, xlabel="distillation steps", ylabel="held-out loss, nats",
+             xticks=range(len(budgets)), xticklabels=budgets)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure

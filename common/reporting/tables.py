@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # an escaped < opens neither a tag nor a comment
+ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # an escaped < opens no tag and no comment
 
 
-def markdown_cell(value) -> str:
-    """The text of `value` on one line, with the characters escaped that would end a table cell or start HTML."""
+def markdown_text(value) -> str:
+    """The text of `value` on one line, with the characters escaped that would end a cell or start HTML."""
     return " ".join(str(value).translate(ESCAPES).split())
 
 
@@ -20,7 +20,7 @@ def markdown_table(
     Cells are shown as str() gives them. Raises ValueError when a row has more or fewer cells than the header.
     """
     align = align or "<" * len(header)
-    cells = [[markdown_cell(value) for value in row] for row in (header, *rows)]
+    cells = [[markdown_text(value) for value in row] for row in (header, *rows)]
     columns = list(zip(*cells, strict=True))
     widths = [max(1, *map(len, column)) for column in columns]
 
@@ -28,5 +28,6 @@ def markdown_table(
         padded = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
         return f"| {' | '.join(padded)} |"
 
-    rules = ["-" * (width + 1) + ("-" if side == "<" else ":") for side, width in zip(align, widths, strict=True)]
+    ends = {"<": "-", ">": ":"}
+    rules = ["-" * (width + 1) + ends[side] for side, width in zip(align, widths, strict=True)]
     return "\n".join([line(cells[0]), f"|{'|'.join(rules)}|", *map(line, cells[1:])])

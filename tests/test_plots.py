@@ -1,0 +1,156 @@
+"""Pictures, checked for what they show: titles, axes, series and the numbers they are drawn from."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from common.reporting import plots
+
+pyplot = pytest.importorskip("matplotlib.pyplot")
+pyplot.switch_backend("Agg")
+
+
+def training_records(layers: int = 2) -> list[dict]:
+    """Five steps, the last without masks; every figure differs from every other."""
+    records = []
+    for step in range(1, 6):
+        record = {"step": step, "loss": 5.0 / step, "kl": 3.0 / step, "bild": 2.0 / step}
+        if step < 5:
+            record |= {"l0": 0.1 * (step - 1), "mask_target": 1 - step / 5, "mask_expected": 0.9 - step / 10,
+                       "mask_mean": 0.8 - step / 20,
+                       "mask_per_layer": [(step + layer) / (10 * layers) for layer in range(layers)]}
+        records.append(record)
+    return records
+
+
+def figure_of(draw, *arguments):
+    figure = draw.__wrapped__(pyplot, *arguments)
+    pyplot.close(figure)
+    return figure
+
+
+def series(axis) -> dict[str, tuple[list, list]]:
+    """Label -> (x, y) of each line."""
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
+
+
+def legend(axis) -> list[str]:
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_curves_show_the_losses_of_every_step():
+    records = training_records()
+    figure = figure_of(plots.curves, records, "8 -> 2 kv heads")
+    axis = figure.axes[0]
+    assert figure.get_suptitle() == "8 -> 2 kv heads"
+    assert (axis.get_title(), axis.get_xlabel(), axis.get_yscale()) == ("losses", "step", "log")
+    lines = series(axis)
+    assert list(lines) == legend(axis) == ["loss", "kl", "bild", "l0"]
+    for name in ("loss", "kl", "bild"):
+        assert lines[name] == ([1, 2, 3, 4, 5], [record[name] for record in records])
+    assert lines["l0"][0] == [2, 3, 4]  # a logarithmic axis has no zero
+
+
+def test_curves_show_target_expected_and_sampled_masks():
+    records = training_records()[:4]
+    axis = figure_of(plots.curves, records, "title").axes[1]
+    assert (axis.get_title(), axis.get_xlabel()) == ("masks", "step")
+    names = {"target T": "mask_target", "expected mask (Eq. 29)": "mask_expected",
+             "mean of the sampled masks": "mask_mean"}
+    assert legend(axis) == list(names)
+    for label, name in names.items():
+        assert series(axis)[label] == ([1, 2, 3, 4], [record[name] for record in records])
+
+
+@pytest.mark.parametrize("layers", [2, 9])
+def test_curves_show_a_line_per_layer(layers):
+    records = training_records(layers)[:4]
+    axis = figure_of(plots.curves, records, "title").axes[2]
+    assert (axis.get_title(), axis.get_xlabel()) == ("expected mask per layer", "step")
+    lines = series(axis)
+    assert list(lines) == [f"layer {layer}" for layer in range(layers)]
+    for layer in range(layers):
+        values = [record["mask_per_layer"][layer] for record in records]
+        assert lines[f"layer {layer}"] == ([1, 2, 3, 4], values)
+    assert (axis.get_legend() is not None) == (layers <= 8)
+    assert len({line.get_color() for line in axis.lines}) == layers
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0, "kl": 1.0, "bild": 1.0}]])
+def test_curves_without_masks_leave_their_axes_empty(records):
+    losses, means, layers = figure_of(plots.curves, records, "title").axes
+    assert len(losses.lines) == 3 * len(records) and not means.lines and not layers.lines
+
+
+def test_heatmaps_show_each_matrix_in_its_place():
+    draw = np.random.default_rng(0)
+    matrices = {label: [draw.random((4, 4)) for _ in range(3)] for label in ("keys before", "keys after")}
+    figure = figure_of(plots.heatmaps, matrices, [0, 5, 7], "Similarity of heads")
+    *axes, colour_bar = figure.axes
+    assert figure.get_suptitle() == "Similarity of heads" and len(axes) == 6
+    assert colour_bar.get_ylabel() == "mean cosine of the two heads"
+    assert [axis.get_title() for axis in axes] == ["layer 0", "layer 5", "layer 7", "", "", ""]
+    assert [axis.get_ylabel() for axis in axes] == ["keys before", "", "", "keys after", "", ""]
+    for axis, matrix in zip(axes, [image for images in matrices.values() for image in images], strict=True):
+        assert np.array_equal(axis.images[0].get_array(), matrix)
+        assert axis.images[0].get_clim() == (0, 1)  # one scale for all, or colours could not be compared
+
+
+def test_starts_show_a_line_per_way_and_the_source():
+    losses = {"mean, masks": {0: 9.0, 10: 5.0, 100: 3.0}, "mean, no masks": {0: 8.0, 10: 4.0, 100: 2.5},
+              "closed form, masks": {0: 4.0, 10: 3.0, 100: 2.0}}
+    figure = figure_of(plots.starts, losses, 1.5, "8 -> 2 kv heads")
+    (axis,) = figure.axes
+    assert (axis.get_title(), axis.get_xlabel()) == ("8 -> 2 kv heads", "distillation steps")
+    assert axis.get_ylabel() == "held-out loss, nats"
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "10", "100"]
+    lines = series(axis)
+    assert legend(axis) == list(lines) == [*losses, "source"]
+    for name, by_steps in losses.items():
+        assert lines[name] == ([0, 1, 2], list(by_steps.values()))
+    assert lines["source"] == ([0, 2], [1.5, 1.5])
+    first, second, third, _ = axis.lines
+    assert first.get_color() == second.get_color() != third.get_color()
+    assert [line.get_linestyle() for line in (first, second, third)] == ["-", "--", "-"]
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path, capsys):
+    paths = [tmp_path / name for name in ("one.png", "two.png")]
+    for path in paths:
+        plots.curves(str(path), training_records(), "title")
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second and first.startswith(b"\x89PNG")
+    assert capsys.readouterr().out == "".join(f"drew    {path}\n" for path in paths)
+    assert sorted(tmp_path.iterdir()) == paths  # nothing written aside is left
+    assert not pyplot.get_fignums()
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plots.curves(str(tmp_path / "curves.png"), training_records(), "title")
+    out = capsys.readouterr().out
+    assert out.startswith(f"skipped {tmp_path / 'curves.png'}: matplotlib") and out.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_written_is_skipped(tmp_path, capsys):
+    """Also what lies there already is kept."""
+    taken = tmp_path / "taken.png"
+    taken.mkdir()
+    for path in (taken, tmp_path / "missing" / "curves.png"):
+        plots.curves(str(path), training_records(), "title")
+        out = capsys.readouterr().out
+        assert out.startswith(f"skipped {path}: cannot be written (") and out.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [taken]
+    assert not pyplot.get_fignums()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full")
+def test_a_full_disk_keeps_the_previous_picture(tmp_path, capsys):
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"previous")
+    (tmp_path / "curves.png.tmp").symlink_to("/dev/full")  # every write there fails with ENOSPC
+    plots.curves(str(picture), training_records(), "title")
+    assert capsys.readouterr().out == f"skipped {picture}: cannot be written (No space left on device)\n"
+    assert list(tmp_path.iterdir()) == [picture] and picture.read_bytes() == b"previous"
