@@ -39,20 +39,20 @@ def tokens(rows=2, length=40):
 @pytest.mark.parametrize("bias", [False, True])
 def test_operators_that_change_nothing_change_nothing_and_others_do(bias):
     expected = all_logits(tiny_model(bias=bias), tokens())
-    same = fusion.patched(tiny_model(bias=bias), fusion.starting_operators(GROUPS, 8), GROUPS)
+    same = fusion.with_operators(tiny_model(bias=bias), fusion.starting_operators(GROUPS, 8), GROUPS)
     assert type(same.model.layers[0].self_attn.k_proj) is fusion.FusedLinear
     assert max_difference(expected, all_logits(same, tokens())) < 1e-5
     for kind in fusion.PROJECTIONS:  # one factor of one head, of the keys or of the values, is noticed
         operators = fusion.starting_operators(GROUPS, 8)
         operators[f"1_{kind}"][0, 0, 1, 0] = 0.5
-        assert max_difference(expected, all_logits(fusion.patched(tiny_model(bias=bias), operators, GROUPS), tokens())) > 1e-3
+        assert max_difference(expected, all_logits(fusion.with_operators(tiny_model(bias=bias), operators, GROUPS), tokens())) > 1e-3
 
 
 def test_mixed_heads_are_equation_5():
     attention, operators = tiny_model(bias=True).model.layers[0].self_attn, drawn_operators()
     x = torch.randn(5, 48)
     own = {"key": attention.k_proj(x).view(5, 8, 8), "value": attention.v_proj(x).view(5, 8, 8)}
-    model = fusion.patched(tiny_model(bias=True), operators, GROUPS)
+    model = fusion.with_operators(tiny_model(bias=True), operators, GROUPS)
     for kind, name in fusion.PROJECTIONS.items():
         found = getattr(model.model.layers[0].self_attn, name)(x).view(5, 8, 8)
         for group, members in enumerate(GROUPS[kind][0]):
@@ -176,8 +176,8 @@ def test_cka_is_as_printed_and_finds_a_rotated_head():
 def fused_tiny(groups=GROUPS, bias=True, **options):
     """A tiny model in fusion, its operators averaged, and the DHA model made of it."""
     operators, source = drawn_operators(groups), tiny_model(bias=bias, **options)
-    fused = fuse.export(source.config, fusion.combined(source.state_dict(), operators, groups, fusion.fold), groups)
-    return fusion.patched(source, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups), fused
+    fused = fuse.export(source.config, fusion.combine_heads(source.state_dict(), operators, groups, fusion.fold), groups)
+    return fusion.with_operators(source, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups), fused
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "tie_word_embeddings": True}])
@@ -189,7 +189,7 @@ def test_fused_heads_are_the_averaged_model_and_its_cache_holds_them_alone(optio
     assert cache_bytes_per_token(fused, tokens()[0]) == (7 + 7) * 8 * 4
     assert geometry(fused.config).kv_heads == 14 // (2 * 3)
     first, second = fused.model.layers[0].self_attn, tiny_model(bias=True).model.layers[0].self_attn
-    assert first.key_of == [0, 1, 0, 1, 1, 0, 1, 0] and not hasattr(second, "key_of")
+    assert first.key_map == [0, 1, 0, 1, 1, 0, 1, 0] and not hasattr(second, "key_map")
 
 
 def test_decoding_with_the_cache_equals_the_whole_pass():
@@ -217,6 +217,7 @@ def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path)
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_it_registered_or_as_a_stranger(tmp_path):
     _, fused = fused_tiny()
     fused.save_pretrained(tmp_path / "fused")
@@ -267,6 +268,7 @@ def state_of(trainee) -> list[torch.Tensor]:
     return [tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone() for tensor in trainee.parameters()]
 
 
+@pytest.mark.slow
 def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_is_too_large(tmp_path, group_of_one):
     arguments, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
     assert training.train(*arguments)
@@ -293,7 +295,7 @@ def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one
     phase.end_step(40)
 
     operators = {name: operator.detach().clone().requires_grad_() for name, operator in trainee.operators.items()}
-    model = fusion.patched(tiny_model(), operators, GROUPS)
+    model = fusion.with_operators(tiny_model(), operators, GROUPS)
     batch = torch.tensor([(*sample.prompt, *sample.answer) for sample in samples[:4]])
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss + 3.0 * fusion.fusion_loss(operators)
     loss.backward()
@@ -302,6 +304,7 @@ def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one
     assert float(trainee.multiplier.grad) == pytest.approx(float(fusion.fusion_loss(operators).detach()))
 
 
+@pytest.mark.slow
 def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
     path, ends = save_tiny(tmp_path / "model"), []
     for pieces in ((12,), (5, 12)):
@@ -319,6 +322,7 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
 SMALL = "--sequences 24 --heldout-sequences 4 --length 32 --batch 4 --steps 4 --heldout-every 2".split()
 
 
+@pytest.mark.slow
 def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     home = tmp_path / "run"
     (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())

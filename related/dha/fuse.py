@@ -89,8 +89,8 @@ def compare_ends(config, weights: dict, operators: dict, groups: dict, fused, to
     """The fused model beside the one that training ended with: its operators averaged within groups, and as they stood."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.load_state_dict(weights)
-    ended = all_logits(fusion.patched(model, operators, groups), tokens)
-    averaged = all_logits(fusion.patched(model, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups), tokens)
+    ended = all_logits(fusion.with_operators(model, operators, groups), tokens)
+    averaged = all_logits(fusion.with_operators(model, {name: fusion.averaged(operator) for name, operator in operators.items()}, groups), tokens)
     found = all_logits(fused, tokens)
     return {"averaged_to_fused": training.relative_difference(averaged, found, "fused/ against averaged operators"),
             "ended_to_fused": max_difference(ended, found), "kl_ended_to_fused": mean_kl(ended, found),
@@ -112,7 +112,7 @@ def finish(args, clock, searched, tokenizer, tokens, unchanged: float) -> None:
     loss = float(fusion.fusion_loss(operators))
     if not loss < FUSED:
         raise UserError(f"{directory}: expected a fusion loss below {FUSED:g} after {steps} steps, found {loss:.2e}; give --force, and more --steps or a larger --lambda-lr")
-    fused = export(config, fusion.combined(weights, operators, groups, fusion.fold), groups)
+    fused = export(config, fusion.combine_heads(weights, operators, groups, fusion.fold), groups)
     ends, held = compare_ends(config, weights, operators, groups, fused, tokens), cache_heads(fused)
     chosen = {kind: [len(of_layer) for of_layer in groups[kind]] for kind in groups}
     if held != chosen:

@@ -1,12 +1,14 @@
-"""Decoupled-head attention: a Llama whose layers have their own numbers of key heads and of value heads.
+"""Decoupled-head attention: a Llama in which every layer has its own numbers of key heads and of value heads.
 
-Query head h of layer l reads key head d^K(h, l) and value head d^V(h, l), by maps of their own (Eq. 3 of the DHA paper). The
-cache holds the H_l^K key heads and H_l^V value heads of each layer and nothing else; they are repeated for their query
-heads right before attention, so that every attention implementation of transformers works. Caches that grow (the default)
-take layers of this kind; StaticCache does not: it gives values as many heads as keys.
+Query head h of layer l reads key head d^K(h, l) and value head d^V(h, l), given by two maps (Eq. 3 of the DHA
+paper). The cache holds the H_l^K key heads and H_l^V value heads of each layer and nothing else; they are
+repeated for their query heads right before attention, so every attention implementation of transformers
+works. Dynamic caches (the default) accept such layers; StaticCache does not, because it allocates as many
+value heads as key heads.
 
-This file needs transformers alone and lies beside each checkpoint, for AutoModelForCausalLM.from_pretrained(PATH,
-trust_remote_code=True). Where it is imported, the classes are registered and no code of a checkpoint is run.
+This file needs nothing but transformers and is saved with each checkpoint, for
+AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True). Where it has been imported, the classes
+are registered and no code from a checkpoint runs.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -22,9 +24,10 @@ from transformers.models.llama.modeling_llama import (
 
 @strict
 class DhaConfig(LlamaConfig):
-    """key_groups[l], value_groups[l]: the query heads that share each key (value) head of layer l, one list per head.
+    """key_groups[l], value_groups[l]: the query heads that share each key (value) head of layer l.
 
-    num_key_value_heads is their mean over layers, keys and values: what a GQA model with a cache of the same size would have.
+    num_key_value_heads is the mean over layers, keys and values: that of a GQA model whose cache has the same
+    size.
     """
 
     model_type = "dha"
@@ -33,34 +36,52 @@ class DhaConfig(LlamaConfig):
 
 
 def reader_map(groups: list[list[int]]) -> list[int]:
-    """Groups of query heads -> the number of the group that each query head is in."""
-    group_of = {head: number for number, group in enumerate(groups) for head in group}
-    return [group_of[head] for head in sorted(group_of)]
+    """For each query head, the index of its group."""
+    index = {head: number for number, group in enumerate(groups) for head in group}
+    return [index[head] for head in sorted(index)]
 
 
 class DhaAttention(LlamaAttention):
+    """Llama attention with separate maps from query heads to key heads and to value heads."""
+
     def __init__(self, config: DhaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.num_key_value_groups = 1  # what attention functions see is repeated already
         key_groups, value_groups = config.key_groups[layer_idx], config.value_groups[layer_idx]
-        self.key_of, self.value_of = reader_map(key_groups), reader_map(value_groups)
-        self.k_proj = nn.Linear(config.hidden_size, len(key_groups) * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, len(value_groups) * self.head_dim, bias=config.attention_bias)
+        self.num_key_value_groups = 1  # attention functions receive keys and values that are repeated already
+        self.key_map, self.value_map = reader_map(key_groups), reader_map(value_groups)
+        key_size, value_size = len(key_groups) * self.head_dim, len(value_groups) * self.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, value_size, bias=config.attention_bias)
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        def heads(projection):  # [B, T, hidden] -> [B, heads, T, d]
+            return projection(hidden_states).view(*input_shape, -1, self.head_dim).transpose(1, 2)
+
         input_shape = hidden_states.shape[:-1]
-        query, key, value = (projection(hidden_states).view(*input_shape, -1, self.head_dim).transpose(1, 2)
-                             for projection in (self.q_proj, self.k_proj, self.v_proj))  # [B, heads, T, d]
+        query, key, value = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(self, query, key[:, self.key_of], value[:, self.value_of], attention_mask, scaling=self.scaling,
-                                 dropout=self.attention_dropout if self.training else 0.0, **kwargs)
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key[:, self.key_map],
+            value[:, self.value_map],
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
 
 class DhaForCausalLM(LlamaForCausalLM):
+    """LlamaForCausalLM with DhaAttention in every layer."""
+
     config_class = DhaConfig
 
     def __init__(self, config: DhaConfig):
@@ -72,5 +93,5 @@ class DhaForCausalLM(LlamaForCausalLM):
 
 AutoConfig.register("dha", DhaConfig, exist_ok=True)
 AutoModelForCausalLM.register(DhaConfig, DhaForCausalLM, exist_ok=True)
-DhaConfig.register_for_auto_class()  # save_pretrained puts this file beside the weights, and its name into auto_map
+DhaConfig.register_for_auto_class()  # save_pretrained copies this file and writes auto_map
 DhaForCausalLM.register_for_auto_class("AutoModelForCausalLM")

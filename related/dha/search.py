@@ -124,11 +124,11 @@ def finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, fig
     layers, heads = described["layers"], described["heads"]
     groups, chosen = choose(args, operators, layers, heads, kv_heads, ladder)
     model = AutoModelForCausalLM.from_config(load_config(described["path"]), dtype=torch.float32).eval()
-    model.load_state_dict(fusion.combined(weights, operators, whole, fusion.mix))
+    model.load_state_dict(fusion.combine_heads(weights, operators, whole, fusion.mix))
     ended = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     ended.load_state_dict(weights)
     tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    expected = all_logits(fusion.patched(ended, operators, whole), tokens)
+    expected = all_logits(fusion.with_operators(ended, operators, whole), tokens)
     folding = training.relative_difference(expected, all_logits(model, tokens), "searched/ against the model at the end of search")
     print("            | " + " | ".join(f"layer {layer:5d}" for layer in range(layers)))
     for kind, found in chosen.items():

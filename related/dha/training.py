@@ -19,7 +19,7 @@ from common.training import checkpoints
 from common.training.engine import Phase, Plan, cosine, train
 from common.training.packing import build_row
 from common.training.sharding import build
-from related.dha.fusion import fusion_loss, margin, patch, patched, set_operators
+from related.dha.fusion import fusion_loss, margin, patch, set_operators, with_operators
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # the gradient of a mean over all factors of all layers is small, Adam's eps must be smaller
@@ -209,6 +209,6 @@ def prove_unchanged(path: str, operators: dict, groups: dict, tokens: torch.Tens
     """What giving the model in `path` its operators changes: nothing, up to rounding."""
     model = load_model(path)
     expected = all_logits(model, tokens)
-    difference = relative_difference(expected, all_logits(patched(model, operators, groups), tokens), f"{path} with operators")
+    difference = relative_difference(expected, all_logits(with_operators(model, operators, groups), tokens), f"{path} with operators")
     print(f"proof   {path} with operators that change nothing: relative logit difference {difference:.1e}")
     return difference
