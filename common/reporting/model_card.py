@@ -1,54 +1,113 @@
-"""The README.md of an exported checkpoint: what it is, what it was made from and how, how to load it, and room for its scores."""
+"""The model card (README.md) of an exported checkpoint: how to use it, its scores, and how it was made."""
 
+import json
 import os
 
-GENERATE = """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    model = AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained("{path}")
-    prompt = tokenizer("{prompt}", add_special_tokens=False, return_tensors="pt")
-    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))
+from common.reporting.tables import markdown_text
 
-In vLLM: `vllm serve PATH`; in llama.cpp: convert it with `convert_hf_to_gguf.py PATH`. Both read it as any model of its family.
-"""
-PROMPT = r"Question: Which is a metal?\nChoices: ['wood', 'iron']\nAnswer:"
+TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
+GROUPING = {
+    "none": "adjacent heads",
+    "key": "similarity of keys after alignment",
+    "value": "similarity of values after alignment",
+    "both": "similarity of keys and values after alignment",
+    "energy": "least energy lost by closed-form merging",
+}
+MERGING = {
+    "mean": "the mean of the rotated heads of a group (generalized Procrustes)",
+    "closed-form": "the best shared head in closed form",
+}
+MASKS = {
+    "l0": "L0 masks moved each head from its own projections to its group's",
+    "off": "the merged model was trained directly, without masks",
+}
 
 
 def write(directory: str, path: str, alignment: dict, training: dict, export: dict) -> None:
-    """Write README.md into `directory`, a checkpoint that will stand at `path`.
+    """Write README.md into `directory`, a checkpoint that will be moved to `path`.
 
-    alignment, training, export: the records of 04_align.py, 05_prune_train.py and of the export itself. 07_eval.py fills in
-    the scores.
+    alignment, training, export: the records of 04_align.py, 05_prune_train.py and of the export itself.
+    07_eval.py fills in the scores.
     """
-    model, made, trained = alignment["model"], alignment["summary"], training["summary"]
-    kv_heads, source = export["summary"]["kv_heads"], model["name"]
-    hub = "/" in source and not os.path.exists(source)
-    bits = {"torch.float32": 32}.get(export["summary"]["dtype"], 16)
-    cache = [2 * model["layers"] * heads * model["head_dim"] * bits // 8 for heads in (model["kv_heads"], kv_heads)]
-    by = {"none": "adjacent heads", "energy": "least loss of energy in closed-form merging"}.get(made["by"], f"similarity of {made['by']}s after alignment, by {made['criterion']}")
-    merge = {"mean": "the mean of its rotated heads (generalized Procrustes)", "closed-form": "the best shared head in closed form"}[made["merge"]]
-    how = "L0 masks moved each head from its own projection to its group's" if trained["masks"] == "l0" else "the merged model was trained directly, without masks"
-    lines = [
-        "---", "library_name: transformers", "pipeline_tag: text-generation", *([f"base_model: {source}"] if hub else []), "tags: [gqa, kv-cache]", "---", "",
-        f"# {os.path.basename(source.rstrip('/'))} with {kv_heads} key/value heads", "",
-        f"A stock `{export['summary']['class']}` made from {f'[{source}](https://huggingface.co/{source})' if hub else f'`{source}`'} after *Align Attention Heads Before "
-        f"Merging Them* (Jin et al., EMNLP 2025): {model['heads']} query heads share {kv_heads} key/value heads instead of {model['kv_heads']}. The KV cache takes {cache[1]:,} bytes per "
-        f"token instead of {cache[0]:,} ({cache[1] / cache[0]:.1%}). Nothing but the usual libraries is needed to run it. The licence is that of the source.", "",
-        "## Use", "", GENERATE.format(path=path, prompt=PROMPT),
-        "It was trained on prompts of this form (Table 5 of the paper), followed by the text of the answer and the end-of-sequence token, and "
-        "without a begin-of-sequence token; other uses lose what that fine-tuning of the source loses.", "",
-        "## Scores", "", "<!-- scores -->", "Not evaluated yet: 07_eval.py puts them here.", "<!-- /scores -->", "",
-        "## How it was made", "",
-        f"- Groups: {by}.",
-        f"- A group's shared key and value: {merge}{', then each W_O refitted by least squares' if made['refit'] else ''}; without training the perplexity went from "
-        f"{made['perplexity_source']:.3f} to {made['perplexity_merged']:.3f} on the text of stage 4.",
-        f"- Training: {trained['steps']} steps of {trained['batch']} samples ({trained['tokens']:,} tokens), learning rate {trained['lr']:g}, distilled from a fine-tuned teacher (KL + BiLD); {how}. "
-        f"Last loss {trained['loss']:.4f}.",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in export['packages'].items())}; commit {export['commit']}; seed {training['arguments']['seed']}.",
-        f"- Source: fingerprint `{model['fingerprint']}`.", "",
-        "Heads of the source that share a key/value head, layer by layer:", "",
-        *(f"{layer}. {'; '.join(' '.join(map(str, group)) for group in groups)}" for layer, groups in enumerate(alignment["groups"])), "",
-    ]
-    with open(os.path.join(directory, "README.md"), "w", encoding="utf-8") as file:
-        file.write("\n".join(lines))
+    source = alignment["model"]["name"]
+    on_hub = _is_hub_name(source)
+    data = ModelCardData(
+        base_model=source if on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gqa", "kv-cache"],
+    )
+    facts = _model(path, alignment["model"], export["summary"]) | _recipe(alignment, training, export)
+    link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(source)
+    card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
+    card.save(os.path.join(directory, "README.md"))
+
+
+def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
+    """What the checkpoint is, as text for the template. source: the source model as a record describes it."""
+    value_bytes = 4 if exported["dtype"] == "torch.float32" else 2
+    bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
+    kv_heads, source_kv_heads = exported["kv_heads"], source["kv_heads"]
+    return {
+        "title": markdown_text(os.path.basename(source["name"].rstrip("/"))),
+        "architecture": exported["class"],
+        "path": _literal(path),
+        "fingerprint": _code(source["fingerprint"]),
+        "heads": source["heads"],
+        "kv_heads": kv_heads,
+        "source_kv_heads": source_kv_heads,
+        "cache_bytes": f"{bytes_per_head * kv_heads:,}",
+        "source_cache_bytes": f"{bytes_per_head * source_kv_heads:,}",
+        "cache_share": f"{kv_heads / source_kv_heads:.1%}",
+    }
+
+
+def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | list[str]]:
+    """How it was made, as text for the template."""
+    aligned, trained = alignment["summary"], training["summary"]
+    criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
+    refit = ", then each W_O refitted by least squares" if aligned["refit"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
+    return {
+        "grouping": GROUPING[aligned["by"]] + criterion,
+        "merging": MERGING[aligned["merge"]] + refit,
+        "perplexity_source": f"{aligned['perplexity_source']:.3f}",
+        "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
+        "steps": trained["steps"],
+        "batch": trained["batch"],
+        "tokens": f"{trained['tokens']:,}",
+        "learning_rate": f"{trained['lr']:g}",
+        "masks": MASKS[trained["masks"]],
+        "loss": f"{trained['loss']:.4f}",
+        "versions": markdown_text(versions),
+        "commit": markdown_text(export["commit"]),
+        "seed": training["arguments"]["seed"],
+        "groups": [_groups_line(groups) for groups in alignment["groups"]],
+    }
+
+
+def _groups_line(groups: list[list[int]]) -> str:
+    """The groups of one layer: "0 2; 1 3"."""
+    return "; ".join(" ".join(map(str, group)) for group in groups)
+
+
+def _is_hub_name(source: str) -> bool:
+    """Whether the source's name looks like OWNER/MODEL rather than a directory."""
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return "/" in source and not os.path.exists(source)
+
+
+def _code(text: str) -> str:
+    """A code span. Nothing can be escaped in one, so what would end it or start a comment is replaced."""
+    return "`" + " ".join(text.split()).replace("`", "'").replace("<", "&lt;") + "`"
+
+
+def _literal(text: str) -> str:
+    """A Python string literal on one line, in which no HTML comment can start."""
+    return json.dumps(text).replace("<", r"\u003c")

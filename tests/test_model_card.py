@@ -1,0 +1,126 @@
+"""The model card: what it says, and that no name can break it."""
+
+import ast
+import copy
+
+import pytest
+from huggingface_hub import ModelCard
+
+from common.evaluate import write_scores
+from common.reporting import model_card
+
+MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 3, "heads": 8,
+         "kv_heads": 4, "head_dim": 16, "hidden": 128}
+ALIGNMENT = {
+    "model": MODEL,
+    "summary": {"by": "value", "criterion": "dist", "merge": "mean", "refit": False,
+                "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
+    "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 3], [1, 2]]],
+}
+TRAINING = {"summary": {"steps": 320, "batch": 16, "tokens": 322330, "lr": 2e-05, "masks": "l0",
+                        "loss": 0.117143},
+            "arguments": {"seed": 41}}
+EXPORT = {"summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM"},
+          "packages": {"torch": "9.8.7", "numpy": "1.2.3"}, "commit": "cd" * 20}
+OPENING, CLOSING = "<!-- scores -->", "<!-- /scores -->"
+NASTY = ["a\nb\n---\n# c", "a | b", f"x{CLOSING}y{OPENING}", 'say "hi" `code`\\', "<script>alert(1)</script>"]
+
+
+@pytest.fixture
+def records():
+    return copy.deepcopy((ALIGNMENT, TRAINING, EXPORT))
+
+
+def write(directory, records, path: str = "runs/toy/gqa") -> str:
+    model_card.write(str(directory), path, *records)
+    return (directory / "README.md").read_text(encoding="utf-8")
+
+
+def words(card: str) -> str:
+    """The text without line breaks."""
+    return " ".join(card.split())
+
+
+def headings(card: str) -> list[str]:
+    """Headings and the rules around the metadata."""
+    return [line for line in card.splitlines() if line.startswith(("#", "---"))]
+
+
+def test_the_card_says_what_the_model_is(tmp_path, records):
+    card = words(write(tmp_path, records))
+    assert "# Toy with 2 key/value heads" in card
+    link = "[meta-llama/Toy](https://huggingface.co/meta-llama/Toy)"
+    assert f"A stock `LlamaForCausalLM`, converted from {link} with" in card
+    assert "8 query heads share 2 key/value heads instead of 4" in card
+    # a key and a value, 3 layers, 16 numbers of 4 bytes per head
+    assert f"takes {2 * 3 * 16 * 4 * 2} bytes per token instead of {2 * 3 * 16 * 4 * 4:,} (50.0%)" in card
+    assert f"fingerprint `{MODEL['fingerprint']}`" in card
+
+
+def test_half_precision_halves_the_cache(tmp_path, records):
+    records[2]["summary"]["dtype"] = "torch.bfloat16"
+    card = words(write(tmp_path, records))
+    assert f"takes {2 * 3 * 16 * 2 * 2} bytes per token instead of {2 * 3 * 16 * 2 * 4}" in card
+
+
+def test_the_card_says_how_it_was_made(tmp_path, records):
+    card = words(write(tmp_path, records))
+    for text in (
+        "Grouping: similarity of values after alignment (dist).",
+        "Merging: the mean of the rotated heads of a group (generalized Procrustes).",
+        "perplexity rose from 7.123 to 9.988 on the text of stage 4",
+        "320 steps of 16 samples (322,330 tokens), learning rate 2e-05",
+        "L0 masks moved each head from its own projections to its group's. Last loss: 0.1171.",
+        f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}; random seed 41.",
+        "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2",
+    ):
+        assert text in card, text
+    records[0]["summary"] |= {"by": "energy", "merge": "closed-form", "refit": True}
+    records[1]["summary"]["masks"] = "off"
+    card = words(write(tmp_path, records))
+    for text in ("Grouping: least energy lost by closed-form merging.",
+                 "the best shared head in closed form, then each W_O refitted by least squares.",
+                 "the merged model was trained directly, without masks."):
+        assert text in card, text
+
+
+def test_the_metadata_are_what_the_hub_reads(tmp_path, records):
+    write(tmp_path, records)
+    data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
+    assert data == {"base_model": "meta-llama/Toy", "library_name": "transformers",
+                    "pipeline_tag": "text-generation", "tags": ["gqa", "kv-cache"]}
+
+
+@pytest.mark.parametrize("name", ["demo", "/home/me/models/toy", "models/of/mine", *NASTY])
+def test_a_directory_is_no_base_model(name, tmp_path, records):
+    records[0]["model"]["name"] = name
+    card = write(tmp_path, records)
+    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
+    assert "huggingface.co" not in card
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_no_name_breaks_the_card(name, tmp_path, records):
+    records[0]["model"]["name"] = records[2]["commit"] = name
+    card = write(tmp_path, records, path=name)
+    plain = write(tmp_path, copy.deepcopy((ALIGNMENT, TRAINING, EXPORT)))
+    assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]
+    assert headings(card)[-3:] == ["## Use", "## Scores", "## How it was made"]
+    assert card.count(OPENING) == card.count(CLOSING) == 1 and "<script" not in card
+    loads = [line for line in card.splitlines() if "from_pretrained(" in line]
+    paths = [ast.parse(line.strip()).body[0].value.args[0].value for line in loads]
+    assert paths == [name, name]  # the snippet loads that very path
+
+
+def test_scores_are_filled_in_between_the_markers(tmp_path, records):
+    before = write(tmp_path, records)
+    assert write_scores(str(tmp_path), "| a | b |")
+    after = (tmp_path / "README.md").read_text()
+    assert before.partition(OPENING)[0] == after.partition(OPENING)[0]
+    assert before.partition(CLOSING)[2] == after.partition(CLOSING)[2]
+    assert f"{OPENING}\n| a | b |\n{CLOSING}" in after and "Not evaluated yet" not in after
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path, records):
+    assert write(tmp_path, records) == write(tmp_path, records)
+    assert max(map(len, write(tmp_path, records).splitlines())) <= 200
