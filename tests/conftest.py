@@ -1,15 +1,24 @@
-"""What the tests share: a tiny random-weight checkpoint with a byte tokenizer, tiny tasks, and running a stage."""
+"""What the tests share: a tiny random-weight checkpoint with a byte tokenizer, tiny tasks, and a way to run a command."""
 
+import contextlib
+import io
 import json
 import os
 import random
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import traceback
+import warnings
 from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}  # read when the packages below are imported
 
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -25,6 +34,7 @@ from transformers import (
 
 from common.training.sharding import init_ranks
 
+torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
 TRAINING = "--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2 --warmup 1 --save-steps 3".split()
@@ -90,50 +100,137 @@ def save_tasks(directory: Path) -> str:
     return str(directory)
 
 
-def run(command: str, *arguments, processes: int = 0, fails: bool = False) -> subprocess.CompletedProcess:
-    """Run a stage as a user would; processes > 0 under torchrun. fails: it must exit with 2 and one line (torchrun
-    itself then exits with 1 and adds its own report)."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    script = ["-m", command.removesuffix(".py").replace("/", ".")] if "/" in command else [str(ROOT / command)]
-    done = subprocess.run([sys.executable, *launcher, *script, *map(str, arguments)], cwd=ROOT, capture_output=True,
-                          text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    if fails:
-        assert done.returncode == (1 if processes else 2), done.stdout + done.stderr
-        assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, done.stderr
-        assert processes or "Traceback" not in done.stderr, done.stderr
+def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh: bool = False) -> subprocess.CompletedProcess:
+    """Run a command (`01_calibrate.py`, or `related/dha/search.py` as a module) with the repository as working directory.
+
+    In this process, which spares the imports; in a new one if `fresh`, and under torchrun with `processes` ranks.
+    The command must succeed. With `fails` it must exit with 2 and print exactly one line `error: ...` (torchrun itself then
+    exits with 1 and adds a report of its own).
+    """
+    if processes or fresh:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+        script = ["-m", module_name(command)] if "/" in command else [str(ROOT / command)]
+        done = subprocess.run([sys.executable, *launcher, *script, *map(str, arguments)], cwd=ROOT, capture_output=True,
+                              text=True, check=False)
     else:
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = run_in_process(command, [str(argument) for argument in arguments])
+    output = done.stdout + done.stderr
+    if not fails:
+        assert done.returncode == 0, output
+        return done
+    assert done.returncode == (1 if processes else 2), output
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, output
+    assert processes or "Traceback" not in done.stderr, output
     return done
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedProcess:
+    """The command's exit code and output, as if it had been run by itself; its traces in this process are removed."""
+    assert "RANK" not in os.environ and not torch.distributed.is_initialized()
+    output, errors = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment, argv, code = dict(os.environ), sys.argv, 0
+    sys.argv = [command, *arguments]
+    try:
+        with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), \
+                torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            if "/" in command:
+                warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
+                runpy.run_module(module_name(command), run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(command, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code or 0
+    except Exception:
+        code = 1
+        traceback.print_exc(file=errors)
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return subprocess.CompletedProcess([command, *arguments], code, output.getvalue(), errors.getvalue())
+
+
+def expect_error(message: str, command: str, *arguments, **options) -> None:
+    """The command must refuse with one line that contains `message`."""
+    done = run(command, *arguments, fails=True, **options)
+    assert message in done.stderr, done.stderr
+
+
+def build_once(factory, name: str, build) -> Path:
+    """A directory that build(path) makes for all tests of all pytest-xdist workers."""
+    root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    complete = root / f"{name}.complete"
+    with FileLock(root / f"{name}.lock"):
+        if not complete.exists():
+            build(root / name)
+            complete.touch()
+    return root / name
+
+
+def calibrate_arguments(inputs: dict[str, str]) -> list:
+    return ["--model", inputs["model"], "--text", inputs["text"], "--sequences", 8, "--length", 64, "--sample-tokens", 512]
+
+
+def evaluate_arguments(inputs: dict[str, str]) -> list:
+    return ["--tasks", inputs["tasks"], "--text", inputs["text"], "--length", 64, "--sequences", 4]
+
+
+GROUP = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> dict[str, str]:
     """Paths of a tiny model with biases, a text and tasks."""
-    home = tmp_path_factory.mktemp("inputs")
-    text = home / "text.txt"
-    text.write_text(Path(random.__file__).read_text())
-    return {"model": save_tiny(home / "model", bias=True), "text": str(text), "tasks": save_tasks(home / "tasks")}
+
+    def build(home):
+        home.mkdir()
+        (home / "text.txt").write_text(Path(random.__file__).read_text())
+        save_tiny(home / "model", bias=True)
+        save_tasks(home / "tasks")
+
+    home = build_once(tmp_path_factory, "inputs", build)
+    return {"model": str(home / "model"), "text": str(home / "text.txt"), "tasks": str(home / "tasks")}
 
 
 @pytest.fixture(scope="session")
 def aligned_run(inputs, tmp_path_factory) -> Path:
     """A run directory after stages 1-4. Tests that change it copy it first."""
-    home = tmp_path_factory.mktemp("run")
-    calibrate = ["--model", inputs["model"], "--text", inputs["text"], "--sequences", 8, "--length", 64, "--sample-tokens", 512]
-    for command, arguments in (("01_calibrate.py", calibrate), ("02_similarity.py", []),
-                               ("03_group.py", ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]), ("04_align.py", [])):
-        run(command, "--run", home, *arguments)
-    return home
+
+    def build(home):
+        run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs))
+        run("02_similarity.py", "--run", home)
+        run("03_group.py", "--run", home, *GROUP)
+        run("04_align.py", "--run", home)
+
+    return build_once(tmp_path_factory, "aligned", build)
+
+
+def finish(aligned_run: Path, home: Path, inputs: dict[str, str], processes: int) -> None:
+    copy_run(aligned_run, home)
+    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=processes)
+    run("06_export.py", "--run", home)
+    run("07_eval.py", "--run", home, *evaluate_arguments(inputs))
 
 
 @pytest.fixture(scope="session")
 def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
-    """A run directory after all seven stages, trained on two processes."""
-    home = copy_run(aligned_run, tmp_path_factory.mktemp("finished") / "run")
-    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
-    run("06_export.py", "--run", home)
-    run("07_eval.py", "--run", home, "--tasks", inputs["tasks"], "--text", inputs["text"], "--length", 64, "--sequences", 4)
-    return home
+    """A run directory after all seven stages, each in one process."""
+    return build_once(tmp_path_factory, "finished", lambda home: finish(aligned_run, home, inputs, processes=0))
+
+
+@pytest.fixture(scope="session")
+def distributed_run(aligned_run, inputs, tmp_path_factory) -> Path:
+    """A run directory after all seven stages, trained on two processes: for slow tests."""
+    return build_once(tmp_path_factory, "distributed", lambda home: finish(aligned_run, home, inputs, processes=2))
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@ allowed, another after one that is not; all stages; loaded back by the families'
 
 import copy
 import json
-import runpy
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from common.models import geometry
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Trainee
-from conftest import ROOT, run, save_tiny, tiny_model
+from conftest import run, save_tiny, tiny_model
 from test_packing import random_samples
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -194,26 +192,15 @@ def test_packed_attention_is_the_familys_own(changes):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-def stage(command: str, *arguments) -> None:
-    """Run a stage in this process: the stages of six families would each wait for their imports."""
-    before, sys.argv = sys.argv, [command, *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / command), run_name="__main__")
-        assert ended.value.code == 0
-    finally:
-        sys.argv = before
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whole_run(name, inputs, tmp_path):
     changes = dict(FAMILIES[name])
     model = save_tiny(tmp_path / "model", torch.bfloat16 if name == "qwen2, GQA" else torch.float32, **changes)
     for home, how in ((tmp_path / "run", []), (tmp_path / "layerwise", ["--layerwise"])):
-        stage("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 8, "--length", 64, *how)
-        stage("02_similarity.py", "--run", home)
-        stage("03_group.py", "--run", home, "--kv-heads", 2, "--restarts", 10, "--iterations", 100)
-        stage("04_align.py", "--run", home, *how)
+        run("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 8, "--length", 64, *how)
+        run("02_similarity.py", "--run", home)
+        run("03_group.py", "--run", home, "--kv-heads", 2, "--restarts", 10, "--iterations", 100)
+        run("04_align.py", "--run", home, *how)
     for file in ("calibration.safetensors", *(f"{part}/{file}" for part in ("aligned", "merged") for file in ("model.safetensors", "config.json"))):
         assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "layerwise" / file).read_bytes(), file
     home = tmp_path / "run"
@@ -221,8 +208,8 @@ def test_whole_run(name, inputs, tmp_path):
     assert proof["max_logit_difference"] < 1e-4
     within = proof["within_group_cosine"]
     assert all(layer["key_after"] >= layer["key_before"] and layer["value_after"] > layer["value_before"] for layer in within)
-    stage("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5, "--teacher-steps", 2, "--teacher-batch", 4, "--batch", 4, "--lr", 1e-3, "--mask-lr", 3)
-    stage("06_export.py", "--run", home)
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5, "--teacher-steps", 2, "--teacher-batch", 4, "--batch", 4, "--lr", 1e-3, "--mask-lr", 3)
+    run("06_export.py", "--run", home)
     config = PreTrainedConfig.get_config_dict(home / "gqa")[0]
     exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
     weights = whole_weights(steps_saved(str(home / "train"))[-1])
@@ -237,9 +224,9 @@ def test_whole_run(name, inputs, tmp_path):
 
 def test_closed_form_is_refused_where_norms_undo_it(inputs, tmp_path):
     model = save_tiny(tmp_path / "model", model_type="qwen3")
-    stage("01_calibrate.py", "--run", tmp_path / "run", "--model", model, "--text", inputs["text"], "--sequences", 2, "--length", 64)
-    stage("02_similarity.py", "--run", tmp_path / "run")
-    stage("03_group.py", "--run", tmp_path / "run", "--kv-heads", 2, "--by", "energy", "--restarts", 1, "--iterations", 1)
+    run("01_calibrate.py", "--run", tmp_path / "run", "--model", model, "--text", inputs["text"], "--sequences", 2, "--length", 64)
+    run("02_similarity.py", "--run", tmp_path / "run")
+    run("03_group.py", "--run", tmp_path / "run", "--kv-heads", 2, "--by", "energy", "--restarts", 1, "--iterations", 1)
     done = run("04_align.py", "--run", tmp_path / "run", "--merge", "closed-form", fails=True)
     assert "expected --merge mean, found closed-form: q_norm and k_norm" in done.stderr
     assert not list((tmp_path / "run").glob("merged*"))

@@ -172,14 +172,14 @@ def assert_same_bits(home, other) -> None:
     assert [{k: v for k, v in a.items() if k not in TIMING} for a in metrics(home)] == [{k: v for k, v in b.items() if k not in TIMING} for b in metrics(other)]
 
 
-def with_teacher(source, finished_run, home):
+def with_teacher(source, distributed_run, home):
     copy_run(source, home)
-    shutil.copytree(finished_run / "teacher", home / "teacher")
+    shutil.copytree(distributed_run / "teacher", home / "teacher")
     return home
 
 
-def test_killed_and_resumed_is_bit_identical(finished_run, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+def test_killed_and_resumed_is_bit_identical(distributed_run, aligned_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
     step = random.randint(1, 8)
     print(f"killed at step {step}")
     process = start(home, inputs)
@@ -187,14 +187,14 @@ def test_killed_and_resumed_is_bit_identical(finished_run, aligned_run, inputs, 
     kill(process)
     assert not (home / "train" / "stage.json").exists()
     run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
-    assert_same_bits(home, finished_run)
+    assert_same_bits(home, distributed_run)
 
 
 @pytest.mark.slow
-def test_twenty_kills_in_one_run(finished_run, aligned_run, inputs, tmp_path):
+def test_twenty_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path):
     """One rank or all of them, killed at random moments twenty times; the run ends as one that was left alone."""
     settings = [*TRAINING, "--steps", "40", "--save-steps", "1"]
-    quiet, home = (with_teacher(aligned_run, finished_run, tmp_path / name) for name in ("quiet", "killed"))
+    quiet, home = (with_teacher(aligned_run, distributed_run, tmp_path / name) for name in ("quiet", "killed"))
     run("05_prune_train.py", "--run-dir", quiet, "--tasks", inputs["tasks"], *settings, processes=2)
     kills = 0
     while kills < 20:
@@ -232,8 +232,8 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
-def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(finished_run, inputs, tmp_path, damage):
-    home = copy_run(finished_run, tmp_path / "run")
+def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run, inputs, tmp_path, damage):
+    home = copy_run(distributed_run, tmp_path / "run")
     (home / "train" / "stage.json").unlink()
     damage(saved_files(home)[-1][0])
     done = run("06_export.py", "--run", home, "--force", fails=True)
@@ -241,11 +241,11 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(finished_run, i
     done = run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
     assert "damaged" in done.stdout and "after step 9 of 10" in done.stdout and "switch" not in done.stdout
     assert (home / "train" / "step-00000010.damaged").is_dir()
-    assert_same_bits(home, finished_run)
+    assert_same_bits(home, distributed_run)
 
 
-def test_nothing_but_damaged_checkpoints(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
+def test_nothing_but_damaged_checkpoints(distributed_run, inputs, tmp_path):
+    home = copy_run(distributed_run, tmp_path / "run")
     for files in saved_files(home):
         flip(files[-1])
     done = run("06_export.py", "--run", home, "--force", fails=True)
@@ -255,9 +255,9 @@ def test_nothing_but_damaged_checkpoints(finished_run, inputs, tmp_path):
     assert "expected a whole checkpoint, found 2 damaged" in done.stderr
 
 
-def test_full_disk_leaves_the_last_checkpoint(finished_run, aligned_run, inputs, tmp_path):
+def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inputs, tmp_path):
     """The operating system refuses files of more than 64 KiB, as it would on a full disk, once a checkpoint stands."""
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+    home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
     process = start(home, inputs)
     wait_for_step(home, 4)
     kill(process)
@@ -272,7 +272,7 @@ def test_full_disk_leaves_the_last_checkpoint(finished_run, aligned_run, inputs,
     assert len(lines) == 1 and "cannot be written" in lines[0] and "File too large" in lines[0] and "GiB free there" in lines[0], errors
     assert not list((home / "train").glob("*.tmp")) and [path.read_bytes() for path in saved_files(home)[-1]] == before
     run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
-    assert_same_bits(home, finished_run)
+    assert_same_bits(home, distributed_run)
 
 
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
@@ -332,18 +332,18 @@ def test_checkpoints_by_the_clock(group_of_one, tmp_path):
         assert [checkpoints.step_of(path) for path in steps_saved(str(home))] == expected
 
 
-def test_tensorboard_has_what_metrics_have(finished_run):
+def test_tensorboard_has_what_metrics_have(distributed_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished_run / "train" / "tensorboard")).Reload()
-    lines = metrics(finished_run)
+    events = EventAccumulator(str(distributed_run / "train" / "tensorboard")).Reload()
+    lines = metrics(distributed_run)
     for name in ("loss", "kl", "bild", "lr", "grad_norm", "tokens_per_s"):
         assert [(e.step, pytest.approx(e.value, rel=1e-6)) for e in events.Scalars(name)] == [(line["step"], line[name]) for line in lines]
     assert len(events.Scalars("mask_mean")) == sum("mask_mean" in line for line in lines) == 8
 
 
-def test_sigterm_to_torchrun_saves(finished_run, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
     process = start(home, inputs, *TRAINING, "--steps", "2000", "--save-steps", "5000")
     wait_for_step(home, 2)
     process.terminate()
@@ -351,9 +351,9 @@ def test_sigterm_to_torchrun_saves(finished_run, aligned_run, inputs, tmp_path):
     assert [checkpoints.step_of(path) for path in steps_saved(str(home / "train"))] == [len(metrics(home))]
 
 
-def test_sigterm_saves_and_other_settings_are_refused(finished_run, aligned_run, inputs, tmp_path):
+def test_sigterm_saves_and_other_settings_are_refused(distributed_run, aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(finished_run / "teacher", home / "teacher")
+    shutil.copytree(distributed_run / "teacher", home / "teacher")
     command = [sys.executable, str(ROOT / "05_prune_train.py"), "--run", str(home), "--tasks", inputs["tasks"], *TRAINING, "--steps", "2000", "--save-steps", "5000"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for_step(home, 2)
@@ -366,9 +366,9 @@ def test_sigterm_saves_and_other_settings_are_refused(finished_run, aligned_run,
     assert "was begun with other settings (steps 2000 -> 10" in done.stderr
 
 
-def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, inputs, tmp_path):
+def test_non_finite_loss_names_step_rank_and_samples(distributed_run, aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(finished_run / "teacher", home / "teacher")
+    shutil.copytree(distributed_run / "teacher", home / "teacher")
     done = run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, "--lr", "1e30", "--clip", "0", fails=True)
     assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr and "the last checkpoint is kept" in done.stderr
 
