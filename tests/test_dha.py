@@ -39,8 +39,10 @@ def tokens(rows=2, length=40):
 @pytest.mark.parametrize("bias", [False, True])
 def test_operators_that_change_nothing_change_nothing_and_others_do(bias):
     expected = all_logits(tiny_model(bias=bias), tokens())
-    same = fusion.with_operators(tiny_model(bias=bias), fusion.starting_operators(GROUPS, 8), GROUPS)
+    trained = {name: torch.nn.Parameter(operator) for name, operator in fusion.starting_operators(GROUPS, 8).items()}
+    same = fusion.with_operators(tiny_model(bias=bias), trained, GROUPS)
     assert type(same.model.layers[0].self_attn.k_proj) is fusion.FusedLinear
+    assert [name for name, _ in same.named_parameters()] == [name for name, _ in tiny_model(bias=bias).named_parameters()]
     assert max_difference(expected, all_logits(same, tokens())) < 1e-5
     for kind in fusion.PROJECTIONS:  # one factor of one head, of the keys or of the values, is noticed
         operators = fusion.starting_operators(GROUPS, 8)

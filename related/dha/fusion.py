@@ -68,14 +68,15 @@ def combine_heads(weights: dict, operators: dict, groups: dict[str, list], combi
 class FusedLinear(nn.Linear):
     """k_proj or v_proj with a fusion operator, which mixes weights, not activations, in float32.
 
-    It adds no parameter, so names in checkpoints stay the same; `set_operators` attaches `operator` and
-    `groups`.
+    It has the parameters of the nn.Linear and no others, so names in checkpoints stay the same; `set_operators`
+    attaches the operator.
     """
 
     def mixed(self, parameter: torch.Tensor) -> torch.Tensor:
         """A weight [H d, hidden] or bias [H d] with its heads mixed."""
-        heads = parameter.float().view(self.groups.numel(), self.operator.shape[-1], -1)
-        return mix(self.operator, self.groups, heads).to(parameter.dtype).view_as(parameter)
+        operator, groups = self.fusion
+        heads = parameter.float().view(groups.numel(), operator.shape[-1], -1)
+        return mix(operator, groups, heads).to(parameter.dtype).view_as(parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.mixed(self.bias)
@@ -98,8 +99,8 @@ def set_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, l
     for index, layer in enumerate(model.model.layers):
         for kind, name in PROJECTIONS.items():
             projection, operator = getattr(layer.self_attn, name), operators[f"{index}_{kind}"]
-            projection.operator = operator
-            projection.groups = torch.tensor(groups[kind][index], device=operator.device)
+            members = torch.tensor(groups[kind][index], device=operator.device)
+            projection.fusion = operator, members  # a tuple: the module would register a bare nn.Parameter as its own
 
 
 def with_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, list]):
