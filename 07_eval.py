@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.data.tasks import TASKS, Example, choice_samples, load_task, picked, tokenize
+from common.data.tasks import TASKS, Example, choice_samples, load_task, select_questions, tokenize
 from common.data.text import load_tokens
 from common.evaluate import (
     averages,
@@ -87,7 +87,7 @@ def read_tasks(args, source: str) -> dict[str, dict[int, Example]]:
     tasks = {}
     for task in args.only:
         examples, read = load_task(task, "validation", source)
-        tasks[task] = {index: examples[index] for index in picked(len(examples), args.limit, args.seed)}
+        tasks[task] = {index: examples[index] for index in select_questions(len(examples), args.limit, args.seed)}
         print(f"reads   {read}: {len(tasks[task])} of {len(examples)} questions")
     return tasks
 

@@ -1,5 +1,6 @@
 """Prompts to the character, both schemas, and one clear line for each bad file."""
 
+import hashlib
 import json
 import os
 
@@ -8,40 +9,78 @@ import pytest
 
 from common.cli import UserError
 from common.data import tasks
-from common.data.tasks import TASKS, example_from_row, load_task, tokenize
+from common.data.jsonl import read_objects
+from common.data.tasks import (
+    TASKS,
+    Sample,
+    check_lengths,
+    choice_samples,
+    example_from_row,
+    load_task,
+    tokenize,
+)
 from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
 
-LISTED = {"question": "What is 1 + 1?", "choices": {"text": ["two", "it's one"], "label": ["A", "B"]}, "answerKey": "A"}
-SHIRT = {"stem": "Which color shirt will reflect the most light on a hot, sunny day?",
-         "choices": [{"text": t, "label": n} for t, n in zip(["black", "blue", "red", "white"], "ABCD", strict=True)]}
-ATHLETE = {"ctx": "A male athlete puts powder on his hands. he", "label": "2",
-         "endings": ["bends and inspects his hands for damage.", "shakes them shakingly before putting them in his mouth.",
-                     "mounts a high beam in the gym.", "then jumps up and does a high jump."]}
-CORONER = {"passage": "The Coroner – The BBC announced on 2 March 2017 that there would be no further series.",
-           "question": "will there be a second series of the coroner"}
-TABLE_5 = [  # task, row, prompt, answer: the paper's own examples, in the wording and line breaks of the authors' data
-    ("arc_easy", LISTED, "Question: What is 1 + 1?\nChoices: ['two', \"it's one\"]\nAnswer:", "two"),
+LISTED = {
+    "question": "What is 1 + 1?",
+    "choices": {"text": ["two", "it's one"], "label": ["A", "B"]},
+    "answerKey": "A",
+}
+SHIRT = {
+    "stem": "Which color shirt will reflect the most light on a hot, sunny day?",
+    "choices": [{"text": "black", "label": "A"}, {"text": "blue", "label": "B"},
+                {"text": "red", "label": "C"}, {"text": "white", "label": "D"}],
+}
+ATHLETE = {
+    "ctx": "A male athlete puts powder on his hands. he",
+    "label": "2",
+    "endings": ["bends and inspects his hands for damage.",
+                "shakes them shakingly before putting them in his mouth.",
+                "mounts a high beam in the gym.", "then jumps up and does a high jump."],
+}
+CORONER = {
+    "passage": "The Coroner – The BBC announced on 2 March 2017 that there would be no further series.",
+    "question": "will there be a second series of the coroner",
+}
+CORONER_PROMPT = (
+    "The Coroner – The BBC announced on 2 March 2017 that there would be no further series.\n"
+    "Question: will there be a second series of the coroner?\nChoices: ['true', 'false']\nAnswer:"
+)
+NATALIE = ("Natalie was less religious than Patricia, therefore _ attended church services more often "
+           "on Sundays.")
+# task, row, prompt, answer: the paper's own examples, in the wording and line breaks of the authors' data
+TABLE_5 = [
+    ("arc_easy", LISTED,
+     "Question: What is 1 + 1?\nChoices: ['two', \"it's one\"]\nAnswer:", "two"),
     ("arc_challenge", {"question": SHIRT, "answerKey": "D"},
-     "Question: Which color shirt will reflect the most light on a hot, sunny day?\nChoices: ['black', 'blue', 'red', 'white']\nAnswer:", "white"),
-    ("openbookqa", {"question_stem": "The sun is", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"},
+     "Question: Which color shirt will reflect the most light on a hot, sunny day?\n"
+     "Choices: ['black', 'blue', 'red', 'white']\nAnswer:", "white"),
+    ("openbookqa",
+     {"question_stem": "The sun is", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]},
+      "answerKey": "B"},
      "Question: The sun is\nChoices: ['hot', 'cold']\nAnswer:", "cold"),
     ("hellaswag", ATHLETE,
-     "Please choose the most appropriate text to complete the passage below:\nPassage: A male athlete puts powder on his hands. he\n"
-     "Choices: ['bends and inspects his hands for damage.', 'shakes them shakingly before putting them in his mouth.', "
-     "'mounts a high beam in the gym.', 'then jumps up and does a high jump.']\nAnswer:", "mounts a high beam in the gym."),
-    *(("boolq", CORONER | label,
-       "The Coroner – The BBC announced on 2 March 2017 that there would be no further series.\n"
-       "Question: will there be a second series of the coroner?\nChoices: ['true', 'false']\nAnswer:", "false")
-      for label in ({"label": False}, {"label": 0}, {"answer": False})),
-    ("winogrande", {"sentence": "Natalie was less religious than Patricia, therefore _ attended church services more often on Sundays.",
-                    "option1": "Natalie", "option2": "Patricia", "answer": "2"},
-     'Choose the most sensible text to replace the "_" in the following sentence: Natalie was less religious than Patricia, therefore _ '
-     "attended church services more often on Sundays.\nChoices: ['Natalie', 'Patricia']\nAnswer:", "Patricia"),
-    ("piqa", {"goal": "how do you flood a room?", "sol1": "fill it with objects.", "sol2": "fill it with water.", "label": 1},
+     "Please choose the most appropriate text to complete the passage below:\n"
+     "Passage: A male athlete puts powder on his hands. he\n"
+     "Choices: ['bends and inspects his hands for damage.', "
+     "'shakes them shakingly before putting them in his mouth.', "
+     "'mounts a high beam in the gym.', 'then jumps up and does a high jump.']\nAnswer:",
+     "mounts a high beam in the gym."),
+    ("boolq", CORONER | {"label": False}, CORONER_PROMPT, "false"),
+    ("boolq", CORONER | {"label": 0}, CORONER_PROMPT, "false"),
+    ("boolq", CORONER | {"answer": False}, CORONER_PROMPT, "false"),
+    ("boolq", CORONER | {"answer": True}, CORONER_PROMPT, "true"),
+    ("winogrande", {"sentence": NATALIE, "option1": "Natalie", "option2": "Patricia", "answer": "2"},
+     f'Choose the most sensible text to replace the "_" in the following sentence: {NATALIE}\n'
+     "Choices: ['Natalie', 'Patricia']\nAnswer:", "Patricia"),
+    ("piqa",
+     {"goal": "how do you flood a room?", "sol1": "fill it with objects.", "sol2": "fill it with water.",
+      "label": 1},
      "Goal: how do you flood a room?\nChoose the most sensible solution to achieve the goal. "
      "Choices: ['fill it with objects.', 'fill it with water.']\nAnswer:", "fill it with water."),
-    ("siqa", {"context": "Sasha took him to vegas for a vacation.", "question": "How would Sasha feel afterwards?",
-              "answerA": "sad", "answerB": "depressed", "answerC": "fulfilled", "label": "3"},
+    ("siqa",
+     {"context": "Sasha took him to vegas for a vacation.", "question": "How would Sasha feel afterwards?",
+      "answerA": "sad", "answerB": "depressed", "answerC": "fulfilled", "label": "3"},
      "Sasha took him to vegas for a vacation.\nQuestion: How would Sasha feel afterwards??\n"
      "Choices: ['sad', 'depressed', 'fulfilled']\nAnswer:", "fulfilled"),
 ]
@@ -53,18 +92,41 @@ def test_prompts_of_table_5(task, row, prompt, answer):
     assert (example.prompt, example.answer) == (prompt, answer)
 
 
+class BeginningTokenizer:
+    """A tokenizer that opens a text with a begin-of-sequence token (id 1) unless it is told not to."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [ord(character) for character in text]
+        return {"input_ids": [1, *ids] if add_special_tokens else ids}
+
+
 def test_tokens_are_prompt_then_answer_then_end_without_a_beginning():
-    sample = tokenize(example_from_row("arc_easy", LISTED), byte_tokenizer())
-    decoded = byte_tokenizer().decode(sample.prompt + sample.answer)
-    assert decoded.endswith("Answer:two<eos>") and decoded.startswith("Question") and sample.answer[-1] == END
-    assert len(sample) == len(sample.prompt) + 4
+    example = example_from_row("arc_easy", LISTED)
+    prompt = tuple(map(ord, example.prompt))
+    assert tokenize(example, BeginningTokenizer()) == Sample(prompt, (*map(ord, "two"), 2))
+    assert len(tokenize(example, BeginningTokenizer())) == len(prompt) + 4
+    expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
+    assert choice_samples(example, BeginningTokenizer()) == expected
+    assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
+
+
+def test_lengths_are_checked_against_the_positions():
+    fits, answerless = Sample((5, 6), (7, END)), Sample((5, 6), (END,))
+    check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
+    message = r"^tasks/piqa.train.jsonl row 1: expected at most 3 tokens \(the model's .*\), found 4$"
+    with pytest.raises(UserError, match=message):
+        check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
+    with pytest.raises(UserError, match="row 1: expected a tokenizer that turns each choice into tokens"):
+        check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
 
 
 def test_local_files(tmp_path):
     source = save_tasks(tmp_path / "tasks")
     for task in TASKS:
-        examples, read = load_task(task, "train", source)
-        assert len(examples) == 12 and read.endswith(f"{task}.train.jsonl")
+        examples, path = load_task(task, "train", source)
+        assert len(examples) == 12 and path.endswith(f"{task}.train.jsonl")
         assert all(example.answer in example.prompt for example in examples)
 
 
@@ -73,97 +135,226 @@ def on_the_hub(task: str, row: dict) -> dict:
     if task == "boolq":
         return {"question": row["question"], "passage": row["passage"], "answer": row["label"]}
     if task.startswith("arc"):
-        stem, choices = row["question"]["stem"], row["question"]["choices"]
-        return {"id": "1", "question": stem, "choices": {key: [c[key] for c in choices] for key in ("text", "label")}, "answerKey": row["answerKey"]}
+        objects = row["question"]["choices"]
+        choices = {key: [choice[key] for choice in objects] for key in ("text", "label")}
+        question = row["question"]["stem"]
+        return {"id": "1", "question": question, "choices": choices, "answerKey": row["answerKey"]}
     return row | {"source_id": "1"}
 
 
-def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypatch):
-    """Directories laid out as the hub's repositories are, in its current schemas."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for task, rows in task_rows(6, 0).items():
-        repository, configuration = tasks.HUB[task]
-        home = tmp_path / repository
-        files = home / (configuration or "data")
+def save_hub(home, rows: dict[str, list[dict]]) -> dict[str, tuple[str, str | None]]:
+    """Directories laid out as the hub's repositories are; returns the table of them in place of tasks.HUB."""
+    hub, cards = {}, {}
+    for task, (name, configuration) in tasks.HUB.items():
+        directory = home / name
+        files = directory / (configuration or "data")
         files.mkdir(parents=True)
+        table = datasets.Dataset.from_list([on_the_hub(task, row) for row in rows[task]])
+        card = cards.setdefault(directory, ["---", "configs:"])  # ai2_arc holds two configurations
+        card += [f"- config_name: {configuration or 'default'}", "  data_files:"]
         for split in ("train", "validation"):
-            datasets.Dataset.from_list([on_the_hub(task, row) for row in rows]).to_parquet(files / f"{split}-00000-of-00001.parquet")
-        with open(home / "README.md", "a") as card:  # ai2_arc holds two configurations
-            card.write("" if card.tell() else "---\nconfigs:\n")
-            card.write(f"- config_name: {configuration or 'default'}\n  data_files:\n")
-            card.writelines(f"  - split: {split}\n    path: {files.name}/{split}-*\n" for split in ("train", "validation"))
-    monkeypatch.setattr(tasks, "HUB", {task: (str(tmp_path / name), configuration) for task, (name, configuration) in tasks.HUB.items()})
-    for name in {name for name, _ in tasks.HUB.values()}:
-        with open(f"{name}/README.md", "a") as card:
-            card.write("---\n")
-    for task, rows in task_rows(6, 0).items():
+            table.to_parquet(files / f"{split}-00000-of-00001.parquet")
+            card += [f"  - split: {split}", f"    path: {files.name}/{split}-*"]
+        hub[task] = (str(directory), configuration)
+    for directory, card in cards.items():
+        (directory / "README.md").write_text("\n".join([*card, "---", ""]))
+    return hub
+
+
+def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypatch):
+    rows = task_rows(6, 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tasks, "HUB", save_hub(tmp_path, rows))
+    for task in TASKS:
         for split in ("train", "validation"):
-            examples, read = load_task(task, split, "hub")
-            assert examples == [example_from_row(task, row) for row in rows] and read == f"hub:{tasks.HUB[task][0]}"
+            examples, path = load_task(task, split, "hub")
+            assert examples == [example_from_row(task, row) for row in rows[task]]
+            assert path == f"hub:{tasks.HUB[task][0]}"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_both_schemas_give_the_same_example(task):
+    for row in task_rows(6, 0)[task]:
+        assert example_from_row(task, row) == example_from_row(task, on_the_hub(task, row))
+
+
+def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.HUB, "piqa", (str(tmp_path / "nowhere"), None))
+    message = "task piqa: cannot load .*nowhere from the hub .*; give .* with --tasks"
+    with pytest.raises(UserError, match=message):
+        load_task("piqa", "train", "hub")
 
 
 def test_parquet_as_the_hub_stores_it(tmp_path):
-    rows = task_rows(6, 0)["boolq"]
-    datasets.Dataset.from_list([on_the_hub("boolq", row) for row in rows]).to_parquet(tmp_path / "boolq.validation.parquet")
+    rows, path = task_rows(6, 0)["boolq"], tmp_path / "boolq.validation.parquet"
+    datasets.Dataset.from_list([on_the_hub("boolq", row) for row in rows]).to_parquet(path)
     examples, read = load_task("boolq", "validation", str(tmp_path))
-    assert examples == [example_from_row("boolq", row) for row in rows] and read.endswith("boolq.validation.parquet")
-    datasets.Dataset.from_list([*rows, rows[0] | {"passage": None}]).to_parquet(tmp_path / "boolq.validation.parquet")
-    with pytest.raises(UserError, match=r"boolq.validation.parquet row 6: column 'passage' is missing"):
+    assert examples == [example_from_row("boolq", row) for row in rows] and read == str(path)
+    datasets.Dataset.from_list([*rows, rows[0] | {"passage": None}]).to_parquet(path)
+    with pytest.raises(UserError, match=r"boolq.validation.parquet row 6: .*: column 'passage' is missing"):
+        load_task("boolq", "validation", str(tmp_path))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"boolq.validation.parquet: cannot be read as parquet"):
         load_task("boolq", "validation", str(tmp_path))
 
 
+def save_rows(path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_labels_in_a_file_of_their_own(tmp_path):
-    rows = task_rows(4, 0)["piqa"]
+    rows, labels_file = task_rows(4, 0)["piqa"], tmp_path / "piqa.validation.labels"
     labels = [row.pop("label") for row in rows]
-    (tmp_path / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "piqa.validation.labels").write_text("".join(f"{label}\n" for label in labels))
+    save_rows(tmp_path / "piqa.validation.jsonl", rows)
+    labels_file.write_text("".join(f"{label}\n" for label in labels))
     examples, _ = load_task("piqa", "validation", str(tmp_path))
     assert [example.label for example in examples] == labels
-    (tmp_path / "piqa.validation.labels").write_text("0\n")
-    with pytest.raises(UserError, match="4 rows and 1 labels"):
-        load_task("piqa", "validation", str(tmp_path))
+    for content, message in (
+        (b"0\n", r"piqa.validation.labels: expected 4 labels, one per row, found 1"),
+        (b"0\n1\nx\n1\n", r"line 3: .*'label': expected a whole number from 0 to 1, found \"x\""),
+        (b"\x80\xff\x00", r"piqa.validation.labels: not UTF-8: .* at byte 1"),
+    ):
+        labels_file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_task("piqa", "validation", str(tmp_path))
 
 
-GOOD = json.dumps({"goal": "g", "sol1": "a", "sol2": "b", "label": 1}) + "\n"
+PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 1}
+GOOD = json.dumps(PIQA) + "\n"
 
 
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
-    (GOOD + GOOD + '{"goal": "g", "sol1": "a", "label": 0}\n', r"line 3: column 'sol2' is missing"),
-    (GOOD + '{"goal": "g", "sol1": "a", "sol2": "b", "label": 7}\n', r"line 2: .*label 7"),
-    (GOOD + "[1]\n", r"line 2: expected a JSON object"),
-    (GOOD + "\n\n" + '{"goal": "g", "sol1": null, "sol2": "b", "label": 0}\n', r"line 4: column 'sol1' is missing; found .*'label', 'sol2'\]"),
-    (GOOD + '{"goal": "g", "sol1": 5, "sol2": "b", "label": 0}\n', r"line 2: .*expected choices of text, found \[5, 'b'\]"),
-    (GOOD * 20_000 + '{"goal": "g"}\n', r"line 20001: column 'sol1' is missing"),  # more than is parsed at a time
+    (GOOD + GOOD + '{"goal": "g", "sol1": "a", "label": 0}\n', r"line 3: .*column 'sol2' is missing"),
+    (GOOD + "[1]\n", r"line 2: expected a JSON object, found \[1\]"),
+    (GOOD + "null\n", r"line 2: expected a JSON object, found null"),
+    (GOOD + '"row"\n', r"line 2: expected a JSON object, found \"row\""),
+    (GOOD + "\n\n" + '{"goal": "g", "sol1": null, "sol2": "b", "label": 0}\n',
+     r"line 4: .*column 'sol1' is missing; found columns \['goal', 'label', 'sol2'\]"),
+    (GOOD * 20_000 + '{"goal": "g"}\n', r"line 20001: .*column 'sol1' is missing"),
     (GOOD + '{"goal": "\udcff"}\n', r"line 2: not UTF-8: .* at byte 11"),
-    (f"[{GOOD.strip()},{{}}]", r"row 1: column 'goal' is missing"),
-    ('{"goal": "g", "goal": "g"}\n', r"cannot be read as json: .*specified twice"),
-    ("", "at least one row"),
-    ("\n\n", "at least one row"),
+    (f"[{GOOD.strip()},{{}}]", r"line 1: expected a JSON object, found \[\{"),
+    ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
+    ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
+    ("1" * 5000, r"line 1: cannot be read: .*4300"),
+    ("", "expected at least one row, found none"),
+    ("\n\n", "expected at least one row, found none"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
     (tmp_path / "piqa.train.jsonl").write_text(content, errors="surrogateescape")
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as error:
         load_task("piqa", "train", str(tmp_path))
-    assert "piqa.train.jsonl" in str(raised.value)
+    assert str(error.value).startswith(str(tmp_path / "piqa.train.jsonl"))
 
 
-def test_picked_questions():
-    assert tasks.picked(5, None, None) == tasks.picked(5, 9, 3) == [0, 1, 2, 3, 4]
-    assert tasks.picked(5, 2, None) == [0, 1]
-    drawn = [tasks.picked(100, 10, seed) for seed in range(200)]
-    assert drawn[0] == tasks.picked(100, 10, 0) != drawn[1]
+ARC = {"question": SHIRT, "answerKey": "D"}
+BOOLQ = CORONER | {"label": True}
+SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "3"}
+WINOGRANDE = {"sentence": "s", "option1": "a", "option2": "b", "answer": "2"}
+
+
+def listed(**choices) -> dict:
+    return LISTED | {"choices": LISTED["choices"] | choices}
+
+
+@pytest.mark.parametrize(("task", "row", "message"), [
+    ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
+    ("boolq", BOOLQ | {"label": 7}, "'label': expected true, false, 1 or 0, found 7"),
+    ("boolq", BOOLQ | {"label": 1.0}, "'label': expected true, false, 1 or 0, found 1.0"),
+    ("boolq", BOOLQ | {"label": [True]}, "'label': expected true, false, 1 or 0, found [true]"),
+    ("boolq", BOOLQ | {"passage": 3}, "'passage': expected text, found 3"),
+    ("boolq", BOOLQ | {"question": ["q"]}, "'question': expected text, found [\"q\"]"),
+    ("boolq", CORONER, "'answer' is missing"),
+    ("piqa", PIQA | {"label": 1.5}, "'label': expected a whole number from 0 to 1, found 1.5"),
+    ("piqa", PIQA | {"label": 2}, "'label': expected a whole number from 0 to 1, found 2"),
+    ("piqa", PIQA | {"label": -1}, "'label': expected a whole number from 0 to 1, found -1"),
+    ("piqa", PIQA | {"label": True}, "'label': expected a whole number from 0 to 1, found true"),
+    ("piqa", PIQA | {"label": "-1"}, "'label': expected a whole number from 0 to 1, found \"-1\""),
+    ("piqa", PIQA | {"label": ""}, "'label': expected a whole number from 0 to 1, found \"\""),
+    ("piqa", PIQA | {"sol1": ""}, "'sol1': expected the text of a choice, found \"\""),
+    ("piqa", PIQA | {"sol2": " \n"}, "'sol2': expected the text of a choice"),
+    ("piqa", PIQA | {"sol1": 5}, "'sol1': expected text, found 5"),
+    ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
+    ("piqa", PIQA | {"goal": {"a": 1}}, "'goal': expected text, found {\"a\": 1}"),
+    ("piqa", PIQA | {"goal": "\ud800"}, "'goal': expected text, found a lone surrogate at character 1"),
+    ("hellaswag", ATHLETE | {"endings": "bends"}, "'endings': expected two or more choices, found \"bends\""),
+    ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
+    ("hellaswag", ATHLETE | {"endings": ["a", "b", None, "d"]}, "'endings': expected text, found null"),
+    ("hellaswag", ATHLETE | {"endings": ["a", "b", 3, "d"]}, "'endings': expected text, found 3"),
+    ("hellaswag", ATHLETE | {"label": "4"}, "'label': expected a whole number from 0 to 3, found \"4\""),
+    ("winogrande", WINOGRANDE | {"answer": "0"}, "expected a whole number from 1 to 2, found \"0\""),
+    ("winogrande", WINOGRANDE | {"answer": ""}, "'answer': expected a whole number from 1 to 2, found \"\""),
+    ("winogrande", WINOGRANDE | {"option2": False}, "'option2': expected text, found false"),
+    ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
+    ("siqa", SIQA | {"answerC": " "}, "'answerC': expected the text of a choice"),
+    ("siqa", SIQA | {"context": 1}, "'context': expected text, found 1"),
+    ("arc_easy", ARC | {"answerKey": "E"}, "'answerKey': expected one of ['A', 'B', 'C', 'D'], found \"E\""),
+    ("arc_easy", ARC | {"question": {"stem": "s"}}, "column 'question.choices' is missing"),
+    ("arc_easy", ARC | {"question": SHIRT | {"stem": 4}}, "'question.stem': expected text, found 4"),
+    ("arc_easy", ARC | {"question": SHIRT | {"choices": ["a", "b"]}}, "expected a list of objects, found ["),
+    ("arc_easy", ARC | {"question": SHIRT | {"choices": SHIRT["choices"][3:]}}, "two or more choices, found"),
+    ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
+    ("arc_easy", listed(label=["A", "A"]), "expected 2 different letters, found [\"A\", \"A\"]"),
+    ("arc_easy", listed(label=["A"]), "'choices.label': expected 2 different letters, found [\"A\"]"),
+    ("arc_easy", listed(text=["two", ""]), "'choices.text': expected the text of a choice, found \"\""),
+    ("arc_easy", listed(text="two"), "'choices.text': expected two or more choices, found \"two\""),
+    ("openbookqa", LISTED, "'question_stem' is missing"),
+    ("openbookqa", LISTED | {"question_stem": "q", "answerKey": 1}, "'answerKey': expected text, found 1"),
+])
+def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
+    path = tmp_path / f"{task}.validation.jsonl"
+    save_rows(path, [task_rows(1, 0)[task][0], row])
+    with pytest.raises(UserError) as error:
+        load_task(task, "validation", str(tmp_path))
+    line = str(error.value)
+    assert line.startswith(f"{path} line 2: not a row of {task}: ") and message in line and "\n" not in line
+
+
+def test_repeated_choices_are_kept_where_another_differs(tmp_path):
+    """SIQA's validation set and OpenBookQA's training set were published with such rows."""
+    save_rows(tmp_path / "siqa.train.jsonl", [SIQA | {"answerA": "z"}])
+    assert load_task("siqa", "train", str(tmp_path))[0][0].choices == ("z", "y", "z")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    for source in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="task file not found: expected .*piqa.train.jsonl or .*parquet"):
+            load_task("piqa", "train", str(source))
+
+
+def test_rows_are_numbered_by_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n  \r\n{"b": 2}')
+    assert list(read_objects(str(path))) == [(1, {"a": 1}), (4, {"b": 2})]
+
+
+def test_selected_questions():
+    assert tasks.select_questions(5, None, None) == tasks.select_questions(5, 9, 3) == [0, 1, 2, 3, 4]
+    assert tasks.select_questions(5, 2, None) == [0, 1]
+    drawn = [tasks.select_questions(100, 10, seed) for seed in range(200)]
+    assert drawn[0] == tasks.select_questions(100, 10, 0) != drawn[1]
     assert all(numbers == sorted(set(numbers)) and len(numbers) == 10 for numbers in drawn)
     assert set().union(*drawn) == set(range(100))  # any question can be drawn
 
 
 REAL = ROOT.parent / "shared" / "data" / "tasks"
-ROWS = {"boolq": 3270, "arc_easy": 570, "arc_challenge": 299, "openbookqa": 500, "piqa": 1838, "siqa": 1954, "winogrande": 1267}
+PUBLISHED_FILES = [  # task, split, rows (the paper's Table 4), digest of all prompts, choices and labels
+    ("arc_challenge", "train", 1119, "5870a648e2e7d216"),
+    ("arc_challenge", "validation", 299, "1931127d3960815f"),
+    ("arc_easy", "train", 2251, "1192e12e59cc0966"),
+    ("arc_easy", "validation", 570, "4fe3d6eda2499ad7"),
+    ("boolq", "validation", 3270, "efe55a6192f805f4"),
+    ("openbookqa", "train", 4957, "baaaad48ddfe98e1"),
+    ("openbookqa", "validation", 500, "ebb2002375fe6867"),
+    ("piqa", "validation", 1838, "7cd420dd48d825cb"),
+    ("siqa", "validation", 1954, "10c0a8d12529b037"),
+    ("winogrande", "validation", 1267, "b11e607bcce85474"),
+]
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the published files are not here")
-@pytest.mark.parametrize("task", ROWS)
-def test_published_files(task):
-    examples, _ = load_task(task, "validation", os.fspath(REAL))
-    assert len(examples) == ROWS[task]  # the paper's Table 4
-    assert all(example.prompt.endswith("\nAnswer:") for example in examples)
+@pytest.mark.parametrize(("task", "split", "rows", "digest"), PUBLISHED_FILES)
+def test_published_files_give_the_same_prompts_to_the_character(task, split, rows, digest):
+    examples, _ = load_task(task, split, os.fspath(REAL))
+    text = "".join(f"{example.prompt}{list(example.choices)}{example.label}" for example in examples)
+    assert (len(examples), hashlib.sha256(text.encode()).hexdigest()[:16]) == (rows, digest)

@@ -1,22 +1,23 @@
-"""The eight multiple-choice tasks: where they come from, how a row becomes a prompt (Table 5), how it is tokenized.
+"""The eight multiple-choice tasks: reading rows, the prompt made of a row (Table 5), and its tokens.
 
-A row may follow the hub's current schema or the original release's; both are read by the same function. Prompts are
-those of the authors' released data to the character: BoolQ questions carry no question mark, SIQA's do, and the
-template adds one to each (hence SIQA's "??").
+A row may follow the hub's current schema or the original release's; one reader takes both. Prompts match the
+authors' released data to the character: BoolQ questions have no question mark, SIQA's do, and the template
+adds one to each (hence SIQA's "??").
 """
 
 import glob
-import json
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.cli import UserError
+from common.data.jsonl import abbreviated, checked_text, column, read_objects, text_column
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question: the prompt, the choices in their printed order, and which of them is right."""
+    """One question: the prompt, the choices in their printed order, and the index of the right one."""
 
     task: str
     prompt: str
@@ -30,7 +31,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sample:
-    """A tokenized example: prompt ids, then answer ids with the end-of-sequence token. No begin-of-sequence token."""
+    """A tokenized example: prompt ids, then answer ids with end-of-sequence. No begin-of-sequence token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -53,50 +54,107 @@ HUB = {
 TASKS = tuple(HUB)
 
 
-def _listed(stem: str, texts: list[str], labels: list[str], answer: str):
-    return f"Question: {stem}\nChoices: {texts}\nAnswer:", texts, labels.index(answer)
+def _choice(value, name: str) -> str:
+    """`value`, found in column `name`, as the text of a choice. A blank one would have no tokens to score."""
+    if not checked_text(value, name).strip():
+        raise ValueError(f"column {name!r}: expected the text of a choice, found {abbreviated(value)}")
+    return value
+
+
+def _choices(values, name: str) -> list[str]:
+    """A list of at least two choices."""
+    if not isinstance(values, list) or len(values) < 2:
+        raise ValueError(f"column {name!r}: expected two or more choices, found {abbreviated(values)}")
+    return [_choice(value, name) for value in values]
+
+
+def _label(row: dict, name: str, first: int, count: int) -> int:
+    """Index of the right one of `count` choices, numbered from `first` by an integer or by digits."""
+    value = column(row, name)
+    digits = isinstance(value, str) and value.isascii() and value.isdecimal()
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole or digits) or not 0 <= int(value) - first < count:
+        raise ValueError(f"column {name!r}: expected a whole number from {first} to {first + count - 1}, "
+                         f"found {abbreviated(value)}")
+    return int(value) - first
+
+
+def _object(row: dict, name: str) -> dict:
+    """The columns of an object inside a row, named OBJECT.COLUMN."""
+    value = column(row, name)
+    if not isinstance(value, dict):
+        raise ValueError(f"column {name!r}: expected an object, found {abbreviated(value)}")
+    return {f"{name}.{inner}": content for inner, content in value.items()}
+
+
+def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], int]:
+    """ARC and OpenBookQA: the choices carry letters, and column answerKey gives the right one's."""
+    texts = _choices(column(choices, "choices.text"), "choices.text")
+    letters = column(choices, "choices.label")
+    if not isinstance(letters, list) or not len(set(map(str, letters))) == len(letters) == len(texts):
+        raise ValueError(f"column 'choices.label': expected {len(texts)} different letters, "
+                         f"found {abbreviated(letters)}")
+    answer = text_column(row, "answerKey")
+    if answer not in letters:
+        raise ValueError(f"column 'answerKey': expected one of {letters}, found {abbreviated(answer)}")
+    return f"Question: {question}\nChoices: {texts}\nAnswer:", texts, letters.index(answer)
 
 
 def _arc(row):
-    if isinstance(row["question"], dict):  # original release: choices inside the question, one object each
-        stem, choices = row["question"]["stem"], row["question"]["choices"]
-        return _listed(stem, [c["text"] for c in choices], [c["label"] for c in choices], row["answerKey"])
-    return _listed(row["question"], row["choices"]["text"], row["choices"]["label"], row["answerKey"])
+    if not isinstance(row.get("question"), dict):
+        return _lettered(row, text_column(row, "question"), _object(row, "choices"))
+    question = _object(row, "question")  # original release: the choices inside the question, one object each
+    choices = column(question, "question.choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ValueError("column 'question.choices': expected a list of objects, "
+                         f"found {abbreviated(choices)}")
+    columns = {f"choices.{name}": [choice.get(name) for choice in choices] for name in ("text", "label")}
+    return _lettered(row, text_column(question, "question.stem"), columns)
 
 
 def _openbookqa(row):
-    return _listed(row["question_stem"], row["choices"]["text"], row["choices"]["label"], row["answerKey"])
+    return _lettered(row, text_column(row, "question_stem"), _object(row, "choices"))
 
 
 def _boolq(row):
-    value = row["label"] if "label" in row else row["answer"]
-    prompt = f"{row['passage']}\nQuestion: {row['question']}?\nChoices: ['true', 'false']\nAnswer:"
+    name = "label" if "label" in row else "answer"
+    value = column(row, name)
+    if not isinstance(value, int) or value not in (0, 1):  # the text "false" would count as true
+        raise ValueError(f"column {name!r}: expected true, false, 1 or 0, found {abbreviated(value)}")
+    passage, question = text_column(row, "passage"), text_column(row, "question")
+    prompt = f"{passage}\nQuestion: {question}?\nChoices: ['true', 'false']\nAnswer:"
     return prompt, ["true", "false"], 0 if value else 1
 
 
 def _piqa(row):
-    prompt = (f"Goal: {row['goal']}\nChoose the most sensible solution to achieve the goal. "
-              f"Choices: ['{row['sol1']}', '{row['sol2']}']\nAnswer:")
-    return prompt, [row["sol1"], row["sol2"]], int(row["label"])
+    goal = text_column(row, "goal")
+    choices = [_choice(column(row, name), name) for name in ("sol1", "sol2")]
+    prompt = (f"Goal: {goal}\nChoose the most sensible solution to achieve the goal. "
+              f"Choices: ['{choices[0]}', '{choices[1]}']\nAnswer:")
+    return prompt, choices, _label(row, "label", 0, 2)
 
 
 def _hellaswag(row):
+    passage, endings = text_column(row, "ctx"), _choices(column(row, "endings"), "endings")
     prompt = ("Please choose the most appropriate text to complete the passage below:\n"
-              f"Passage: {row['ctx']}\nChoices: {row['endings']}\nAnswer:")
-    return prompt, row["endings"], int(row["label"])
+              f"Passage: {passage}\nChoices: {endings}\nAnswer:")
+    return prompt, endings, _label(row, "label", 0, len(endings))
 
 
 def _winogrande(row):
+    sentence = text_column(row, "sentence")
+    choices = [_choice(column(row, name), name) for name in ("option1", "option2")]
     prompt = ('Choose the most sensible text to replace the "_" in the following sentence: '
-              f"{row['sentence']}\nChoices: ['{row['option1']}', '{row['option2']}']\nAnswer:")
-    return prompt, [row["option1"], row["option2"]], int(row["answer"]) - 1
+              f"{sentence}\nChoices: ['{choices[0]}', '{choices[1]}']\nAnswer:")
+    return prompt, choices, _label(row, "answer", 1, 2)
 
 
 def _siqa(row):
-    choices = [row["answerA"], row["answerB"], row["answerC"]]
-    listed = ", ".join(f"'{choice}'" for choice in choices)
-    prompt = f"{row['context']}\nQuestion: {row['question']}?\nChoices: [{listed}]\nAnswer:"
-    return prompt, choices, int(row["label"]) - 1
+    context, question = text_column(row, "context"), text_column(row, "question")
+    choices = [_choice(column(row, name), name) for name in ("answerA", "answerB", "answerC")]
+    quoted = ", ".join(f"'{choice}'" for choice in choices)
+    prompt = f"{context}\nQuestion: {question}?\nChoices: [{quoted}]\nAnswer:"
+    return prompt, choices, _label(row, "label", 1, 3)
 
 
 READERS = {
@@ -106,124 +164,118 @@ READERS = {
 
 
 def example_from_row(task: str, row: dict) -> Example:
-    """The prompt and choices of one row.
+    """The prompt and choices of one row. Raises ValueError naming the column, and what it should hold.
 
-    Raises KeyError naming a column that is missing, ValueError for a label that names no choice and for choices that
-    are not text.
+    Equal choices are accepted as long as another differs: SIQA and OpenBookQA were published with such rows.
     """
     prompt, choices, label = READERS[task](row)
-    if not all(isinstance(choice, str) for choice in choices):
-        raise ValueError(f"expected choices of text, found {choices}")
-    if not 0 <= label < len(choices):
-        raise ValueError(f"label {label} names none of {len(choices)} choices")
+    if len(set(choices)) == 1:
+        raise ValueError(f"expected choices that differ, found {abbreviated(choices)}")
     return Example(task, prompt, tuple(choices), label)
 
 
 def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     """All examples of one split, and the name of what was read.
 
-    source: "hub", or a directory that holds TASK.SPLIT.jsonl or, as the hub stores it, TASK.SPLIT.parquet (and
-    TASK.SPLIT.labels where the release keeps labels apart). split: "train" or "validation". Raises UserError naming
-    file, line and column of the first bad row.
+    source: "hub", or a directory that holds TASK.SPLIT.jsonl or, as on the hub, TASK.SPLIT.parquet (and
+    TASK.SPLIT.labels where the release keeps labels apart). split: "train" or "validation". Raises UserError
+    naming file, line and column of the first bad row.
     """
+    labels = None
     if source == "hub":
-        read, labels = f"hub:{HUB[task][0]}", None
-        rows = _hub_rows(task, split)
+        path, rows = _hub_rows(task, split)
     else:
         stem = os.path.join(source, f"{task}.{split}")
-        read = next((stem + kind for kind in (".jsonl", ".parquet") if os.path.exists(stem + kind)), None)
-        if read is None:
-            raise UserError(f"task file not found: expected {stem}.jsonl or .parquet for task {task}, split {split}")
-        rows, labels = _file_rows(read), _labels(stem + ".labels")
+        path, rows = _file_rows(stem)
+        if os.path.exists(f"{stem}.labels"):
+            labels = _labels(f"{stem}.labels")
     if not rows:
-        raise UserError(f"{read}: expected at least one row, found none")
+        raise UserError(f"{path}: expected at least one row, found none")
     if labels is not None and len(labels) != len(rows):
-        raise UserError(f"{read}: expected one label a row, found {len(rows)} rows and {len(labels)} labels")
+        raise UserError(f"{stem}.labels: expected {len(rows)} labels, one per row, found {len(labels)}")
     examples = []
-    for index, row in enumerate(rows):
-        row = {column: value for column, value in row.items() if value is not None}  # what a row lacks is null in a table
+    for index, (place, row) in enumerate(rows):
+        row = {name: value for name, value in row.items() if value is not None}  # tables fill with nulls
         if labels is not None:
             row["label"] = labels[index]
         try:
             examples.append(example_from_row(task, row))
-        except KeyError as error:
-            raise UserError(f"{_place(read, index, len(rows))}: column {error} is missing; found columns {sorted(row)}") from error
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{_place(read, index, len(rows))}: not a {task} row: {error}") from error
-    return examples, read
+        except ValueError as error:
+            raise UserError(f"{path} {place}: not a row of {task}: {error}") from error
+    return examples, path
 
 
-def _file_rows(path: str) -> list[dict]:
-    import datasets  # slow to import: only where rows are read
+def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
+    """The file of that stem, and its rows with their places in it."""
+    if os.path.exists(f"{stem}.jsonl"):
+        path = f"{stem}.jsonl"
+        return path, [(f"line {number}", row) for number, row in read_objects(path)]
+    path = f"{stem}.parquet"
+    if not os.path.exists(path):
+        raise UserError(f"task file not found: expected {stem}.jsonl or {path}")
+    import datasets  # slow to import: only where tables are read
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in the error raised here
-    kind = "parquet" if path.endswith(".parquet") else "json"
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below says it
     try:  # streamed: straight from the file, no second copy in a cache
-        return list(datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True))
-    except Exception as error:  # arrow's classes differ with what is wrong, and none names the line
-        raise UserError((kind == "json" and _fault(path)) or f"{path}: cannot be read as {kind}: {error}") from error
+        table = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
+        return path, [(f"row {index}", row) for index, row in enumerate(table)]
+    except Exception as error:  # arrow's classes differ with what is wrong
+        raise UserError(f"{path}: cannot be read as parquet: {error}") from error
 
 
-def _hub_rows(task: str, split: str):
+def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
     import datasets
 
     name, configuration = HUB[task]
     try:
-        return datasets.load_dataset(name, configuration, split=split)
+        table = datasets.load_dataset(name, configuration, split=split)
+        return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(table)]
     except Exception as error:  # the hub client raises a different class for each way of not being reached
         raise UserError(f"task {task}: cannot load {name} from the hub ({type(error).__name__}); "
                         "give a directory of local files with --tasks") from error
 
 
-def _labels(path: str) -> list[str] | None:
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return file.read().split()
+def _labels(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().split()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
 
 
-def _lines(path: str) -> list[tuple[int, bytes]]:
-    """Line number and content of each line that is not blank: one per row."""
-    with open(path, "rb") as file:
-        return [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-
-
-def _place(read: str, index: int, rows: int) -> str:
-    lines = _lines(read) if read.endswith(".jsonl") else []
-    return f"{read} line {lines[index][0]}" if len(lines) == rows else f"{read} row {index}"
-
-
-def _fault(path: str) -> str | None:
-    """What keeps a file from being rows of JSON objects, where it can be told."""
-    lines = _lines(path)
-    if not lines:
-        return f"{path}: expected at least one row, found none"
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            return f"{path} line {number}: not JSON: {error.msg} at column {error.colno}"
-        except UnicodeDecodeError as error:
-            return f"{path} line {number}: not UTF-8: {error.reason} at byte {error.start + 1}"
-        if not isinstance(row, dict):
-            return f"{path} line {number}: expected a JSON object, found {type(row).__name__}"
-
-
-def picked(count: int, limit: int | None, seed: int | None) -> list[int]:
-    """Which of `count` questions are evaluated, ascending: all, the first `limit`, or `limit` drawn with a seed."""
+def select_questions(count: int, limit: int | None, seed: int | None) -> list[int]:
+    """Indices of the evaluated questions, ascending: all, the first `limit`, or `limit` drawn with a seed."""
     if limit is None or limit >= count:
         return list(range(count))
     return list(range(limit)) if seed is None else sorted(random.Random(seed).sample(range(count), limit))
 
 
+def _ids(text: str, tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def tokenize(example: Example, tokenizer) -> Sample:
-    """Prompt and answer tokenized each on its own, the answer closed by end-of-sequence; no begin-of-sequence."""
-    prompt = tokenizer(example.prompt, add_special_tokens=False)["input_ids"]
-    answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
-    return Sample(tuple(prompt), (*answer, tokenizer.eos_token_id))
+    """Prompt and answer, each tokenized on its own; end-of-sequence closes the answer."""
+    answer = (*_ids(example.answer, tokenizer), tokenizer.eos_token_id)
+    return Sample(_ids(example.prompt, tokenizer), answer)
 
 
 def choice_samples(example: Example, tokenizer) -> list[Sample]:
     """The prompt with each choice in turn as its answer."""
-    prompt = tokenize(example, tokenizer).prompt
-    return [Sample(prompt, (*tokenizer(choice, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)) for choice in example.choices]
+    prompt, end = _ids(example.prompt, tokenizer), tokenizer.eos_token_id
+    return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
+
+
+def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
+    """Raise UserError for a sample with more tokens than the model has positions, or with an answer of none.
+
+    samples: (index of the row from 0, sample). positions: the model's max_position_embeddings. source: what
+    load_task says it read.
+    """
+    for index, sample in samples:
+        if len(sample) > positions:
+            raise UserError(f"{source} row {index}: expected at most {positions} tokens (the model's "
+                            f"max_position_embeddings), found {len(sample)}")
+        if len(sample.answer) < 2:
+            raise UserError(f"{source} row {index}: expected a tokenizer that turns each choice into tokens, "
+                            "found a choice with none")

@@ -1,0 +1,78 @@
+"""JSON Lines files, plain or gzipped, read one line at a time: a bad line is named by file and number."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+
+from common.cli import UserError
+
+
+def read_objects(path: str) -> Iterator[tuple[int, dict]]:
+    """Yield (line number, object) for every line that is not blank. A name ending in .gz is decompressed.
+
+    Python's own parser, not arrow's: a line that holds null crashes arrow's reader and the process with it.
+    Raises UserError for damaged gzip data and for a line that is not UTF-8, not JSON or not an object.
+    """
+    number = 0
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parse(line, f"{path} line {number}")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        message = f"{path} after line {number}: expected gzip data, found a damaged file: {error}"
+        raise UserError(message) from error
+
+
+def _parse(line: bytes, place: str) -> dict:
+    try:
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: expected a JSON object, found {abbreviated(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"a column is given twice, found columns {[name for name, _ in pairs]}")
+    return value
+
+
+def abbreviated(value) -> str:
+    """A value as JSON for an error message, cut to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def column(row: dict, name: str):
+    """What a row holds in a column. Raises ValueError when the column is missing or null."""
+    value = row.get(name)
+    if value is None:
+        present = sorted(other for other, content in row.items() if content is not None)
+        raise ValueError(f"column {name!r} is missing; found columns {present}")
+    return value
+
+
+def text_column(row: dict, name: str) -> str:
+    """The text in a column. Raises ValueError naming the column when it is missing, null or not text."""
+    return checked_text(column(row, name), name)
+
+
+def checked_text(value, name: str) -> str:
+    """`value`, found in column `name`. Raises ValueError unless it is text that can be encoded as UTF-8."""
+    if not isinstance(value, str):
+        raise ValueError(f"column {name!r}: expected text, found {abbreviated(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair; no tokenizer takes it
+        message = f"column {name!r}: expected text, found a lone surrogate at character {error.start + 1}"
+        raise ValueError(message) from error
+    return value
