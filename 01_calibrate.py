@@ -1,7 +1,7 @@
 """Stage 1: run text through the model and keep how its key and value heads move together.
 
 Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text
-Writes  RUN/calibration.safetensors (+ .json): per layer the Gram matrices of all heads, raw and length-1, keys before
+Writes  RUN/calibration/: a file per layer with the Gram matrices of all heads, raw and length-1, keys before
         RoPE; what closed-form merging weighs them by (query energies, Grams of W_O); and --sample-tokens raw head
         vectors, from which Eq. 2-22 can be recomputed directly
 
@@ -16,13 +16,12 @@ through one layer after the other; with --layerwise only that layer is in memory
 RUN (sequences x length x hidden x 4 bytes). The same bytes come out.
 """
 
-import itertools
 import os
 
 import torch
 from tqdm import tqdm
 
-from common.artifacts import TensorFile, publish, record, refuse_overwrite
+from common.artifacts import claim, record, write_directory, write_layer, write_record
 from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
@@ -85,13 +84,13 @@ class Collector:
         return collect
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Take the hooks away; what calibration.safetensors holds of this layer."""
+        """Take the hooks away; what calibration/ holds of this layer."""
         for hook in self.hooks:
             hook.remove()
         tensors = self.stats.tensors() | {f"sample.{kind}": torch.cat(parts) for kind, parts in self.samples.items()}
         tensors["key.free"] = free_pairs(self.attention)
         tensors["output.gram"] = output_gram(self.attention.o_proj.weight, self.shape.kv_heads, self.shape.head_dim).cpu()
-        return {f"layers.{self.index}.{name}": tensor for name, tensor in tensors.items()}
+        return tensors
 
 
 def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
@@ -115,8 +114,8 @@ def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
 @torch.no_grad()
 def main():
     args, clock = parse(), Clock()
-    output = os.path.join(args.run, "calibration.safetensors")
-    refuse_overwrite(output, args.force)
+    output = os.path.join(args.run, "calibration")
+    claim("01_calibrate.py", args, output)
     path = resolve_model(args.model)
     config = load_config(path)
     require_convertible(path, config)
@@ -129,17 +128,13 @@ def main():
     tokens, said = load_tokens(args.text, load_tokenizer(path), args.sequences, length)
     print(f"reads   {said}; {tokens.numel()} tokens")
 
-    os.makedirs(args.run, exist_ok=True)
-    collected = collect(layers, shape, tokens, args)
-    first = next(collected)  # all layers are alike: it says what the file will hold
-    layout = {name.replace(".0.", f".{layer}.", 1): (tensor.dtype, tensor.shape) for layer in range(shape.layers) for name, tensor in first.items()}
-    with TensorFile(output + ".tmp", layout) as file:
-        for tensors in itertools.chain([first], collected):
-            file.write(tensors)
-    summary = {"tokens": tokens.numel(), "sequences": args.sequences, "length": length, "text": said,
-               "sampled_tokens": len(first["layers.0.sample.key"]), "peak_memory_gib": peak_memory()}
-    publish(output, record("01_calibrate.py", args, described, [], summary, clock()))
-    print(f"wrote   {output} ({os.path.getsize(output) / 2**20:.1f} MiB)")
+    with write_directory(output) as aside:
+        for index, tensors in enumerate(collect(layers, shape, tokens, args)):
+            write_layer(aside, index, tensors)
+        summary = {"tokens": tokens.numel(), "sequences": args.sequences, "length": length, "text": said,
+                   "sampled_tokens": len(tensors["sample.key"]), "peak_memory_gib": peak_memory()}
+        write_record(aside, record("01_calibrate.py", args, described, [], summary, clock()))
+    print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads in {clock()} s, "
           f"at most {summary['peak_memory_gib']} GiB of host memory")
 

@@ -1,6 +1,6 @@
 """Stage 2: how alike any two heads of a layer are, and how alike an orthogonal map can make them.
 
-Reads   RUN/calibration.safetensors
+Reads   RUN/calibration/
 Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads] of the
         source's key/value heads, and energy, what merging a pair in closed form would lose
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
@@ -18,7 +18,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import read_layer, read_tensors, record, refuse_overwrite, write_tensors
+from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
 from common.cli import Clock, run_stage, stage_parser
 from common.method.closed_form import key_loss, key_weights, value_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
@@ -29,7 +29,7 @@ from common.reporting import plots
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--calibration", default=None, metavar="FILE", help="default: RUN/calibration.safetensors")
+    parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--layers-drawn", type=int, nargs="+", default=None, metavar="LAYER", help="layers in the picture (default: four, evenly spaced)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
@@ -37,10 +37,10 @@ def parse():
 
 def main():
     args, clock = parse(), Clock()
-    source = args.calibration or os.path.join(args.run, "calibration.safetensors")
+    source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity.safetensors")
-    refuse_overwrite(output, args.force)
-    _, calibration = read_tensors(source, "01_calibrate.py")
+    claim("02_similarity.py", args, output)
+    calibration = read_calibration(source)
     model, tokens = calibration["model"], calibration["summary"]["tokens"]
     device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")

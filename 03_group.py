@@ -17,7 +17,7 @@ import os
 
 import numpy as np
 
-from common.artifacts import read_tensors, record, refuse_overwrite, write_json
+from common.artifacts import claim, read_tensors, record, write_json
 from common.cli import Clock, positive, run_stage, stage_parser
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.models import Geometry, check_kv_heads
@@ -41,7 +41,7 @@ def main():
     args, clock = parse(), Clock()
     source = args.similarity or os.path.join(args.run, "similarity.safetensors")
     output = os.path.join(args.run, "groups.json")
-    refuse_overwrite(output, args.force)
+    claim("03_group.py", args, output)
     file, similarity = read_tensors(source, "02_similarity.py")
     model = similarity["model"]
     layers, heads = model["layers"], model["kv_heads"]

@@ -1,6 +1,6 @@
 """Stage 4: rotate the heads of each group onto each other without changing the model, and merge them.
 
-Reads   the model that stage 1 read, RUN/calibration.safetensors, RUN/groups.json
+Reads   the model that stage 1 read, RUN/calibration/, RUN/groups.json
 Writes  RUN/aligned/   an ordinary checkpoint of the same function: heads rotated, groups consecutive
         RUN/merged/    a stock GQA checkpoint: each group's heads merged, no training
 
@@ -18,30 +18,25 @@ linear in the group's and the best shared key with one complex factor per head a
 nearer to the source, and suits groups of 03_group.py --by energy. --refit then solves each layer's W_O anew on calibration text.
 """
 
-import contextlib
-import copy
 import os
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.artifacts import (
-    RECORD,
-    TensorFile,
-    check_same_model,
+    claim,
+    digest,
+    read_calibration,
+    read_groups,
     read_layer,
-    read_record,
-    read_tensors,
     record,
-    refuse_overwrite,
     write_directory,
-    write_json,
+    write_record,
 )
 from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import max_difference, mean_kl, mean_nll
-from common.layers import Layers
+from common.layers import CheckpointWriter, Layers
 from common.method.closed_form import closed_form, key_weights
 from common.method.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import (
@@ -61,7 +56,7 @@ TOLERANCE = 1e-4, 1e-5  # of the logits: absolute, or of the largest if that is 
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--calibration", default=None, metavar="FILE", help="default: RUN/calibration.safetensors")
+    parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--groups", default=None, metavar="FILE", help="default: RUN/groups.json")
     parser.add_argument("--rotate", choices=("none", "cos", "dist"), default="dist", help="align length-1 (cos) or raw (dist) vectors, or only reorder")
     parser.section("what merged/ holds")
@@ -109,33 +104,6 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation, k
     return closed_form(value, output, key, key_weights(grams.query.to(device))[groups])
 
 
-def layout_of(config, dtype: torch.dtype) -> dict:
-    """Name -> (dtype, shape) of every tensor in a checkpoint of this config."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: (dtype, parameter.shape) for name, parameter in model.named_parameters()}  # tied ones once
-
-
-@contextlib.contextmanager
-def checkpoint(path: str, config, dtype: torch.dtype, source: str, tokenizer):
-    """A checkpoint directory to be, with all but its weights and its record: its name while it is written, and the file of weights."""
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    with write_directory(path) as aside, TensorFile(os.path.join(aside, "model.safetensors"), layout_of(config, dtype), {"format": "pt"}) as file:
-        config.save_pretrained(aside)
-        stands = os.path.exists(os.path.join(source, "generation_config.json"))
-        (GenerationConfig.from_pretrained(source) if stands else GenerationConfig.from_model_config(config)).save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        yield aside, file
-
-
-def put(module, name: str, files: list) -> None:
-    """Write a module's parameters, under its name, into every file that holds them."""
-    for file in files:
-        tensors = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
-        file.write({key: tensor.to(file.layout[key][0]) for key, tensor in tensors.items() if key in file.layout})
-
-
 class Proof:
     """The same text through the source, the aligned and the merged model, layer by layer, and what it says of them in the end."""
 
@@ -163,17 +131,15 @@ class Proof:
 @torch.no_grad()
 def main():
     args, clock = parse(), Clock()
-    calibration_path = args.calibration or os.path.join(args.run, "calibration.safetensors")
+    calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
     outputs = {name: os.path.join(args.run, name) for name in ("aligned", "merged")}
-    for output in outputs.values():
-        refuse_overwrite(output, args.force)
-    grouping = read_record(groups_path, "03_group.py")
-    _, calibration = read_tensors(calibration_path, "01_calibrate.py")
-    check_same_model(groups_path, calibration["model"], grouping["model"])
+    claim("04_align.py", args, *outputs.values())
+    calibration = read_calibration(calibration_path)
+    grouping, groups = read_groups(groups_path, calibration["model"])
     described, was = source_model(calibration), calibration["summary"]
     path, heads = described["path"], described["kv_heads"]
-    kv_heads, groups = grouping["kv_heads"], torch.tensor(grouping["groups"])
+    kv_heads = grouping["kv_heads"]
     print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {grouping['summary']['by']})")
     if args.merge == "closed-form" and grouping["summary"]["by"] != "energy":
         print(f"note    these are groups by {grouping['summary']['by']}; 03_group.py --by energy is made for --merge closed-form")
@@ -186,10 +152,8 @@ def main():
     layers = Layers(path, torch.float32, device, one_by_one=args.layerwise)
     if args.merge == "closed-form" and norms_heads(layers.config):
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm undo the lengths that a query would absorb")
-    layers.config.architectures = [type(layers.model).__name__]
     dtype = torch.float32 if args.dtype == "float32" else (load_config(path).dtype or torch.float32)
     names = ["source", "aligned", "merged", *(["merged_before_refit"] if args.refit else []), *(["aligned_stored"] if dtype != torch.float32 else [])]
-    os.makedirs(args.run, exist_ok=True)
     proof, refitted = Proof(layers, tokens, names, args.run), []
     if args.refit:
         text, said = load_tokens(calibration["arguments"]["text"], tokenizer, max(min(args.refit_sequences, was["sequences"]), 2), was["length"])
@@ -197,31 +161,33 @@ def main():
         refit = Refit(layers.run, layers.embed(text.split(4), args.run), layers.embed(text.split(4), args.run))
 
     cosines, config = [], merged_config(layers.config, kv_heads)
-    with (checkpoint(outputs["aligned"], layers.config, dtype, path, tokenizer) as (aligned_directory, aligned_file),
-          checkpoint(outputs["merged"], config, dtype, path, tokenizer) as (merged_directory, merged_file)):
-        for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
-            grams = LayerGrams(read_layer(calibration_path, index), heads)
-            value_rotation, key_rotation, cosine = align_layer(grams, was["tokens"], groups[index], args.rotate, device)
-            cosines.append({name: round(number, 6) for name, number in cosine.items()})
-            merge = mean_merge(heads, kv_heads, described["head_dim"])
-            if args.merge == "closed-form":
-                merge = closed_form_layer(grams, groups[index], value_rotation, key_rotation, device)
-            with layers.layer(index) as layer:
-                proof.advance("source", layer)
-                fuse_layer(layer.self_attn, groups[index].flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
-                proof.advance("aligned", layer)
-                merged = merge_layer(layer, index, config, merge)
-                if args.refit:
-                    proof.advance("merged_before_refit", merged)
-                    refitted.append(refit.layer(layer, merged))
-                proof.advance("merged", merged)
-                put(layer, f"model.layers.{index}", [aligned_file])
-                put(merged, f"model.layers.{index}", [merged_file])
-                if dtype != torch.float32:  # storing rotated weights in 16 bits rounds them anew: say by how much
-                    proof.advance("aligned_stored", layer.to(dtype).float())
-        for name in ("model.embed_tokens", "model.norm", "lm_head"):
-            with layers.part(name) as module:
-                put(module, name, [aligned_file, merged_file])
+    with write_directory(outputs["merged"]) as merged_directory, write_directory(outputs["aligned"]) as aligned_directory:
+        with (CheckpointWriter(aligned_directory, layers.config, dtype, path) as aligned_file,
+              CheckpointWriter(merged_directory, config, dtype, path) as merged_file):
+            for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
+                grams = LayerGrams(read_layer(calibration_path, index), heads)
+                value_rotation, key_rotation, cosine = align_layer(grams, was["tokens"], groups[index], args.rotate, device)
+                cosines.append({name: round(number, 6) for name, number in cosine.items()})
+                merge = mean_merge(heads, kv_heads, described["head_dim"])
+                if args.merge == "closed-form":
+                    merge = closed_form_layer(grams, groups[index], value_rotation, key_rotation, device)
+                with layers.layer(index) as layer:
+                    proof.advance("source", layer)
+                    fuse_layer(layer.self_attn, groups[index].flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+                    proof.advance("aligned", layer)
+                    merged = merge_layer(layer, index, config, merge)
+                    if args.refit:
+                        proof.advance("merged_before_refit", merged)
+                        refitted.append(refit.layer(layer, merged))
+                    proof.advance("merged", merged)
+                    aligned_file.write(f"model.layers.{index}", layer)
+                    merged_file.write(f"model.layers.{index}", merged)
+                    if dtype != torch.float32:  # storing rotated weights in 16 bits rounds them anew: say by how much
+                        proof.advance("aligned_stored", layer.to(dtype).float())
+            for name in ("model.embed_tokens", "model.norm", "lm_head"):
+                with layers.part(name) as module:
+                    aligned_file.write(name, module)
+                    merged_file.write(name, module)
 
         print("mean cosine within groups | keys before -> after | values before -> after")
         for index, cosine in enumerate(cosines):
@@ -245,8 +211,9 @@ def main():
                    "merge": args.merge, "refit": args.refit, "calibration_tokens": was["tokens"], "within_group_cosine": cosines,
                    "refit_layers": refitted, "peak_memory_gib": peak_memory()} | found
         written = record("04_align.py", args, described, [calibration_path, groups_path], summary, clock())
-        for directory in (aligned_directory, merged_directory):
-            write_json(os.path.join(directory, RECORD), written | {"groups": grouping["groups"]})
+        write_record(aligned_directory, written | {"groups": grouping["groups"]})
+        inputs = written["inputs"] | {"aligned": digest(aligned_directory)}
+        write_record(merged_directory, written | {"groups": grouping["groups"], "inputs": inputs})
     print(f"wrote   {outputs['aligned']}\nwrote   {outputs['merged']}")
     print(f"04_align: perplexity source {found['perplexity_source']:.3f}, aligned {found['perplexity_aligned']:.3f}, merged to {kv_heads} kv heads "
           f"({args.merge}{', refitted' if args.refit else ''}) without training {found['perplexity_merged']:.3f} in {clock()} s, "

@@ -40,11 +40,15 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.artifacts import (
     RECORD,
+    check_input,
     check_same_model,
+    claim,
     read_record,
     record,
+    verify_files,
     write_directory,
     write_json,
+    write_record,
 )
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.data.tasks import TASKS, load_task, tokenize
@@ -256,7 +260,7 @@ def train_teacher(args, described, samples, plan, teacher, tokenizer, how, ranks
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
             shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
-            write_json(os.path.join(aside, RECORD), record("05_prune_train.py", args, described, [], summary, clock()))
+            write_record(aside, record("05_prune_train.py", args, described, [], summary, clock()))
         shutil.rmtree(directory)
         print(f"wrote   {teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
     dist.barrier()
@@ -308,8 +312,10 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
     """Both phases, each from where it was left."""
     aligned, merged = (os.path.join(args.run, name) for name in ("aligned", "merged"))
     aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
-    if aligned_record["inputs"] != merged_record["inputs"]:
-        raise UserError(f"{merged}: expected the groups of {aligned}, found others; run 04_align.py again with --force")
+    check_input(merged_record, aligned)
+    if ranks.first:
+        verify_files(aligned, aligned_record)
+        verify_files(merged, merged_record)
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attention: expected the package flash-attn for flash_attention_2, found none that works here")
     described = source_model(aligned_record)
@@ -380,7 +386,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
         summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
         inputs = [os.path.join(path, RECORD) for path in (aligned, merged, teacher)]
         written = record("05_prune_train.py", args, described, inputs, summary, clock())
-        write_json(os.path.join(training, RECORD), written)
+        write_record(training, written)
         print(f"wrote   {training}")
         print(f"05_prune_train: {steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at the start, "
               f"{lines[-1]['loss']:.3f} as GQA, in {clock()} s")
@@ -388,6 +394,7 @@ def teach_and_prune(args, clock: Clock, ranks) -> None:
 
 def main():
     args, clock = parse(), Clock()
+    claim("05_prune_train.py", args)
     with joined_ranks() as ranks:
         teach_and_prune(args, clock, ranks)
 

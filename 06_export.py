@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from common.artifacts import (
     RECORD,
+    check_input,
     check_same_model,
+    claim,
     read_record,
     record,
-    refuse_overwrite,
     write_directory,
-    write_json,
+    write_record,
 )
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
@@ -94,9 +95,10 @@ def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -
 def main():
     args, clock = parse(), Clock()
     training, aligned, output = (os.path.join(args.run, name) for name in ("train", "aligned", "gqa"))
-    refuse_overwrite(output, args.force)
+    claim("06_export.py", args, output)
     trained = read_record(training, "05_prune_train.py")
     alignment = read_record(aligned, "04_align.py")
+    check_input(trained, aligned)
     check_same_model(training, alignment["model"], trained["model"])
     kv_heads, steps = trained["summary"]["kv_heads"], trained["summary"]["steps"]
     saved = steps_saved(training)
@@ -130,7 +132,7 @@ def main():
                    "max_logit_difference_stored": stored, "class": type(loaded).__name__}
         inputs = [os.path.join(training, RECORD), os.path.join(aligned, RECORD)]
         written = record("06_export.py", args, trained["model"], inputs, summary, clock())
-        write_json(os.path.join(aside, RECORD), written)
+        write_record(aside, written)
         model_card.write(aside, output, alignment, trained, written)
     print(f"proof   student at z = 0 against export: max |logit difference| {difference:.2e}; "
           f"loaded back from {dtype} by AutoModelForCausalLM: {stored:.2e}")

@@ -22,7 +22,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
+from common.artifacts import claim, read_record, record, write_json, write_text
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.data.tasks import TASKS, Example, choice_samples, load_task, select_questions, tokenize
 from common.data.text import load_tokens
@@ -154,10 +154,10 @@ def main():
     for module in args.register:
         importlib.import_module(module)
     output = os.path.join(args.run, "eval.json")
-    refuse_overwrite(output, args.force)
+    claim("07_eval.py", args, output)
     models = chosen(args)
     described = {name: describe(path) for name, path in models.items()}
-    calibration = os.path.join(args.run, "calibration.safetensors")
+    calibration = os.path.join(args.run, "calibration")
     demo = os.path.exists(calibration) and read_record(calibration, "01_calibrate.py")["model"]["name"] == DEMO
     source = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
     tasks, text = read_tasks(args, source), args.text or (DEMO if demo else "c4")

@@ -71,7 +71,7 @@ def start_from(out: str, kv_heads: int, name: str, by: str, arguments: list) -> 
     run = os.path.join(out, f"{kv_heads}-{name.replace(' ', '-').replace(',', '')}")
     if not os.path.exists(os.path.join(run, "merged")):
         made(run, "03_group.py", "--similarity", os.path.join(out, "similarity.safetensors"), "--kv-heads", kv_heads, "--by", by, "--force")
-        made(run, "04_align.py", "--calibration", os.path.join(out, "calibration.safetensors"), "--force", *arguments)
+        made(run, "04_align.py", "--calibration", os.path.join(out, "calibration"), "--force", *arguments)
     return run
 
 

@@ -1,28 +1,73 @@
-"""What passes between stages: tensors or JSON, each with a record of where it came from.
+"""What passes between stages: tensors or JSON, each with a record of its origin.
 
-X.safetensors has a sidecar X.json; a directory artifact holds its record in stage.json. The sidecar is renamed into
-place last and carries the sha256 of the tensors, so a pair that does not match is a write that was cut off.
+X.safetensors has a sidecar X.json with the sha256 of the tensors; a directory artifact holds its record in stage.json, with the sha256
+of every other file in it. A record is written last, so an artifact whose record is missing or differs from its
+content was cut off or changed. common/records.py says what the records hold.
 """
 
 import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
-import math
 import os
 import shutil
+import socket
 import subprocess
 
+import filelock
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from common import cli
 from common.cli import UserError
+from common.records import find_fault, layer_file
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 RECORD = "stage.json"  # the record inside a directory artifact
-DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL"}
+
+
+def claim(stage: str, args, *outputs: str) -> None:
+    """Begin a stage: lock it for this run directory until the process or run_stage ends, and refuse existing outputs.
+
+    Under torchrun the first rank does so for all. Raises UserError when another process runs the stage in args.run, when
+    an output exists and --force is off, or when an output is a symbolic link.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for output in outputs:
+        refuse_overwrite(output, args.force)
+    os.makedirs(args.run, exist_ok=True)
+    path = os.path.join(args.run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            holder = file.read(200) or "another process"
+        raise UserError(f"{args.run}: expected no other {stage} at work there, found {holder}") from error
+    cli.cleanup.callback(release, lock)
+    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+
+
+def release(lock) -> None:
+    """Give a lock back, and leave neither its file nor a run directory that holds nothing else."""
+    os.remove(lock.lock_file)
+    lock.release()
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(lock.lock_file))
+
+
+def refuse_overwrite(path: str, force: bool) -> None:
+    """Raise UserError when path exists and force is off, or when it is a symbolic link. Call it before any work."""
+    if os.path.islink(path):
+        raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; remove it first")
+    if os.path.exists(path) and not force:
+        raise UserError(f"{path} exists already; give --force to replace it")
 
 
 def sha256(path: str) -> str:
@@ -31,8 +76,26 @@ def sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(path: str) -> str:
+    """sha256 that identifies an artifact: of a file itself, of a directory's record."""
+    return sha256(os.path.join(path, RECORD) if os.path.isdir(path) else path)
+
+
+def input_digests(run: str, paths: list[str]) -> dict[str, str]:
+    """Path relative to the run directory -> digest of the artifact."""
+    return {os.path.relpath(path, run): digest(path) for path in paths}
+
+
+def check_input(record: dict, path: str) -> None:
+    """Raise UserError unless the artifact at `path` is one that this record names among its inputs."""
+    if digest(path) not in record["inputs"].values():
+        inputs = ", ".join(record["inputs"]) or "none"
+        raise UserError(f"{path}: expected the artifact that {record['stage']} read (its inputs: {inputs}), found another; "
+                        f"run {record['stage']} again with --force")
+
+
 def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
-    """The sidecar of an artifact: who made it, from what, with which settings and versions, and its key figures."""
+    """The record of an artifact: the stage, its inputs, settings and versions, and its key figures."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False
     )
@@ -40,7 +103,7 @@ def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seco
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
         "model": model,
-        "inputs": {os.path.relpath(path, args.run): sha256(path) for path in inputs},
+        "inputs": input_digests(args.run, inputs),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": commit.stdout.strip() or None,
         "seconds": seconds,
@@ -49,14 +112,8 @@ def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seco
     }
 
 
-def refuse_overwrite(path: str, force: bool) -> None:
-    """Raise UserError when path exists and force is off. Call it before any work."""
-    if os.path.exists(path) and not force:
-        raise UserError(f"{path} exists already; give --force to replace it")
-
-
 def write_text(path: str, text: str) -> None:
-    """Text, written aside and renamed."""
+    """Write text aside, then rename."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path + ".tmp", "w", encoding="utf-8") as file:
         file.write(text)
@@ -66,82 +123,79 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_json(path: str, value: dict) -> None:
-    """JSON, written aside and renamed."""
+    """Write JSON aside, then rename."""
     write_text(path, json.dumps(value, indent=1))
 
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
-    """Tensors and their sidecar; either both are whole under their names, or the reader sees that they are not."""
+    """Write tensors, then their sidecar with the digest."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path + ".tmp")
-    publish(path, sidecar)
-
-
-def publish(path: str, sidecar: dict) -> None:
-    """Give path.tmp its name, then write its sidecar."""
-    digest = sha256(path + ".tmp")
+    sidecar = sidecar | {"sha256": sha256(path + ".tmp")}
     os.rename(path + ".tmp", path)
-    write_json(sidecar_path(path), sidecar | {"sha256": digest})
+    write_json(sidecar_path(path), sidecar)
 
 
-class TensorFile:
-    """A safetensors file written tensor by tensor, in any order, so that they need not be in memory together.
+def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one layer's file of a calibration directory."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, os.path.join(directory, layer_file(index)))
 
-    layout: name -> (dtype, shape) of all it will hold. The bytes are those that safetensors' own save_file writes.
-    Leaving its block before all are written raises RuntimeError; a block that ends with an error leaves no file.
-    """
 
-    def __init__(self, path: str, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None):
-        header, end = {"__metadata__": metadata} if metadata else {}, 0
-        for name in sorted(layout, key=lambda name: (list(DTYPES).index(layout[name][0]), name)):  # as safetensors does
-            dtype, shape = layout[name]
-            start, end = end, end + dtype.itemsize * math.prod(shape)
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.layout, self.header, self.begin, self.missing = layout, header, 8 + len(text), set(layout)
-        self.file = open(path, "wb")
-        self.file.write(len(text).to_bytes(8, "little") + text)
+def write_record(directory: str, record: dict) -> None:
+    """Write stage.json with the sha256 of every other file in the directory. Call it after the last of them is written."""
+    names = [name for name in files_in(directory) if name != RECORD]
+    files = {name: sha256(os.path.join(directory, name)) for name in names}
+    write_json(os.path.join(directory, RECORD), record | {"files": files})
 
-    def write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put these tensors, of the dtypes and shapes that were said, in their places."""
-        for name, tensor in tensors.items():
-            dtype, shape = self.layout[name]
-            if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
-                raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, found {tensor.dtype} {tuple(tensor.shape)}")
-            self.file.seek(self.begin + self.header[name]["data_offsets"][0])
-            self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            self.missing.discard(name)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *error):
-        if kind is None and not self.missing:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            return
-        self.file.close()
-        os.remove(self.file.name)
-        if kind is None:
-            raise RuntimeError(f"{self.file.name}: {len(self.missing)} tensors were not written, {min(self.missing)} first")
+def files_in(directory: str) -> list[str]:
+    """All files below a directory, relative to it, sorted."""
+    files = []
+    for folder, _, names in os.walk(directory):
+        files += [os.path.relpath(os.path.join(folder, name), directory) for name in names]
+    return sorted(files)
 
 
 @contextlib.contextmanager
 def write_directory(path: str):
-    """A directory to fill; it takes its name only when the block ends without an error, and goes when it does not."""
-    shutil.rmtree(path + ".tmp", ignore_errors=True)
-    os.makedirs(path + ".tmp")
+    """An empty directory to fill, PATH.tmp, which takes its name when the block ends without an error.
+
+    A previous directory keeps its content until then: it is moved aside under a free name and removed once the new one is
+    in place. Raises UserError when path is a file or a symbolic link.
+    """
+    if os.path.islink(path) or os.path.isfile(path):
+        kind = "a symbolic link" if os.path.islink(path) else "a file"
+        raise UserError(f"{path}: expected nothing or a directory, found {kind}; remove it first")
+    aside = path + ".tmp"
+    shutil.rmtree(aside, ignore_errors=True)  # of a write that was killed
+    os.makedirs(aside)
     try:
-        yield path + ".tmp"
+        yield aside
+        for name in files_in(aside):
+            sync(os.path.join(aside, name))
     except BaseException:
-        shutil.rmtree(path + ".tmp", ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         raise
-    if os.path.exists(path):
-        os.rename(path, path + ".old")
-    os.rename(path + ".tmp", path)
-    shutil.rmtree(path + ".old", ignore_errors=True)
+    previous = move_aside(path)
+    os.rename(aside, path)
+    if previous:
+        shutil.rmtree(previous)
+
+
+def sync(path: str) -> None:
+    """Return when a file's bytes are on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def move_aside(path: str) -> str | None:
+    """Rename a path to the first free PATH.old-N and return that name; None where there is nothing."""
+    if not os.path.lexists(path):
+        return None
+    names = (f"{path}.old-{number}" for number in itertools.count(1))
+    free = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, free)
+    return free
 
 
 def sidecar_path(path: str) -> str:
@@ -150,7 +204,7 @@ def sidecar_path(path: str) -> str:
 
 
 def read_record(path: str, stage: str, model: dict | None = None) -> dict:
-    """The record of an artifact, checked: it exists, that stage wrote it, and for this model when one is given.
+    """The record of an artifact, valid in every field, written by `stage`, and for `model` when one is given.
 
     path: a .safetensors file, a .json artifact or a directory. Raises UserError with file, expected and found.
     """
@@ -159,39 +213,81 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     sidecar = sidecar_path(path)
     try:
         with open(sidecar, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, json.JSONDecodeError) as error:
+            record = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
                         f"run {stage} again") from error
-    if found.get("stage") != stage:
-        raise UserError(f"{path}: expected an artifact of {stage}, found one of {found.get('stage')}")
+    if isinstance(record, dict) and isinstance(record.get("stage"), str) and record["stage"] != stage:
+        raise UserError(f"{path}: expected an artifact of {stage}, found one of {record['stage'][:60]}")
+    fault = find_fault(record, stage)
+    if fault:
+        raise UserError(f"{sidecar}: {fault}; run {stage} again")
     if model is not None:
-        check_same_model(path, model, found["model"])
-    return found
+        check_same_model(path, model, record["model"])
+    return record
 
 
-def check_same_model(path: str, expected: dict, found: dict) -> None:
-    """Raise UserError when an artifact was made from another model."""
-    if expected["fingerprint"] != found["fingerprint"]:
+def check_same_model(path: str, expected: dict, actual: dict) -> None:
+    """Raise UserError when an artifact was made from another model, or its record contradicts the model's geometry."""
+    if expected["fingerprint"] != actual["fingerprint"]:
         raise UserError(f"{path}: expected an artifact of model {expected['path']} ({expected['fingerprint'][:12]}), "
-                        f"found one of {found['path']} ({found['fingerprint'][:12]})")
+                        f"found one of {actual['path']} ({actual['fingerprint'][:12]})")
+    for name in ("layers", "heads", "kv_heads", "head_dim", "hidden"):
+        if expected[name] != actual[name]:
+            raise UserError(f"{path}: expected {name} {expected[name]} in its record, found {actual[name]}")
 
 
-def read_tensors(path: str, stage: str, model: dict | None = None):
-    """An open safetensors file and its record. Raises UserError when truncated, foreign or missing."""
-    found = read_record(path, stage, model)
-    if sha256(path) != found.get("sha256"):
+def verify_files(path: str, record: dict) -> None:
+    """Raise UserError unless a directory artifact's files are, byte for byte, those that its record names."""
+    for name, expected in record["files"].items():
+        file = os.path.join(path, name)
+        if not os.path.isfile(file):
+            raise UserError(f"{file}: expected as {record['stage']} wrote it, found none; run it again with --force")
+        if sha256(file) != expected:
+            raise UserError(f"{file}: its content is not what {RECORD} records (a write was cut off, or the file was "
+                            f"changed); run {record['stage']} again with --force")
+
+
+def read_tensors(path: str, stage: str):
+    """An open safetensors file and its record. Raises UserError when truncated, changed, foreign or missing."""
+    record = read_record(path, stage)
+    if sha256(path) != record["sha256"]:
         raise UserError(f"{path}: its content is not what {sidecar_path(path)} records (a write was cut off, or the "
                         f"file was changed); run {stage} again with --force")
-    try:
-        return safe_open(path, framework="pt"), found
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file: {error}") from error
+    return open_tensors(path), record
+
+
+def read_calibration(path: str) -> dict:
+    """The record of a calibration directory, with its files verified and their shapes checked against its model."""
+    record = read_record(path, "01_calibrate.py")
+    verify_files(path, record)
+    model = record["model"]
+    expected = [model["kv_heads"], model["kv_heads"], model["head_dim"] // 2, 2]
+    for index in range(model["layers"]):
+        shape = open_tensors(os.path.join(path, layer_file(index))).get_slice("key.raw").get_shape()
+        if shape != expected:
+            raise UserError(f"{path}: expected key.raw of shape {expected} for the model in its record, found {shape}")
+    return record
 
 
 def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
-    """Copies of one layer's tensors in a calibration, by name, and the file closed again: what was read of an open one stays in
-    memory, and a tensor in a file lies at a multiple of 8 bytes, where torch's complex kernels expect 16."""
-    prefix = f"layers.{index}."
-    with safe_open(path, framework="pt") as file:
-        return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in file.keys() if name.startswith(prefix)}
+    """Copies of one layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
+
+    Copies, because memory-mapped tensors would stay resident, and are aligned to 8 bytes where complex kernels assume 16.
+    """
+    file = open_tensors(os.path.join(path, layer_file(index)))
+    return {name: file.get_tensor(name).clone() for name in file.keys()}
+
+
+def open_tensors(path: str):
+    """An open safetensors file. Raises UserError when it is none."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: expected a safetensors file, found none that can be read: {error}") from error
+
+
+def read_groups(path: str, model: dict) -> tuple[dict, torch.Tensor]:
+    """The record of groups.json and its groups, int64 [layers, G, D]: a valid partition of this model's kv heads."""
+    record = read_record(path, "03_group.py", model)
+    return record, torch.tensor(record["groups"])

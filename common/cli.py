@@ -1,6 +1,7 @@
 """What every stage's command line shares: one parser, one kind of user error, one way to end."""
 
 import argparse
+import contextlib
 import difflib
 import functools
 import math
@@ -9,6 +10,10 @@ import resource
 import shutil
 import sys
 import time
+
+from safetensors import SafetensorError
+
+cleanup = contextlib.ExitStack()  # what run_stage undoes when the stage ends: its lock
 
 
 class UserError(Exception):
@@ -103,13 +108,15 @@ def run_stage(main) -> None:
     code = 0
     try:
         main()
-    except (UserError, OSError) as error:
+    except (UserError, OSError, SafetensorError) as error:  # safetensors has a class of its own for a full disk
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake: one says it
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         print("interrupted: nothing unfinished was kept", file=sys.stderr)
         code = 130
+    finally:
+        cleanup.close()
     if "RANK" in os.environ:
         # A thread of the process group that asks for the interpreter while Python takes itself down aborts the process, and
         # torchrun would call the run failed: a rank leaves without that.

@@ -5,17 +5,31 @@ the memory of one of its layers. Either way the same operations in the same orde
 """
 
 import contextlib
+import copy
 import ctypes
+import json
+import os
 import tempfile
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
-from common.models import check_finite, load_config, load_model, open_checkpoint, sliding_window, window_mask
+from common.models import (
+    check_finite,
+    check_names,
+    load_config,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+    sliding_window,
+    window_mask,
+)
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
+PART = "part-{}.safetensors"  # a shard until its checkpoint is whole
 
 
 class Layers:
@@ -31,6 +45,9 @@ class Layers:
             return_freed_memory()
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(load_config(path), dtype=dtype).eval()
+            tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
+            expected, stored = self.model.state_dict().keys(), open_checkpoint(path).keys()
+            check_names(path, expected - stored - tied, stored - expected)
             rotary = self.model.model.rotary_emb  # computed from the config, not stored
             self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
         else:
@@ -69,9 +86,19 @@ class Layers:
         return run_layer(self.model, layer, hidden)
 
     def advance(self, layer, hidden: "Spool") -> None:
-        """Every batch of hidden states through a decoder layer."""
+        """Replace every batch of hidden states by a decoder layer's output for it."""
         for number in range(len(hidden)):
             hidden[number] = self.run(layer, hidden[number])
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, directory: str | None = None) -> list[torch.Tensor]:
+        """Token ids [n, T] -> n logits [T, vocab], float32 on the CPU; hidden states wait in `directory` when one by one."""
+        hidden = self.embed(tokens.split(1), directory)
+        for index in range(self.config.num_hidden_layers):
+            with self.layer(index) as layer:
+                self.advance(layer, hidden)
+        with self.head() as head:
+            return [head(hidden[number])[0].float().cpu() for number in range(len(hidden))]
 
 
 def return_freed_memory() -> None:
@@ -135,3 +162,58 @@ class Spool:
         self.held[number] = batch.dtype, batch.shape, batch.device
         self.file.seek(self.offsets[number])
         self.file.write(batch.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+
+
+class CheckpointWriter:
+    """A transformers checkpoint written part by part: a safetensors shard per part, and their index when the block ends.
+
+    directory: an existing one to fill. config: of the model written. dtype: of its weights. source: the checkpoint whose
+    tokenizer and generation config it takes. A block that ends before all tensors are written raises RuntimeError.
+    """
+
+    def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
+        self.directory, self.dtype, self.source = directory, dtype, source
+        self.config = copy.deepcopy(config)
+        self.config.dtype = dtype
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        self.config.architectures = [type(model).__name__]
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # of tied ones the first
+        self.shards: list[list[str]] = []  # names of the tensors in each
+
+    def __enter__(self):
+        self.config.save_pretrained(self.directory)
+        generation = GenerationConfig.from_model_config(self.config)
+        if os.path.exists(os.path.join(self.source, "generation_config.json")):
+            generation = GenerationConfig.from_pretrained(self.source)
+        generation.save_pretrained(self.directory)
+        load_tokenizer(self.source).save_pretrained(self.directory)
+        return self
+
+    def write(self, name: str, module) -> None:
+        """Write the parameters of a module under its name in the model, "model.layers.0" say. Tied ones are written once."""
+        tensors = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+        tensors = {key: tensor for key, tensor in tensors.items() if key in self.shapes}
+        for key, tensor in tensors.items():
+            if tensor.shape != self.shapes[key]:
+                raise ValueError(f"{key}: expected shape {list(self.shapes[key])}, found {list(tensor.shape)}")
+        if tensors:
+            stored = {key: tensor.detach().to("cpu", self.dtype).contiguous() for key, tensor in tensors.items()}
+            save_file(stored, os.path.join(self.directory, PART.format(len(self.shards))), metadata={"format": "pt"})
+            self.shards.append(list(tensors))
+
+    def __exit__(self, kind, *error):
+        if kind is not None:
+            return
+        weight_map = {}
+        for number, names in enumerate(self.shards):  # how many there are, which the names tell, is known only now
+            shard = f"model-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
+            os.rename(os.path.join(self.directory, PART.format(number)), os.path.join(self.directory, shard))
+            weight_map |= dict.fromkeys(names, shard)
+        missing = self.shapes.keys() - weight_map.keys()
+        if missing:
+            raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, {min(missing)} first")
+        parameters = sum(shape.numel() for shape in self.shapes.values())
+        sizes = {"total_parameters": parameters, "total_size": parameters * self.dtype.itemsize}
+        with open(os.path.join(self.directory, "model.safetensors.index.json"), "w", encoding="utf-8") as file:
+            file.write(json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n")

@@ -11,7 +11,7 @@ make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # two training processes share two cores
 
 # the aligned student
-make_once "$RUN/calibration.safetensors" "$PYTHON" 01_calibrate.py --run "$RUN"
+make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN"
 make_once "$RUN/similarity.safetensors"  "$PYTHON" 02_similarity.py --run "$RUN"
 make_once "$RUN/groups.json"             "$PYTHON" 03_group.py --run "$RUN"
 make_once "$RUN/merged"                  "$PYTHON" 04_align.py --run "$RUN"
@@ -20,7 +20,7 @@ make_once "$RUN/gqa"                     "$PYTHON" 06_export.py --run "$RUN"
 
 # the baseline: adjacent heads, no rotation, the same calibration, teacher and number of steps
 make_once "$POOL/groups.json"      "$PYTHON" 03_group.py --run "$POOL" --similarity "$RUN/similarity.safetensors" --by none
-make_once "$POOL/merged"           "$PYTHON" 04_align.py --run "$POOL" --calibration "$RUN/calibration.safetensors" --rotate none
+make_once "$POOL/merged"           "$PYTHON" 04_align.py --run "$POOL" --calibration "$RUN/calibration" --rotate none
 make_once "$POOL/train/stage.json" train --run-dir "$POOL" --teacher "$RUN/teacher"
 make_once "$POOL/gqa"              "$PYTHON" 06_export.py --run "$POOL"
 

@@ -34,7 +34,7 @@ train() {
 
 # Stages 1 and 2, once for all rows.
 calibrate() {
-  make_once "$RUN/calibration.safetensors" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
+  make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
   make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
@@ -42,7 +42,7 @@ calibrate() {
 convert() {
   local row=$RUN/$1
   make_once "$row/groups.json" "$PYTHON" 03_group.py --run "$row" --similarity "$RUN/similarity.safetensors" --kv-heads "$KV" --by "$2" --criterion "$3"
-  make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration.safetensors" --rotate "$4"
+  make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$4"
   local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" "${LENGTH[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"

@@ -21,20 +21,23 @@ from common.models import (
 )
 from conftest import save_tiny, tiny_model
 
-MODEL = {"path": "m", "fingerprint": "f" * 64}
+MODEL = {"name": "m", "path": "m", "fingerprint": "f" * 64,
+         "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "hidden": 32}
+MEANS = {f"{head}.{criterion}.{when}": 0.5
+         for head in ("key", "value") for criterion in ("cos", "dist") for when in ("before", "after")}
 
 
 def write(path, value: float, stage: str = "02_similarity.py") -> str:
-    written = artifacts.record(stage, argparse.Namespace(run=".", seed=0, force=False), MODEL, [], {"figure": 1}, 0.1)
+    written = artifacts.record(stage, argparse.Namespace(run=".", seed=0, force=False), MODEL, [], MEANS, 0.1)
     artifacts.write_tensors(str(path), {"x": torch.full((100,), value)}, written)
     return str(path)
 
 
 def test_round_trip_and_record(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
-    file, found = artifacts.read_tensors(path, "02_similarity.py", MODEL)
+    file, found = artifacts.read_tensors(path, "02_similarity.py")
     assert torch.equal(file.get_tensor("x"), torch.full((100,), 2.0))
-    assert found["arguments"] == {"run": ".", "seed": 0} and found["summary"] == {"figure": 1}
+    assert found["arguments"] == {"run": ".", "seed": 0} and found["summary"] == MEANS
     assert set(found["packages"]) == set(artifacts.PACKAGES) and found["model"] == MODEL
 
 
@@ -60,7 +63,7 @@ def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
     with pytest.raises(UserError, match="expected an artifact of 01_calibrate.py, found one of 02_similarity.py"):
         artifacts.read_tensors(path, "01_calibrate.py")
     with pytest.raises(UserError, match=r"expected an artifact of model other .*found one of m \(ffff"):
-        artifacts.read_tensors(path, "02_similarity.py", {"path": "other", "fingerprint": "0" * 64})
+        artifacts.read_record(path, "02_similarity.py", MODEL | {"path": "other", "fingerprint": "0" * 64})
     with pytest.raises(UserError, match="not found; run 02_similarity.py first"):
         artifacts.read_tensors(str(tmp_path / "b.safetensors"), "02_similarity.py")
 

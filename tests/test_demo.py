@@ -69,7 +69,7 @@ def test_alignment_helps_a_trained_model(made, tmp_path, kv_heads):
     run("03_group.py", "--run", home, "--kv-heads", kv_heads)
     run("04_align.py", "--run", home, *proof)
     run("03_group.py", "--run", pool, "--kv-heads", kv_heads, "--similarity", home / "similarity.safetensors", "--by", "none")
-    run("04_align.py", "--run", pool, "--calibration", home / "calibration.safetensors", "--rotate", "none", *proof)
+    run("04_align.py", "--run", pool, "--calibration", home / "calibration", "--rotate", "none", *proof)
     aligned, pooled = (json.loads((path / "merged" / "stage.json").read_text())["summary"] for path in (home, pool))
     for layer in aligned["within_group_cosine"]:
         assert layer["key_after"] > layer["key_before"] and layer["value_after"] > layer["value_before"]

@@ -6,33 +6,48 @@ import os
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.artifacts import DTYPES, TensorFile
 from common.cli import UserError
-from common.layers import Layers, Spool
+from common.layers import CheckpointWriter, Layers, Spool
 from conftest import byte_tokenizer, run, save_tiny, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
-def test_tensor_file_is_what_safetensors_writes(tmp_path):
-    tensors = {f"{name}.{number}": (3 * torch.randn(2, 3, number)).to(dtype) for number, dtype in enumerate(DTYPES) for name in ("b.10", "b.2", "a", "é")}
-    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    with TensorFile(str(tmp_path / "ours"), {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}) as file:
-        for name in sorted(tensors, reverse=True):  # in any order
-            file.write({name: tensors[name]})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, tied, dtype):
+    """Transformers loads it without a complaint, tensor for tensor; index and config are those that it writes itself."""
+    source, model = save_tiny(tmp_path / "source"), tiny_model(tie_word_embeddings=tied).to(dtype)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    (tmp_path / "ours").mkdir()
+    with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
+        for name in ("model.norm", *(f"model.layers.{index}" for index in range(3)), "model.embed_tokens", "lm_head"):
+            writer.write(name, model.get_submodule(name))
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()) and loaded.dtype == dtype
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    ours, theirs = (json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs"))
+    assert ours["metadata"] == theirs["metadata"] and ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert [(tmp_path / name / "config.json").read_bytes() for name in ("ours", "theirs")].count(
+        (tmp_path / "ours" / "config.json").read_bytes()) == 2
+    shards = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
+    assert shards == sorted(set(ours["weight_map"].values())) and len(shards) == (5 if tied else 6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token == "<eos>"
 
 
-@pytest.mark.parametrize("fault", ["a tensor is missing", "another dtype", "an error in the block"])
-def test_tensor_file_that_is_not_whole_is_not_left(tmp_path, fault):
-    with pytest.raises((RuntimeError, ValueError, OSError), match="x were not written|1 tensors were not written|expected torch.float32|disk"):
-        with TensorFile(str(tmp_path / "f"), {"x": (torch.float32, (2,)), "y": (torch.float32, (2,))}) as file:
-            file.write({"x": torch.zeros(2, dtype=torch.float16 if fault == "another dtype" else torch.float32)})
-            if fault == "an error in the block":
-                raise OSError("disk")
-    assert not list(tmp_path.iterdir())
+def test_a_checkpoint_with_parts_missing_or_misshapen_is_refused(tmp_path):
+    source, model = save_tiny(tmp_path / "source"), tiny_model()
+    with pytest.raises(RuntimeError, match=r"1 tensors were not written, lm_head\.weight first"):
+        with CheckpointWriter(str(tmp_path), model.config, torch.float32, source) as writer:
+            for name in ("model.embed_tokens", "model.norm", "model.layers.0", "model.layers.1", "model.layers.2"):
+                writer.write(name, model.get_submodule(name))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight: expected shape \[32, 48\], found \[64, 48\]"):
+        config = tiny_model(num_key_value_heads=4).config
+        with CheckpointWriter(str(tmp_path), config, torch.float32, source) as writer:
+            writer.write("model.layers.0", model.get_submodule("model.layers.0"))
 
 
 def test_spool_on_disk_keeps_every_bit(tmp_path):
@@ -60,6 +75,7 @@ def test_layers_are_the_model(tmp_path, one_by_one, tied):
     torch.testing.assert_close(logits, model(TOKENS).logits, rtol=0, atol=1e-4)
     held = {parameter.device.type for parameter in layers.model.parameters()}
     assert held == {"meta"} if one_by_one else {"cpu"}
+    assert all(map(torch.equal, layers.logits(TOKENS, str(tmp_path)), logits))
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -94,15 +110,16 @@ def test_memory_is_that_of_a_layer(tmp_path):
         run("02_similarity.py", "--run", home)
         run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
         run("04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *how)  # rotating takes minutes, not memory
-        peaks[name] = [json.loads((home / file).read_text())["summary"]["peak_memory_gib"] for file in ("calibration.json", "aligned/stage.json")]
+        peaks[name] = [json.loads((home / file).read_text())["summary"]["peak_memory_gib"] for file in ("calibration/stage.json", "aligned/stage.json")]
     whole = sum(os.path.getsize(file) for file in (tmp_path / "model").glob("*.safetensors")) * 2 / 2**30
     assert whole > 3 and max(peaks["layerwise"]) < whole / 2 and min(peaks["whole"]) > whole, peaks
-    for file in ("calibration.safetensors", "aligned/model.safetensors", "merged/model.safetensors"):
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "layerwise" / file).read_bytes(), file
+    for part in ("calibration", "aligned", "merged"):
+        for file in sorted((tmp_path / "whole" / part).glob("*.safetensors")):
+            assert file.read_bytes() == (tmp_path / "layerwise" / part / file.name).read_bytes(), file
 
 
-def test_layerwise_is_told_of_a_tensor_that_is_not_there(tmp_path):
+def test_layerwise_needs_weights(tmp_path):
     path = save_tiny(tmp_path / "model")
     os.remove(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UserError, match="expected a tensor model.embed_tokens.weight, found none"):
-        Layers(path, torch.float32, "cpu", one_by_one=True).embed(TOKENS.split(2), str(tmp_path))
+    with pytest.raises(UserError, match=r"expected weights \(one of model.safetensors, .*\), found none"):
+        Layers(path, torch.float32, "cpu", one_by_one=True)

@@ -16,11 +16,11 @@ from common.reporting import report
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 32}
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 SUMMARIES = {
-    "calibration.json": ("01_calibrate.py", {"tokens": 70001, "sequences": 70002, "length": 70003, "text": "<script>alert('x')</script>", "mean_squared_value": [0.4001, 0.4002]}),
+    "calibration/stage.json": ("01_calibrate.py", {"tokens": 70001, "sequences": 70002, "length": 70003, "text": "<script>alert('x')</script>", "mean_squared_value": [0.4001, 0.4002]}),
     "similarity.json": ("02_similarity.py", {"key.cos.before": 0.1003, "key.cos.after": 0.1004, "value.cos.before": 0.1005, "value.cos.after": 0.1006}),
     "groups.json": ("03_group.py", {"kv_heads": 2, "by": "value", "score_found": [-3.001, -3.002]}),
     "aligned/stage.json": ("04_align.py", {"kv_heads": 2, "max_logit_difference": 2.1e-06, "perplexity_source": 7.001, "perplexity_aligned": 7.002, "perplexity_merged": 9.003,
-                                           "within_group_cosine": [{"key_before": 0.2001, "key_after": 0.2002}, {"key_before": 0.2003, "key_after": 0.2004}]}),
+                                           "within_group_cosine": [{"key_before": 0.2001, "key_after": 0.2002, "value_before": 0.2005, "value_after": 0.2006}, {"key_before": 0.2003, "key_after": 0.2004, "value_before": 0.2007, "value_after": 0.2008}]}),
     "teacher/stage.json": ("05_prune_train.py", {"steps": 30, "batch": 31, "loss": 0.5001, "tokens": 90001}),
     "train/stage.json": ("05_prune_train.py", {"steps": 32, "batch": 33, "loss": 0.6001, "tokens": 90002, "new": {"figure": 0.1234, "none": None, "flag": True}}),
     "gqa/stage.json": ("06_export.py", {"kv_heads": 2, "dtype": "torch.float32", "max_logit_difference": 3.1e-07, "class": "LlamaForCausalLM"}),
@@ -28,16 +28,30 @@ SUMMARIES = {
 }
 BESIDE = {"groups.json": {"kv_heads": 2, "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]},
           "eval.json": {"device": "cpu", "results": {
-              name: {"kv_heads": kv, "perplexity": 7.5, "cache_bytes_per_token": 1024.0 * kv, "macro_exact_match": rate, "macro_exact_match_stderr": 0.0123,
+              name: {"path": name, "heads": 4, "kv_heads": kv, "perplexity": 7.5, "cache_bytes_per_token": 1024.0 * kv, "macro_exact_match": rate, "macro_exact_match_stderr": 0.0123,
                      "novel_figure": 0.4321, "tasks": {"piqa": {"questions": 8, "chance": 0.5, "exact_match": rate, "exact_match_stderr": 0.0234}}}
               for name, rate, kv in (("teacher", 0.9876, 4), ("g<q>a", 0.8764, 2))}}}
+
+REQUIRED = {  # what records must hold beside the figures that these tests look for
+    "calibration/stage.json": {"summary": {"sampled_tokens": 64, "peak_memory_gib": 0.5},
+                               "files": {f"layer-{layer:05d}.safetensors": "ef" * 32 for layer in range(2)}},
+    "similarity.json": {"sha256": "ef" * 32, "summary": {f"{head}.dist.{when}": -1.0 for head in ("key", "value") for when in ("before", "after")}},
+    "groups.json": {"summary": {"criterion": "dist", "score_default": [-4.0, -4.0]}},
+    "aligned/stage.json": {"files": {}, "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]]],
+                           "summary": {"by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean", "refit": False, "calibration_tokens": 64, "kl": 0.0}},
+    "teacher/stage.json": {"files": {}, "summary": {"lr": 0.1}},
+    "train/stage.json": {"files": {}, "summary": {"lr": 0.1}},
+    "gqa/stage.json": {"files": {}, "summary": {"max_logit_difference_stored": 0.0}},
+}
 
 
 def save(run, artifact: str, **arguments) -> None:
     stage, summary = SUMMARIES[artifact]
+    required = REQUIRED.get(artifact, {})
+    summary = required.get("summary", {}) | summary
     written = {"stage": stage, "arguments": {"run": str(run)} | arguments, "model": MODEL, "inputs": {"in.safetensors": "cd" * 32}, "packages": {"torch": "9.8.7"},
-               "commit": "ef" * 20, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00", "summary": summary}
-    write_json(str(run / artifact), written | BESIDE.get(artifact, {}))
+               "commit": "ef" * 20, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
+    write_json(str(run / artifact), written | required | {"summary": summary} | BESIDE.get(artifact, {}))
 
 
 def save_metrics(run, steps: int) -> None:
@@ -150,12 +164,12 @@ def test_a_half_finished_run(tmp_path):
 
 
 def test_runs_inside_a_run(tmp_path):
-    save(tmp_path, "calibration.json")
+    save(tmp_path, "calibration/stage.json")
     save(tmp_path / "rows" / "cos & dist", "groups.json", similarity="x")
     page = read(tmp_path)
     assert "rows/cos & dist/" in page.text and "In inner runs: rows/cos & dist." in page.text and "score_found" in page.text
     assert "#rows/cos%20%26%20dist/" in page.addresses and "rows/cos%20%26%20dist/groups" in page.ids
-    (tmp_path / "calibration.json").unlink()
+    (tmp_path / "calibration/stage.json").unlink()
     assert "score_found" in read(tmp_path).text
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.artifacts import read_layer
 from conftest import TRAINING, copy_run, run, save_tiny
 
 
@@ -24,11 +25,10 @@ def digests(path: Path) -> dict[str, str]:
 
 def test_artifact_lets_anyone_recompute_the_similarities(aligned_run):
     """All 512 tokens were sampled, so Eq. 3 and 19 from the stored vectors must give what stage 2 got from Grams."""
-    calibration = safe_open(aligned_run / "calibration.safetensors", "pt")
     similarity = safe_open(aligned_run / "similarity.safetensors", "pt")
     for layer in range(3):
         for head in ("key", "value"):
-            vectors = calibration.get_tensor(f"layers.{layer}.sample.{head}").double()
+            vectors = read_layer(str(aligned_run / "calibration"), layer)[f"sample.{head}"].double()
             assert vectors.shape == (512, 8, 8)
             unit = torch.nn.functional.normalize(vectors, dim=-1)
             before = torch.einsum("nia,nja->ij", unit, unit) / 512
@@ -51,7 +51,7 @@ def test_alignment_record(aligned_run, inputs):
     assert summary["perplexity_aligned"] == pytest.approx(summary["perplexity_source"], rel=1e-5)
     assert all(c["value_after"] > c["value_before"] for c in summary["within_group_cosine"])
     assert all(c["key_after"] > c["key_before"] for c in summary["within_group_cosine"])
-    assert written["model"]["path"] == inputs["model"] and set(written["inputs"]) == {"calibration.safetensors", "groups.json"}
+    assert written["model"]["path"] == inputs["model"] and set(written["inputs"]) == {"calibration", "groups.json"}
     assert (aligned_run / "similarity.png").stat().st_size > 10_000
 
 
@@ -88,7 +88,7 @@ def test_whole_run(finished_run):
 @pytest.mark.parametrize("stage", ["01", "02", "03", "04", "05", "06"])
 def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path, stage):
     home = copy_run(finished_run, tmp_path / "run")
-    outputs = {"01": ["calibration.safetensors"], "02": ["similarity.safetensors"], "03": ["groups.json"], "04": ["aligned", "merged"],
+    outputs = {"01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"], "04": ["aligned", "merged"],
                "05": ["teacher", "train"], "06": ["gqa"]}[stage]
     before = {name: read(home / name)["groups"] if name == "groups.json" else digests(home / name) for name in outputs}
     command = next(p.name for p in Path(__file__).parent.parent.glob(f"{stage}_*.py"))
@@ -135,12 +135,12 @@ def test_other_starts_through_all_stages(finished_run, aligned_run, inputs, tmp_
 
 def test_what_closed_form_merging_weighs_by(aligned_run, inputs):
     """Query energies and Grams of W_O in the artifact, against the model itself."""
-    calibration = safe_open(aligned_run / "calibration.safetensors", "pt")
+    calibration = str(aligned_run / "calibration")
     model = AutoModelForCausalLM.from_pretrained(inputs["model"])
     for layer in range(3):
         columns = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, 8, 8)
         for head in range(8):
-            torch.testing.assert_close(calibration.get_tensor(f"layers.{layer}.output.gram")[head], columns[:, head].T @ columns[:, head])
+            torch.testing.assert_close(read_layer(calibration, layer)["output.gram"][head], columns[:, head].T @ columns[:, head])
     from common.data.text import load_tokens
 
     tokens, _ = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 8, 64)
@@ -149,7 +149,7 @@ def test_what_closed_form_merging_weighs_by(aligned_run, inputs):
     model(tokens)
     queries = seen[0].view(-1, 8, 8).double()
     energy = (queries[..., :4].square() + queries[..., 4:].square()).sum(0)
-    torch.testing.assert_close(calibration.get_tensor("layers.0.query.energy"), energy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(read_layer(calibration, 0)["query.energy"], energy, rtol=1e-5, atol=0)
 
 
 def expect(message: str, command: str, *arguments, processes: int = 0) -> None:
@@ -168,7 +168,7 @@ def test_mistakes_in_calibration(inputs, tmp_path):
 def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     expect("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3", "03_group.py", "--run", home, "--kv-heads", 3, "--force")
-    expect("calibration.safetensors not found; run 01_calibrate.py first", "02_similarity.py", "--run", tmp_path / "empty")
+    expect("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", tmp_path / "empty")
 
     other = tmp_path / "other"
     model = save_tiny(tmp_path / "model", seed=9, bias=True)

@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("calibration", "01_calibrate.py", "calibration.json", "How the key and value vectors of all heads move together on text: Gram matrices, never the caches.",
+    Part("calibration", "01_calibrate.py", "calibration/stage.json", "How the key and value vectors of all heads move together on text: Gram matrices, never the caches.",
          "{tokens} tokens in {sequences} sequences of {length}"),
     Part("similarity", "02_similarity.py", "similarity.json", "How alike any two heads of a layer are, and how alike a rotation can make them.",
          "mean cosine of two heads: keys {key.cos.before} → {key.cos.after}, values {value.cos.before} → {value.cos.after}", "similarity.png"),

@@ -23,12 +23,12 @@ make_once "$RUN/dha"         "$PYTHON" -m related.dha.pretrain --run "$RUN" --st
 # the baselines: stages 1 to 4 on the same text, then the same training
 LENGTH=$(of_search "['summary']['data']['length']")
 KV=$(of_search "['summary']['kv_heads']")
-make_once "$RUN/calibration.safetensors" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$(of_search "['model']['name']")" --text "$(of_search "['summary']['data']['text']")" --length "$LENGTH"
+make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$(of_search "['model']['name']")" --text "$(of_search "['summary']['data']['text']")" --length "$LENGTH"
 make_once "$RUN/similarity.safetensors"  "$PYTHON" 02_similarity.py --run "$RUN"
 baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
   local start=$RUN/start-$1
   make_once "$start/groups.json" "$PYTHON" 03_group.py --run "$start" --similarity "$RUN/similarity.safetensors" --kv-heads "$KV" --by "$2"
-  make_once "$start/merged"      "$PYTHON" 04_align.py --run "$start" --calibration "$RUN/calibration.safetensors" "${@:3}"
+  make_once "$start/merged"      "$PYTHON" 04_align.py --run "$start" --calibration "$RUN/calibration" "${@:3}"
   make_once "$RUN/$1"            "$PYTHON" -m related.dha.pretrain --run "$RUN" --steps "$STEPS" --name "$1" --start "$start/merged"
 }
 baseline mean-pool   none   --rotate none

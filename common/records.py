@@ -1,0 +1,197 @@
+"""What the record of every artifact must hold: one table of fields per stage, and the check of a record against it.
+
+A specification is a type (str, bool), a Number, Text, a tuple of allowed values, [item] for a list of such items, {name: field} for an
+object with at least these fields, {str: field} for one with any names, or Optional(field) for a field that may be
+absent or null.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number in a range; whole: an integer."""
+
+    at_least: float = -math.inf
+    whole: bool = False
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.whole else "a finite number"
+        return kind if self.at_least == -math.inf else f"{kind} of at least {self.at_least:g}"
+
+    def accepts(self, value) -> bool:
+        kinds = int if self.whole else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.at_least <= value < math.inf
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string that matches a pattern as a whole."""
+
+    pattern: str
+    description: str
+
+    def __str__(self) -> str:
+        return self.description
+
+    def accepts(self, value) -> bool:
+        return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A field that may be absent or null."""
+
+    field: object
+
+
+COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
+NUMBER, POSITIVE = Number(), Number(at_least=0)
+STRING = Text(r"[^\ud800-\udfff]*", "text")  # lone surrogates cannot be printed
+DIGEST = Text(r"[0-9a-f]{64}", "a sha256 of 64 hexadecimal digits")
+FILE_NAME = Text(r"(?!/)(?!(.*/)?\.\.?(/|$))[^\\\x00-\x1f\ud800-\udfff]+", "a relative path inside the directory")
+MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
+         "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
+RECORD = {
+    "stage": STRING,
+    "arguments": {STRING: object},
+    "model": MODEL,
+    "inputs": {STRING: DIGEST},
+    "packages": {STRING: STRING},
+    "commit": Optional(STRING),
+    "seconds": POSITIVE,
+    "date": STRING,
+    "summary": {STRING: object},
+}
+FILES = {FILE_NAME: DIGEST}  # of a directory artifact, everything in it but its record
+BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
+GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
+COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
+TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
+STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}  # of train/, not of teacher/
+STAGES = {  # stage -> what its record holds beside RECORD
+    "01_calibrate.py": {
+        "files": FILES,
+        "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
+                    "sampled_tokens": COUNT, "peak_memory_gib": POSITIVE},
+    },
+    "02_similarity.py": {
+        "sha256": DIGEST,
+        "summary": {f"{kind}.{criterion}.{when}": NUMBER
+                    for kind in ("key", "value") for criterion in CRITERION for when in ("before", "after")},
+    },
+    "03_group.py": {
+        "kv_heads": COUNT,
+        "groups": GROUPS,
+        "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,
+                    "score_default": [NUMBER], "score_found": [NUMBER], "score_optimum": Optional([NUMBER])},
+    },
+    "04_align.py": {
+        "files": FILES,
+        "groups": GROUPS,
+        "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
+                    "merge": ("mean", "closed-form"), "refit": bool, "calibration_tokens": COUNT,
+                    "within_group_cosine": [COSINES], "max_logit_difference": POSITIVE, "kl": NUMBER,
+                    "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE, "perplexity_merged": POSITIVE},
+    },
+    "05_prune_train.py": {"files": FILES, "summary": TRAINED},
+    "06_export.py": {
+        "files": FILES,
+        "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
+                    "max_logit_difference": POSITIVE, "max_logit_difference_stored": POSITIVE},
+    },
+    "07_eval.py": {"device": STRING, "results": {STRING: {"path": STRING, "heads": COUNT, "kv_heads": COUNT}}},
+}
+
+
+def find_fault(record, stage: str) -> str | None:
+    """What is wrong with the record of a stage, as "WHERE: expected X, found Y"; None when nothing is."""
+    fault = mismatch(record, RECORD, "record") or mismatch(record, STAGES.get(stage, {}), "record")
+    if fault is None and STUDENT.keys() & record["summary"].keys() and stage == "05_prune_train.py":
+        fault = mismatch(record["summary"], STUDENT, "record.summary")
+    return fault or find_inconsistency(record, stage)
+
+
+def find_inconsistency(record: dict, stage: str) -> str | None:
+    """The first contradiction between fields that are valid one by one."""
+    model, summary = record["model"], record["summary"]
+    if model["heads"] % model["kv_heads"]:
+        return (f"record.model.kv_heads: expected a divisor of {model['heads']} heads, "
+                f"found {model['kv_heads']}")
+    if stage in ("03_group.py", "04_align.py"):
+        kv_heads = summary["kv_heads"]
+        if record.get("kv_heads", kv_heads) != kv_heads:
+            return f"record.kv_heads: expected {kv_heads} as in its summary, found {record['kv_heads']}"
+        return find_group_fault(record["groups"], model, kv_heads)
+    if stage == "01_calibrate.py":
+        expected = {layer_file(index) for index in range(model["layers"])}
+        if record["files"].keys() != expected:
+            return f"record.files: expected one per layer ({len(expected)}), found {sorted(record['files'])[:3]} ..."
+    return None
+
+
+def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
+    """Why `groups` is no partition of every layer's source kv heads into kv_heads groups of one size; else None."""
+    source_kv_heads = model["kv_heads"]
+    if kv_heads >= source_kv_heads or source_kv_heads % kv_heads:
+        return f"record.kv_heads: expected a proper divisor of {source_kv_heads}, found {kv_heads}"
+    if len(groups) != model["layers"]:
+        return f"record.groups: expected {model['layers']} layers, found {len(groups)}"
+    for layer, layer_groups in enumerate(groups):
+        sizes = [len(group) for group in layer_groups]
+        if sizes != [source_kv_heads // kv_heads] * kv_heads:
+            return (f"record.groups[{layer}]: expected {kv_heads} groups of {source_kv_heads // kv_heads} heads, "
+                    f"found sizes {sizes}")
+        heads = sorted(head for group in layer_groups for head in group)
+        if heads != list(range(source_kv_heads)):
+            return f"record.groups[{layer}]: expected each of heads 0 to {source_kv_heads - 1} once, found {heads}"
+    return None
+
+
+def mismatch(value, field, where: str) -> str | None:
+    """The first place where a value differs from its specification, as "WHERE: expected X, found Y"; None if it fits."""
+    if isinstance(field, Optional):
+        return None if value is None else mismatch(value, field.field, where)
+    if isinstance(field, dict):
+        return mismatch_object(value, field, where)
+    if isinstance(field, list):
+        if not isinstance(value, list):
+            return f"{where}: expected a list, found {shown(value)}"
+        faults = (mismatch(item, field[0], f"{where}[{index}]") for index, item in enumerate(value))
+        return next(filter(None, faults), None)
+    if isinstance(field, tuple):
+        return None if value in field else f"{where}: expected one of {', '.join(field)}, found {shown(value)}"
+    accepted = isinstance(value, field) if isinstance(field, type) else field.accepts(value)
+    expected = field.__name__ if isinstance(field, type) else field
+    return None if accepted else f"{where}: expected {expected}, found {shown(value)}"
+
+
+def mismatch_object(value, fields: dict, where: str) -> str | None:
+    """mismatch for an object; `fields` has names, or one specification that every name must fit."""
+    if not isinstance(value, dict):
+        return f"{where}: expected an object, found {shown(value)}"
+    for name, field in fields.items():
+        if isinstance(name, Text):
+            faults = (mismatch(key, name, f"{where}: name") or mismatch(item, field, f"{where}.{key}")
+                      for key, item in value.items())
+            fault = next(filter(None, faults), None)
+        elif name in value or isinstance(field, Optional):
+            fault = mismatch(value.get(name), field, f"{where}.{name}")
+        else:
+            fault = f"{where}: expected a field {name!r}, found none"
+        if fault:
+            return fault
+    return None
+
+
+def shown(value) -> str:
+    """A value in an error message, shortened and printable."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def layer_file(index: int) -> str:
+    """The file of a layer in a calibration directory."""
+    return f"layer-{index:05d}.safetensors"
