@@ -37,18 +37,12 @@ from common.cli import Clock, UserError, peak_memory, positive, run_stage, stage
 from common.data.text import load_tokens
 from common.evaluate import max_difference, mean_kl, mean_nll
 from common.layers import CheckpointWriter, Layers
-from common.method.closed_form import closed_form, key_weights
-from common.method.fuse import Merge, fuse_layer, mean_merge, merge_layer, merged_config
-from common.method.procrustes import (
-    align_keys,
-    align_values,
-    aligned_key_overlap,
-    aligned_value_overlap,
-    pair_mean,
-)
+from common.method.align import align_layer, no_rotation, within_group_cosine
+from common.method.closed_form import closed_form_layer
+from common.method.fuse import fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.refit import Refit
 from common.method.rope import norms_heads
-from common.method.stats import CRITERIA, LayerGrams
+from common.method.stats import LayerGrams
 from common.models import load_config, load_tokenizer, pick_device, source_model
 
 TOLERANCE = 1e-4, 1e-5  # of the logits: absolute, or of the largest if that is more; float32 rounding through all layers
@@ -72,36 +66,6 @@ def parse():
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
-
-
-def group_blocks(gram: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Gram [H, H, ...] -> the blocks within groups, [G, D, D, ...]. groups: [G, D] head numbers."""
-    return gram[groups[:, :, None], groups[:, None, :]]
-
-
-def align_layer(grams: LayerGrams, tokens: int, groups: torch.Tensor, rotate: str, device: str):
-    """Rotations of one layer, Q [G, D, d, d] and u [G, D, d/2], and the mean within-group cosine before and after."""
-    unit_value, unit_key = (group_blocks(gram("unit").to(device), groups) for gram in (grams.value, grams.key))
-    value_rotation = torch.eye(unit_value.shape[-1], dtype=torch.float64, device=device).expand(unit_value[:, :, 0].shape)
-    key_rotation = torch.ones_like(unit_key[:, :, 0])
-    cosine = {"value_before": aligned_value_overlap(unit_value, value_rotation),
-              "key_before": aligned_key_overlap(unit_key, key_rotation)}
-    if rotate != "none":
-        kind = CRITERIA[rotate]
-        value_rotation = align_values(group_blocks(grams.value(kind).to(device), groups))
-        key_rotation = align_keys(group_blocks(grams.key(kind).to(device), groups), free=grams.free.to(device))
-    cosine |= {"value_after": aligned_value_overlap(unit_value, value_rotation),
-               "key_after": aligned_key_overlap(unit_key, key_rotation)}
-    return value_rotation, key_rotation, {name: float(pair_mean(sums).mean()) / tokens for name, sums in cosine.items()}
-
-
-def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation, key_rotation, device: str) -> Merge:
-    """The closed-form merge of one layer, in the coordinates of its rotated heads."""
-    value, key = (group_blocks(gram("raw").to(device), groups) for gram in (grams.value, grams.key))
-    value = torch.einsum("giab,gijbc,gjdc->gijad", value_rotation, value, value_rotation)
-    key = torch.einsum("gip,gijp,gjp->gijp", key_rotation.conj(), key, key_rotation)
-    output = torch.einsum("giab,gibc,gidc->giad", value_rotation, grams.output.to(device)[groups], value_rotation)
-    return closed_form(value, output, key, key_weights(grams.query.to(device))[groups])
 
 
 class Proof:
@@ -165,12 +129,18 @@ def main():
         with (CheckpointWriter(aligned_directory, layers.config, dtype, path) as aligned_file,
               CheckpointWriter(merged_directory, config, dtype, path) as merged_file):
             for index in tqdm(range(described["layers"]), desc="aligning", unit="layer"):
-                grams = LayerGrams(read_layer(calibration_path, index), heads)
-                value_rotation, key_rotation, cosine = align_layer(grams, was["tokens"], groups[index], args.rotate, device)
-                cosines.append({name: round(number, 6) for name, number in cosine.items()})
+                tensors = {name: tensor.to(device) for name, tensor in read_layer(calibration_path, index).items()}
+                grams, members = LayerGrams(tensors, heads), groups[index].to(device)
+                unchanged = rotations = no_rotation(grams, members)
+                if args.rotate != "none":
+                    rotations = align_layer(grams, members, args.rotate)
+                value_rotation, key_rotation = rotations
+                cosine = {f"{name}_{when}": round(number, 6) for when, pair in (("before", unchanged), ("after", rotations))
+                          for name, number in within_group_cosine(grams, members, *pair, was["tokens"]).items()}
+                cosines.append(cosine)
                 merge = mean_merge(heads, kv_heads, described["head_dim"])
                 if args.merge == "closed-form":
-                    merge = closed_form_layer(grams, groups[index], value_rotation, key_rotation, device)
+                    merge = closed_form_layer(grams, members, value_rotation, key_rotation)
                 with layers.layer(index) as layer:
                     proof.advance("source", layer)
                     fuse_layer(layer.self_attn, groups[index].flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))

@@ -12,7 +12,7 @@ from common.layers import Spool, run_layer
 from common.method import closed_form
 from common.method.fuse import fuse_layer, merge_model
 from common.method.procrustes import align_keys, align_values
-from common.method.refit import Refit, best_fit
+from common.method.refit import Moments, Refit, best_fit
 from common.method.stats import unpack_half
 from common.models import geometry
 from conftest import tiny_model
@@ -175,7 +175,7 @@ def test_energy_scores_are_what_merging_the_pair_loses():
     value, output, key, query = next(iter(statistics(doubled())))
     weights = closed_form.key_weights(query)
     value_loss, key_loss = closed_form.value_loss(value, output), closed_form.key_loss(key, weights)
-    forward = closed_form.root(output)[0]
+    forward = closed_form.symmetric_root(output)[0]
     total = sum(float(torch.trace(forward[i] @ value[i, i] @ forward[i])) for i in range(8))
     total_key = float((torch.einsum("iip->ip", key).real * weights.square()).sum())
     for i, j in ((0, 1), (2, 7), (5, 3)):
@@ -202,15 +202,15 @@ def test_best_fit_is_ridge_regression():
     generator = torch.Generator().manual_seed(4)
     h, weight = torch.randn(300, 6, dtype=torch.float64, generator=generator), torch.randn(5, 6, dtype=torch.float64, generator=generator)
     y = h @ torch.randn(6, 5, dtype=torch.float64, generator=generator) + 0.1 * torch.randn(300, 5, dtype=torch.float64, generator=generator)
-    parts = [(a.T @ a, b.T @ a, float(b.square().sum())) for a, b in ((h[:200], y[:200]), (h[200:], y[200:]))]
+    parts = [Moments(a.T @ a, b.T @ a, float(b.square().sum())) for a, b in ((h[:200], y[:200]), (h[200:], y[200:]))]
     found, ridge, before, after = best_fit(weight, *parts)
-    strength = ridge * float(parts[0][0].diagonal().mean())
+    strength = ridge * float(parts[0].inputs.diagonal().mean())
     rows = np.vstack((h[:200].numpy(), np.sqrt(strength) * np.eye(6)))
     expected = np.linalg.lstsq(rows, np.vstack((y[:200].numpy(), np.sqrt(strength) * weight.numpy().T)), rcond=None)[0].T
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-10)
     assert before == pytest.approx(float((y[200:] - h[200:] @ weight.T).square().sum() / y[200:].square().sum()))
     assert after == pytest.approx(float((y[200:] - h[200:] @ found.T).square().sum() / y[200:].square().sum()))
-    exact = torch.linalg.solve(parts[1][0], parts[1][1].T).T  # what held-out text itself would choose: no fit can do better
+    exact = torch.linalg.solve(parts[1].inputs, parts[1].cross.T).T  # what held-out text itself would choose: no fit can do better
     kept, ridge, before, after = best_fit(exact, *parts)
     assert ridge is None and torch.equal(kept, exact) and before == after
 

@@ -76,7 +76,7 @@ def test_fusing_writes_equations_12_to_16():
 
 def test_merge_is_the_mean_of_equations_25_and_26():
     attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, mean_merge(heads=8, kv_heads=2, head_dim=8))
+    state = merged_state(attention, mean_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
     for name, parameter in attention.named_parameters():
         if name[0] in "kv":
             groups = parameter.detach().double().view(2, 4, 8, -1)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from common.method.grouping import _swap, anneal, best_pairs, canonical, combine, default_groups, score
+from common.method.grouping import anneal, best_pairs, canonical, combine, default_groups, propose_swap, score
 
 
 def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:
@@ -39,12 +39,11 @@ def test_score_equals_eq_23():
 def test_a_swap_is_kept_exactly_when_the_full_score_rises():
     similarity = random_similarity(2, 8)
     random = np.random.default_rng(3)
-    layer, run = np.ogrid[:2, :50]
     slots = random.permuted(np.tile(np.arange(8), (2, 50, 1)), axis=-1)
     kept = 0
     for _ in range(30):
         before, old = score(similarity, slots.reshape(2, 50, 4, 2)), slots.copy()
-        _swap(similarity, slots, layer, run, 4, 2, random)
+        propose_swap(similarity, slots, 4, random)
         after = score(similarity, slots.reshape(2, 50, 4, 2))
         changed = (slots != old).any(-1)
         assert (after[changed] > before[changed]).all() and ((slots != old).sum(-1)[changed] == 2).all()
@@ -52,7 +51,7 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
     assert kept > 50
     # with every swap tried, what is left is a local optimum: no single swap raises the score
     for _ in range(1500):
-        _swap(similarity, slots, layer, run, 4, 2, random)
+        propose_swap(similarity, slots, 4, random)
     settled = slots[0, 0]
     best = direct_score(similarity[0], settled.reshape(4, 2))
     for a, b in itertools.combinations(range(8), 2):

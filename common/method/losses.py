@@ -1,24 +1,27 @@
-"""Distillation (Eq. 30): KL on prompt tokens and BiLD on answer tokens, formed chunk by chunk of tokens.
+"""Distillation losses (Eq. 30): KL on prompt tokens and BiLD on answer tokens, formed chunk by chunk of
+tokens.
 
-Each function of logits returns one number per token; a sequence's loss is its tokens' mean, the batch's loss its
-sequences' mean. Those means are weights given per token, so packing and sharding change nothing.
+Each function of logits returns one number per token; a sequence's loss is its tokens' mean, the batch's loss
+its sequences' mean. Those means are weights given per token, so packing and sharding change nothing.
 """
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-TOP_K, TEMPERATURE = 16, 3.0  # k = 16: Appendix A; temperature 3: the BiLD paper's
+TOP_K = 16  # logits that BiLD compares: the paper's Appendix A
+BILD_TEMPERATURE = 3.0  # the BiLD paper's
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[n, V] logits, [n] targets -> [n] nats."""
+    """logits [n, V], targets [n] int64 -> [n] nats."""
     return F.cross_entropy(logits, targets, reduction="none")
 
 
 def kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) over the vocabulary at temperature 1. [n, V], [n, V] -> [n] nats."""
-    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    """KL(teacher || student) over the vocabulary at temperature 1: logits [n, V], [n, V] -> [n] nats."""
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
 
 
 def differences(logits: torch.Tensor) -> torch.Tensor:
@@ -27,8 +30,10 @@ def differences(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, rows] - logits[:, columns]
 
 
-def bild(student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Bi-directional logits difference loss (Li et al. 2024): [n, V], [n, V] -> [n] nats.
+def bild(
+    student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K, temperature: float = BILD_TEMPERATURE
+) -> torch.Tensor:
+    """Bi-directional logits difference loss (Li et al. 2024): logits [n, V], [n, V] -> [n] nats.
 
     Teacher-led: over the teacher's k largest logits, largest first, KL between the softmaxes of all pairwise
     differences of teacher and student; student-led: the same over the student's k largest. Their sum.
@@ -37,17 +42,20 @@ def bild(student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K, temperatu
     loss = 0
     for leader in (teacher, student):
         leading = leader.detach().topk(k, dim=-1).indices
-        ours, theirs = (differences(logits.gather(-1, leading)) / temperature for logits in (student, teacher))
-        loss = loss + kl(ours, theirs)
+        student_differences = differences(student.gather(-1, leading)) / temperature
+        teacher_differences = differences(teacher.gather(-1, leading)) / temperature
+        loss = loss + kl(student_differences, teacher_differences)
     return loss
 
 
 def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
-    """sum over pieces of loss(kind, at, logits of the tokens `at`), with never more than one piece's logits in memory.
+    """Sum over pieces of loss(kind, at, logits of the tokens `at`), one piece's logits in memory at a time; a
+    scalar.
 
-    pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a scalar.
-    Each piece's gradient is formed right after its loss, while its logits exist, and only the sums [T, h] and [V, h] are
-    kept for the backward pass: nothing is computed twice, and `loss` is called once per piece.
+    pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a
+    scalar. Each piece's gradient is formed right after its loss, while its logits exist, and only the sums
+    [T, h] and [V, h] are kept for the backward pass: nothing is computed twice, and `loss` is called once per
+    piece.
     """
     return _Chunked.apply(loss, pieces, hidden, lm_head)
 
@@ -55,21 +63,21 @@ def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, pieces, hidden, lm_head):
-        wanted = any(ctx.needs_input_grad)
-        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(wanted)
-        precise = torch.promote_types(lm_head.dtype, torch.float32)  # bf16 never accumulates
-        total = torch.zeros((), dtype=precise, device=hidden.device)
-        hidden_grad = torch.zeros_like(hidden) if wanted else None
-        head_grad = torch.zeros_like(lm_head, dtype=precise) if wanted else None
+        differentiate = any(ctx.needs_input_grad)
+        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(differentiate)
+        sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # bf16 never accumulates
+        total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        hidden_grad = torch.zeros_like(hidden) if differentiate else None
+        head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if differentiate else None
         for kind, at in pieces:
-            with torch.set_grad_enabled(wanted):
-                part = hidden[at].requires_grad_(wanted)
+            with torch.set_grad_enabled(differentiate):
+                part = hidden[at].requires_grad_(differentiate)
                 value = loss(kind, at, F.linear(part, lm_head))
             total += value.detach()
-            if wanted:
-                part_grad, own_head_grad = torch.autograd.grad(value, (part, lm_head))
-                hidden_grad.index_add_(0, at, part_grad)
-                head_grad += own_head_grad
+            if differentiate:
+                part_hidden_grad, part_head_grad = torch.autograd.grad(value, (part, lm_head))
+                hidden_grad.index_add_(0, at, part_hidden_grad)
+                head_grad += part_head_grad
         ctx.save_for_backward(hidden_grad, head_grad)
         return total
 

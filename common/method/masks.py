@@ -1,7 +1,10 @@
-"""L0 masks (Louizos et al.; Eq. 27-29): each head's own key/value projection fades into its group's shared one.
+"""The attention patch: k_proj and v_proj of a Llama fade from the heads' own weights into their group's (Eq.
+27-29).
 
-One mask z per layer and head, shared by its projections, drawn from a hard concrete distribution with parameter
-log_alpha: s = sigmoid((logit(u) + log_alpha) / BETA), stretched to (GAMMA, ZETA) and clipped to [0, 1].
+`patch` replaces the projections of a transformers model by BlendedProjections; attention itself is not
+touched. One L0 mask z per layer and key/value head blends the two weights. It is drawn from a hard concrete
+distribution (Louizos et al.) with parameter log_alpha: s = sigmoid((logit(u) + log_alpha) / BETA), stretched
+to (GAMMA, ZETA), clipped to [0, 1].
 """
 
 import math
@@ -13,11 +16,14 @@ from torch import nn
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
 START = 7.5  # log_alpha at which E[1 - z] is 7e-4: every mask starts at 1 to within 1e-3
-LIMIT = START  # log_alpha is kept within +-LIMIT: beyond it sigmoid is flat and a mask would never come back
+LIMIT = START  # log_alpha stays within +-LIMIT: beyond it the sigmoid is flat and a mask never comes back
+WARMUP_SHARE = 0.3  # of the training steps, over which the target T of Eq. 29 falls
+
+KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")  # what is blended
 
 
 def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """Hard concrete samples z in [0, 1], float32, same shape as log_alpha; differentiable.
+    """Hard concrete samples z in [0, 1], float32, of log_alpha's shape; differentiable.
 
     The noise is a function of (seed, step) alone: the same on every rank, and after a resume.
     """
@@ -32,13 +38,16 @@ def expected(log_alpha: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 
-def target(step: int, steps: int, warmup: float = 0.3) -> float:
-    """T of Eq. 29: falls linearly from 1 to 0 over the first `warmup` share of the steps, then stays 0."""
-    return max(0.0, 1 - step / (warmup * steps))
+def target(step: int, steps: int) -> float:
+    """T of Eq. 29: falls linearly from 1 to 0 over the first WARMUP_SHARE of the steps, then stays 0."""
+    return max(0.0, 1 - step / (WARMUP_SHARE * steps))
 
 
 def l0_loss(log_alpha: torch.Tensor, goal: float) -> torch.Tensor:
-    """Eq. 29 on the mean expected mask: |s - T| + (s - T)^2. (Version 1 of the paper prints it without |.|.)"""
+    """Eq. 29 on the mean expected mask s, with goal T: |s - T| + (s - T)^2; a scalar.
+
+    Version 1 of the paper prints it without the absolute value.
+    """
     gap = expected(log_alpha).mean() - goal
     return gap.abs() + gap.square()
 
@@ -50,12 +59,13 @@ def clamp(log_alpha: torch.Tensor) -> None:
 
 
 class BlendedProjection(nn.Module):
-    """A projection on its way from H heads of its own to the merged one: W_apply = z W + (1 - z) W~ (Eq. 27, 28).
+    """A projection with W_apply = z W + (1 - z) W~ (Eq. 27, 28): W of the source's heads, W~ of the merged
+    model's.
 
-    k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, where merging changes them too: W~ has H
-    heads as W; a head's part of o_proj is a block of columns. Weights are blended, not activations: one matrix product per
-    call whatever z is. `z`, one number per key/value head of the source, is set before each forward pass; a query head
-    follows the one it reads.
+    k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, where merging changes them
+    too: W~ has as many heads as W; a head's part of o_proj is a block of columns. Weights are blended, not
+    activations: one matrix product per call whatever z is. `z`, [key/value heads of the source], is set
+    before each forward pass; a query head follows the key/value head it reads.
     """
 
     def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int, columns: bool = False):
@@ -63,44 +73,45 @@ class BlendedProjection(nn.Module):
         self.original, self.merged, self.head_dim, self.columns = original, merged, head_dim, columns
         self.z: torch.Tensor | None = None
 
-    def blend(self, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        """own [H * d, ...] and shared [G * d, ...] -> [H * d, ...], mixed in float32, back to own's dtype."""
+    def blend(self, original: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+        """original [H * d, ...], merged [H or G * d, ...] -> original's shape and dtype; mixed in float32."""
         if self.columns:
-            z = self.z.repeat_interleave(own.shape[1] // len(self.z))
-            return (z * own + (1 - z) * shared).to(own.dtype)
-        own_heads = own.view(-1, self.head_dim, *own.shape[1:])
-        shared_heads = shared.view(-1, self.head_dim, *shared.shape[1:])
-        repeated = shared_heads.repeat_interleave(len(own_heads) // len(shared_heads), dim=0)
-        z = self.z.repeat_interleave(len(own_heads) // len(self.z)).view(-1, *[1] * (own_heads.ndim - 1))
-        return (z * own_heads + (1 - z) * repeated).to(own.dtype).view_as(own)
+            z = self.z.repeat_interleave(original.shape[1] // len(self.z))
+            return (z * original + (1 - z) * merged).to(original.dtype)
+        heads = original.view(-1, self.head_dim, *original.shape[1:])
+        merged_heads = merged.view(-1, self.head_dim, *merged.shape[1:])
+        repeated = merged_heads.repeat_interleave(len(heads) // len(merged_heads), dim=0)
+        z = self.z.repeat_interleave(len(heads) // len(self.z)).view(-1, *[1] * (heads.ndim - 1))
+        return (z * heads + (1 - z) * repeated).to(original.dtype).view_as(original)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own, shared = self.original, self.merged
-        if self.columns or own.bias is None:
-            bias = shared.bias  # o_proj's belongs to no head
+        """x: [..., in] -> [..., out] with the blended weight and bias."""
+        original, merged = self.original, self.merged
+        if self.columns or original.bias is None:
+            bias = merged.bias  # o_proj's belongs to no head
         else:
-            bias = self.blend(own.bias, shared.bias)
-        return F.linear(x, self.blend(own.weight, shared.weight), bias)
-
-
-KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-def blended_projections(model):
-    """(layer number, attention module, its BlendedProjections) of a patched model."""
-    for index, layer in enumerate(model.model.layers):
-        yield index, layer.self_attn, [module for module in layer.self_attn.children() if isinstance(module, BlendedProjection)]
+            bias = self.blend(original.bias, merged.bias)
+        return F.linear(x, self.blend(original.weight, merged.weight), bias)
 
 
 def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
-    """Replace the named projections of a source model by BlendedProjections; the new weights are left uninitialised."""
+    """Replace the named projections of a source model by BlendedProjections, merged weights uninitialized."""
     for layer in model.model.layers:
         attention = layer.self_attn
         for name in names:
-            own = getattr(attention, name)
-            rows = kv_heads * attention.head_dim if name in KEY_VALUE else own.out_features
-            shared = nn.Linear(own.in_features, rows, bias=own.bias is not None, device=own.weight.device, dtype=own.weight.dtype)
-            setattr(attention, name, BlendedProjection(own, shared, attention.head_dim, columns=name == "o_proj"))
+            original = getattr(attention, name)
+            rows = kv_heads * attention.head_dim if name in KEY_VALUE else original.out_features
+            like = {"device": original.weight.device, "dtype": original.weight.dtype}
+            merged = nn.Linear(original.in_features, rows, bias=original.bias is not None, **like)
+            blended = BlendedProjection(original, merged, attention.head_dim, columns=name == "o_proj")
+            setattr(attention, name, blended)
+
+
+def blended_projections(model):
+    """Yield (layer number, attention module, its BlendedProjections) for each layer of a patched model."""
+    for index, layer in enumerate(model.model.layers):
+        blended = [module for module in layer.self_attn.children() if isinstance(module, BlendedProjection)]
+        yield index, layer.self_attn, blended
 
 
 def set_masks(model, z: torch.Tensor) -> None:
@@ -111,5 +122,5 @@ def set_masks(model, z: torch.Tensor) -> None:
 
 
 def blended_name(name: str, names: tuple[str, ...] = KEY_VALUE) -> str:
-    """A GQA model's parameter name -> that of the merged part in the patched model."""
+    """A GQA model's parameter name -> the name of that parameter in the patched model."""
     return re.sub(rf"\.({'|'.join(names)})\.", r".\1.merged.", name)

@@ -1,6 +1,8 @@
-"""Procrustes analysis on Gram matrices: how alike two heads can be made, and the rotations that align a group.
+"""Procrustes analysis on Gram matrices: how alike two heads can be made, and the rotations that align a
+group.
 
-All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in common/method/stats.py.
+All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in
+common/method/stats.py, of H heads, or of the D heads of each group.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -9,55 +11,61 @@ import torch
 
 from common.method.rope import unit_phase
 
-MAX_ROUNDS = 500  # generalized Procrustes settles in tens of rounds (keys) or some hundreds (values); this bounds a slow one
-TOLERANCE = 1e-10  # relative gain of a round below which it has settled: no figure we print can show it
+MAX_ROUNDS = 500  # Algorithm 1 settles in tens of rounds (keys) or hundreds (values); this bounds a slow one
+GAIN_TOLERANCE = 1e-10  # relative gain per round below which it has settled: no printed figure can show it
 
 
-def shared_out(decompose, matrices: torch.Tensor) -> torch.Tensor:
+def threaded(decompose, matrices: torch.Tensor) -> torch.Tensor:
     """decompose(matrices [..., d, d]); on a CPU every core takes its share of the batch with a single thread.
 
-    LAPACK gets the matrices one by one, and more threads on one of a head's size only wait for one another.
+    LAPACK is given the matrices one by one, and several threads on one of a head's size only wait for one
+    another.
     """
     cores = torch.get_num_threads()
     if matrices.is_cuda or cores == 1:
         return decompose(matrices)
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         parts = list(pool.map(decompose, matrices.reshape(-1, *matrices.shape[-2:]).chunk(cores)))
-    torch.set_num_threads(cores)  # of this thread it is unchanged; threads made later would begin with the 1
+    torch.set_num_threads(cores)  # unchanged in this thread, but threads made later would begin with 1
     return torch.cat(parts).reshape(*matrices.shape[:-2], *parts[0].shape[1:])
 
 
 def polar(matrix: torch.Tensor) -> torch.Tensor:
-    """The orthogonal Q nearest to matrix [..., d, d]: from Phi S Psi^T = SVD(Y X^T), Q = Phi Psi^T minimises Eq. 4.
+    """The orthogonal Q nearest to matrix [..., d, d]: for Y X^T = Phi S Psi^T (SVD), Q = Phi Psi^T minimizes
+    Eq. 4.
 
-    Eq. 6 prints its transpose Psi Phi^T, which is the minimiser for X Y^T.
+    Eq. 6, 10 and 21 print its transpose Psi Phi^T, which is the minimizer for X Y^T.
     """
     def factor(matrices):
         left, _, right = torch.linalg.svd(matrices)
         return left @ right
 
-    return shared_out(factor, matrix)
+    return threaded(factor, matrix)
 
 
 def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, H] similarity of value heads before (Eq. 3) and after (Eq. 19, 22) the best alignment of each pair.
 
-    gram: [H, H, d, d], of unit vectors for "cos" and of raw ones for "dist". sum_n <v_i, Q v_j> is largest at the polar
-    factor of C[i, j] and is then its nuclear norm.
+    gram: C [H, H, d, d], of unit-norm vectors for "cos" and of raw ones for "dist". sum_n <v_i, Q v_j> is
+    largest at the polar factor of C[i, j], where it is the nuclear norm.
     """
     before = torch.einsum("ijaa->ij", gram)
     rows, columns = torch.triu_indices(len(gram), len(gram))
     after = torch.zeros_like(before)
-    after[rows, columns] = shared_out(torch.linalg.svdvals, gram[rows, columns]).sum(-1)
+    after[rows, columns] = threaded(torch.linalg.svdvals, gram[rows, columns]).sum(-1)
     after = after.triu() + after.triu(1).T
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
 
-def key_similarity(gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18) the best rotation of every RoPE pair.
+def key_similarity(
+    gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18, 22) the best rotation of every RoPE
+    pair.
 
-    gram: [H, H, d/2] complex. sum_n Re(conj(z_i) u z_j) is largest at u = conj(c) / |c| and is then |c|; where only u = 1 and
-    -1 are exact (free: [d/2] bool, None for all free) it is |Re c|.
+    gram: c [H, H, d/2] complex, of unit-norm vectors for "cos" and of raw ones for "dist". sum_n Re(conj(z_i)
+    u z_j) is largest at u = conj(c) / |c|, where it is |c|; where only u = 1 and -1 are exact (free: [d/2]
+    bool, None for all free) it is |Re c|.
     """
     best = gram.abs() if free is None else torch.where(free, gram.abs(), gram.real.abs())
     before, after = gram.real.sum(-1), best.sum(-1)
@@ -71,19 +79,23 @@ def _similarity(overlap: torch.Tensor, energy: torch.Tensor, tokens: int, criter
     return -(energy[:, None] + energy[None, :] - 2 * overlap) / tokens
 
 
-def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE) -> torch.Tensor:
-    """Generalized Procrustes (Algorithm 1) of value groups: Q [..., D, d, d], so that the heads Q_i v_i agree.
+def align_values(
+    gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = GAIN_TOLERANCE
+) -> torch.Tensor:
+    """Generalized Procrustes (Algorithm 1) of value groups: Q [..., D, d, d], so that the heads Q_i v_i
+    agree.
 
-    gram: C [..., D, D, d, d] of the D heads of each group; any leading axes are worked on at once. With the mean shape
-    M = 1/D sum_j Q_j v_j, the update of Q_i is the polar factor of sum_n M v_i^T = 1/D sum_j Q_j C[j, i]: the vectors
-    themselves are not needed. All heads of a round see the same M, as printed. A group's D = 1 gives the identity.
+    gram: C [..., D, D, d, d] of the D heads of each group; all leading axes at once. With the mean shape M =
+    1/D sum_j Q_j v_j, the update of Q_i is the polar factor of sum_n M v_i^T = 1/D sum_j Q_j C[j, i]: the
+    vectors themselves are not needed. All heads of a round see the same M, as printed. A group of one head
+    gets the identity.
     """
     *lead, members, _, size, _ = gram.shape
     rotation = torch.eye(size, dtype=gram.dtype, device=gram.device).expand(*lead, members, size, size)
     before = None
     for _ in range(rounds):
         toward_mean = torch.einsum("...jab,...jibc->...iac", rotation, gram) / members  # sum_n M v_i^T
-        agreement = torch.einsum("...iab,...iab->...", rotation, toward_mean)  # = D sum_n |M|^2, rises every round
+        agreement = torch.einsum("...iab,...iab->...", rotation, toward_mean)  # D sum_n |M|^2, rising
         if before is not None and (agreement - before <= tolerance * agreement.abs()).all():
             break
         before = agreement
@@ -91,12 +103,17 @@ def align_values(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float 
     return rotation.contiguous()
 
 
-def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = TOLERANCE, free: torch.Tensor | None = None) -> torch.Tensor:
+def align_keys(
+    gram: torch.Tensor,
+    rounds: int = MAX_ROUNDS,
+    tolerance: float = GAIN_TOLERANCE,
+    free: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Generalized Procrustes of key groups: one unit number per head and RoPE pair, u [..., D, d/2] complex.
 
-    gram: c [..., D, D, d/2]. Algorithm 1 with rotations of the form of Eq. 14: u_i <- unit(sum_j u_j c[i, j]).
-    Multiplying by a unit number is a rotation, never a reflection, and commutes with RoPE. Pairs that are not free
-    ([d/2] bool, None for all free) get 1 or -1.
+    gram: c [..., D, D, d/2]. Algorithm 1 with rotations of the form of Eq. 14: u_i <- unit(sum_j u_j c[i,
+    j]). Multiplying by a unit number is a rotation, never a reflection, and commutes with RoPE (Eq. 17).
+    Pairs that are not free ([d/2] bool, None for all free) get 1 or -1.
     """
     *lead, members, _, pairs = gram.shape
     rotation = torch.ones(*lead, members, pairs, dtype=gram.dtype, device=gram.device)
@@ -108,15 +125,18 @@ def align_keys(gram: torch.Tensor, rounds: int = MAX_ROUNDS, tolerance: float = 
             break
         before = agreement
         rotation = unit_phase(toward_mean)
-    return rotation if free is None or free.all() else torch.where(free, rotation, flips(gram.real).to(rotation.dtype))
+    if free is None or free.all():
+        return rotation
+    return torch.where(free, rotation, sign_flips(gram.real).to(rotation.dtype))
 
 
-def flips(gram: torch.Tensor) -> torch.Tensor:
-    """Which heads to turn by half a turn, s [..., D, d/2] of 1 and -1, for a large sum_ij s_i s_j Re c[i, j].
+def sign_flips(gram: torch.Tensor) -> torch.Tensor:
+    """Signs s [..., D, d/2] of 1 and -1 for a large sum_ij s_i s_j Re c[i, j], separately for each RoPE pair.
 
-    gram: Re c [..., D, D, d/2]. Algorithm 1 would stand still here: a head's own share in the mean outweighs what pulls it to the
-    other sign. So: the signs of the leading eigenvector, then head after head takes the sign that the others ask for, until
-    none changes. The first head of a group stays as it is, for two heads the result is the best there is.
+    gram: Re c [..., D, D, d/2]. Algorithm 1 would not move: a head's own share of the mean outweighs the pull
+    towards the other sign. So: the signs of the leading eigenvector, then each head in turn takes the sign
+    that the others ask for, until none changes. The first head of a group keeps its sign; for two heads the
+    result is the optimum.
     """
     between = gram.movedim(-1, -3)  # [..., d/2, D, D]
     signs = torch.where(torch.linalg.eigh(between).eigenvectors[..., -1] < 0, -1.0, 1.0).to(gram.dtype)
@@ -131,17 +151,7 @@ def flips(gram: torch.Tensor) -> torch.Tensor:
 
 
 def pair_mean(overlap: torch.Tensor) -> torch.Tensor:
-    """Mean over the pairs i < j of a group of an [..., D, D] matrix, D > 1."""
+    """Mean over the pairs i < j of [..., D, D], D > 1."""
     members = overlap.shape[-1]
     rows, columns = torch.triu_indices(members, members, 1)
     return overlap[..., rows, columns].mean(-1)
-
-
-def aligned_value_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """[..., D, D] sum_n <Q_i v_i, Q_j v_j> from C [..., D, D, d, d] and Q [..., D, d, d]."""
-    return torch.einsum("...iab,...ijbc,...jac->...ij", rotation, gram, rotation)
-
-
-def aligned_key_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """[..., D, D] sum_n Re(conj(u_i z_i) u_j z_j) from c [..., D, D, d/2] and u [..., D, d/2]."""
-    return torch.einsum("...ip,...ijp,...jp->...ij", rotation.conj(), gram, rotation).real

@@ -1,7 +1,8 @@
 """RoPE pairs as complex numbers.
 
-Hugging Face's Llama rotates the pair (p, p + d/2) of a head of size d by an angle that depends on the position alone. Read as
-the complex number z[p] = k[p] + 1j k[p + d/2], RoPE multiplies it by a unit number, so any other factor per pair commutes with RoPE.
+Hugging Face's Llama rotates the pair (p, p + d/2) of a head of size d by an angle that depends on the
+position alone. Read as the complex number z[p] = k[p] + 1j k[p + d/2], RoPE multiplies it by a unit number,
+so multiplying it by any other complex number commutes with RoPE.
 """
 
 import torch
@@ -14,18 +15,20 @@ def to_complex(keys: torch.Tensor) -> torch.Tensor:
 
 
 def unit_phase(number: torch.Tensor) -> torch.Tensor:
-    """number / |number|, and 1 where the number is 0: a pair that never fires is left as it is."""
+    """number / |number|, complex; 1 where the number is 0, so a pair that never fires is left as it is."""
     size = number.abs()
     return torch.where(size > 0, number / size.where(size > 0, 1), 1)
 
 
 def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply RoPE pairs by complex numbers (Eq. 14 where they are unit numbers).
+    """Multiply RoPE pairs by complex numbers: the 2-D rotations of Eq. 14 where those are unit numbers.
 
-    rows: [H, d, ...], pair p being rows (p, p + d/2); factor: [H, d/2] complex. Returns rows' shape.
+    rows: [H, d, ...] real, pair p being rows (p, p + d/2); factor: [H, d/2] complex. Returns the shape of
+    rows.
     """
     first, second = rows.chunk(2, dim=1)
-    real, imaginary = (part.reshape(*part.shape, *[1] * (rows.ndim - 2)) for part in (factor.real, factor.imag))
+    factor = factor.reshape(*factor.shape, *[1] * (rows.ndim - 2))
+    real, imaginary = factor.real, factor.imag
     return torch.cat((real * first - imaginary * second, imaginary * first + real * second), dim=1)
 
 
@@ -35,13 +38,16 @@ def norms_heads(config) -> bool:
 
 
 def free_pairs(attention) -> torch.Tensor:
-    """[d/2] bool: RoPE pairs whose query and key may be rotated by any common angle; the others allow a sign flip only.
+    """[d/2] bool: RoPE pairs whose query and key may be rotated by any common angle; the others allow a sign
+    flip only.
 
-    All of them, except where each head's query and key are normalized (Qwen3): the norm's weights (a, b) of q_norm and (c, e)
-    of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with rotations for every angle
-    only where ac = be and ae = bc. A sign flip commutes with everything, and the norm itself sees lengths only.
+    All of them, unless each head's query and key are normalized (Qwen3). The weights (a, b) of q_norm and (c,
+    e) of k_norm then come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with
+    rotations for every angle only where ac = be and ae = bc. A sign flip commutes with everything, and the
+    norm itself sees lengths only.
     """
     if not norms_heads(attention.config):
         return torch.ones(attention.head_dim // 2, dtype=torch.bool)
-    (a, b), (c, e) = (norm.weight.detach().double().cpu().chunk(2) for norm in (attention.q_norm, attention.k_norm))
+    a, b = attention.q_norm.weight.detach().double().cpu().chunk(2)
+    c, e = attention.k_norm.weight.detach().double().cpu().chunk(2)
     return (a * c == b * e) & (a * e == b * c)
