@@ -56,7 +56,8 @@ def claim(stage: str, args, *outputs: str) -> None:
 
 def release(lock) -> None:
     """Give a lock back, and leave neither its file nor a run directory that holds nothing else."""
-    os.remove(lock.lock_file)
+    with contextlib.suppress(OSError):
+        os.remove(lock.lock_file)
     lock.release()
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(lock.lock_file))

@@ -3,89 +3,126 @@
 import argparse
 import contextlib
 import difflib
-import functools
 import math
 import os
+import re
 import resource
 import shutil
 import sys
 import time
 
+import torch
 from safetensors import SafetensorError
 
 cleanup = contextlib.ExitStack()  # what run_stage undoes when the stage ends: its lock
 
 
 class UserError(Exception):
-    """A mistake the user can mend. Shown as one line (what, where, expected, found); the process exits with 2."""
+    """A mistake that the user can correct. Shown as one line (what, where, expected, found); the process exits with 2."""
 
 
 def suggest(name: str, known) -> str:
-    """"; did you mean X?" where one of the known names is near to `name` or begins with it, whatever the case; else nothing."""
-    names = {other.lstrip("-").lower(): other for other in known}  # dashes alone make no likeness
+    """"; did you mean X?" for the known name closest to `name` or beginning with it, ignoring case; "" where none is."""
+    names = {other.lstrip("-").lower(): other for other in known}  # dashes alone are no similarity
     name = name.lstrip("-").lower()
-    near = difflib.get_close_matches(name, names, n=1) or [other for other in names if name and other.startswith(name)]
+    near = difflib.get_close_matches(name, names, n=1)
+    if not near and name:
+        near = [other for other in names if other.startswith(name)]
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
-def _number(kind, expected: str, text: str, at_least: float = -math.inf):
-    try:
-        found = kind(text)
-        if found >= at_least:
-            return found
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
+def number_type(kind: type, description: str, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf):
+    """An argparse type: a finite number of a kind, at_least <= number <= at_most and above < number."""
+
+    def parse(text: str):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        in_range = at_least <= number <= at_most and number > above
+        if not (in_range and -math.inf < number < math.inf):
+            raise argparse.ArgumentTypeError(f"expected {description}, found {text}")
+        return number
+
+    parse.metavar = "N" if kind is int else "X"
+    return parse
 
 
-def positive(text: str) -> int:
-    """argparse type of counts."""
-    return _number(int, "a whole number of at least 1", text, at_least=1)
+integer = number_type(int, "a whole number")
+positive = number_type(int, "a whole number of at least 1", at_least=1)
+non_negative = number_type(int, "a whole number of at least 0", at_least=0)
+seed = number_type(int, "a random seed from 0 to 2^63 - 1", at_least=0, at_most=2**63 - 1)
+real = number_type(float, "a finite number")
+positive_float = number_type(float, "a finite number above 0", above=0)
+non_negative_float = number_type(float, "a finite number of at least 0", at_least=0)
+probability = number_type(float, "a number from 0 to 1", at_least=0, at_most=1)
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The module docstring as it is written; flags as wide as the terminal, each with its default after its help."""
+def choice(names):
+    """An argparse type: one of some names, with a suggestion for a typo."""
 
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32, width=min(120, shutil.get_terminal_size((120, 24)).columns) - 2)
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, found {text}{suggest(text, names)}")
+        return text
 
-    def _get_help_string(self, action):
-        if action.default is None or action.default is False or action.default is argparse.SUPPRESS:
-            return action.help
-        return f"{action.help} (default: {'all' if action.default is action.choices else '%(default)s'})"
+    parse.metavar = f"{{{','.join(names)}}}"
+    return parse
 
-    def _get_default_metavar_for_optional(self, action):
-        return {int: "N", positive: "N", float: "X"}.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+def device(text: str) -> str:
+    """An argparse type: auto, cpu, cuda or cuda:N, the latter two where there is such a GPU."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:N, found {text}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text.startswith("cuda") and int(text.partition(":")[2] or 0) >= gpus:
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, which has {gpus} GPUs, found {text}")
+    return text
+
+
+def manual(prog: str) -> argparse.HelpFormatter:
+    """The module docstring as written; flags as wide as the terminal."""
+    width = min(110, shutil.get_terminal_size((110, 24)).columns) - 2
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width)
 
 
 class StageParser(argparse.ArgumentParser):
-    """argparse with flags in sections, whose every mistake is one line: what, expected, found, and what was perhaps meant."""
+    """argparse with flags in sections; every mistake is one line: what, expected, found, and a suggestion for a typo."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, usage="%(prog)s [flags]", formatter_class=_Formatter, allow_abbrev=False, add_help=False)
-        self.register("type", int, functools.partial(_number, int, "a whole number"))
-        self.register("type", float, functools.partial(_number, float, "a number"))
+        super().__init__(
+            description=doc, usage="%(prog)s [flags]", formatter_class=manual, allow_abbrev=False, add_help=False
+        )
+        self.flags: list[str] = []
 
     def section(self, title: str) -> None:
-        """The flags added from here on stand under this title in --help."""
-        self._section = self.add_argument_group(title)
+        """Show the flags added from here on under this title in --help."""
+        self.group = self.add_argument_group(title)
 
-    def add_argument(self, *names, **options):
-        return self._section.add_argument(*names, **options)
+    def add_argument(self, *flags, choices=None, help: str = "", **options):
+        """argparse's own, in the current section, with bounded numbers, defaults in the help, and suggestions for choices."""
+        default = options.get("default")
+        if choices is not None:
+            options["type"] = choice(choices)
+        if options.get("type") in (int, float):
+            options["type"] = integer if options["type"] is int else real
+        if hasattr(options.get("type"), "metavar"):
+            options.setdefault("metavar", options["type"].metavar)
+        if default is not None and default is not False:
+            help += " (default: all)" if default is choices else " (default: %(default)s)"
+        action = self.group.add_argument(*flags, help=help, **options)
+        self.flags += action.option_strings
+        return action
 
     def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if flags:
-            said = " and ".join(f"unknown flag {flag}{suggest(flag, self._option_string_actions)}" for flag in flags)
-            self.error(f"{said} (--help lists all)")
+            faults = " and ".join(f"unknown flag {flag}{suggest(flag, self.flags)}" for flag in flags)
+            self.error(f"{faults} (--help lists all)")
         if unknown:
             self.error(f"expected flags, found {' '.join(unknown)} (--help lists all)")
-        return found
-
-    def _check_value(self, action, value):
-        if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"expected one of {', '.join(map(str, action.choices))}, found {value}{suggest(value, action.choices)}")
+        return options
 
     def error(self, message: str):
         raise UserError(message.removeprefix("argument "))
@@ -96,20 +133,21 @@ def stage_parser(doc: str) -> StageParser:
     parser = StageParser(doc)
     parser.section("every stage")
     # torchrun on Python 3.11 takes --run for an abbreviation of its own --run-path, hence the second name
-    parser.add_argument("--run", "--run-dir", default="runs/demo", metavar="DIR", help="run directory: artifacts are read and written here")
+    parser.add_argument("--run", "--run-dir", default="runs/demo", metavar="DIR",
+                        help="run directory: artifacts are read and written here")
     parser.add_argument("--force", action="store_true", help="overwrite what this stage wrote before")
-    parser.add_argument("-h", "--help", action="help", help="this page")
+    parser.add_argument("-h", "--help", action="help", help="show this page")
     parser.section("this stage")
     return parser
 
 
 def run_stage(main) -> None:
-    """Call main() and turn a UserError, or what the operating system refuses, into one line and exit code 2."""
+    """Call main() and turn a UserError, or an error of the operating system, into one line and exit code 2."""
     code = 0
     try:
         main()
     except (UserError, OSError, SafetensorError) as error:  # safetensors has a class of its own for a full disk
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake: one says it
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
@@ -118,8 +156,8 @@ def run_stage(main) -> None:
     finally:
         cleanup.close()
     if "RANK" in os.environ:
-        # A thread of the process group that asks for the interpreter while Python takes itself down aborts the process, and
-        # torchrun would call the run failed: a rank leaves without that.
+        # A thread of the process group that needs the interpreter during Python's shutdown aborts the process, and torchrun
+        # reports a failed run: a rank leaves without that shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -127,8 +165,8 @@ def run_stage(main) -> None:
 
 
 def peak_memory() -> float:
-    """GiB of host memory that this process has held at its highest."""
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux at least what the process that started this one held then
+    """Peak host memory of this process in GiB."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux never less than the parent's at the start
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as file:
             kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
@@ -136,7 +174,7 @@ def peak_memory() -> float:
 
 
 class Clock:
-    """Seconds since it was made, for sidecars and closing lines."""
+    """Seconds since its creation, for records and closing lines."""
 
     def __init__(self):
         self.start = time.perf_counter()

@@ -1,9 +1,15 @@
 """The command line that stages share: --help as a manual, and a mistake as one line that names what was perhaps meant."""
 
+import argparse
+import re
+import resource
 import runpy
+import signal
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common import cli
 from common.data.tasks import TASKS
@@ -24,7 +30,8 @@ def parser() -> cli.StageParser:
     made.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="tasks")
     made.section("how it runs")
     made.add_argument("--lr", type=float, help="rate")
-    made.add_argument("--seed", type=int, default=0, help="of noise")
+    made.add_argument("--seed", type=cli.seed, default=0, help="of noise")
+    made.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
     return made
 
 
@@ -36,8 +43,9 @@ def ends(main, capsys) -> tuple[int, str]:
 
 
 def test_values_and_defaults():
-    found = parser().parse_args("--run-dir there --kv-heads 4 --only piqa siqa --lr 1e-5 --force".split())
-    assert vars(found) == {"run": "there", "force": True, "input": None, "kv_heads": 4, "by": "value", "only": ["piqa", "siqa"], "lr": 1e-5, "seed": 0}
+    options = parser().parse_args("--run-dir there --kv-heads 4 --only piqa siqa --lr 1e-5 --force".split())
+    assert vars(options) == {"run": "there", "force": True, "input": None, "kv_heads": 4, "by": "value",
+                             "only": ["piqa", "siqa"], "lr": 1e-5, "seed": 0, "device": "auto"}
 
 
 def test_help_is_a_page_of_a_manual(monkeypatch):
@@ -47,33 +55,107 @@ def test_help_is_a_page_of_a_manual(monkeypatch):
         usage, _, rest = page.partition("\n")
         assert usage.startswith("usage: ") and usage.endswith(" [flags]") and MANUAL.strip() in rest
         flags = page.split(MANUAL.strip())[1]
-        assert max(map(len, flags.splitlines())) <= min(width, 120)
-        sections = dict(section.split(":\n", 1) for section in flags.strip().split("\n\n"))
-        assert {title: [line.split()[0].strip(",") for line in body.splitlines() if line.startswith("  -")] for title, body in sections.items()} == {
-            "every stage": ["--run", "--force", "-h"], "this stage": ["--input"],
-            "what is counted": ["--kv-heads", "--by", "--only"], "how it runs": ["--lr", "--seed"]}
-        assert "(default: runs/demo)" in " ".join(flags.split()) and "(default: 0)" in flags and "(default: all)" in flags
-        assert "--kv-heads N" in flags and "--lr X" in flags and "None" not in flags and "False" not in flags
+        assert max(map(len, flags.splitlines())) <= min(width, 110)
+        sections = {}
+        for section in flags.strip().split("\n\n"):
+            title, body = section.split(":\n", 1)
+            lines = [line for line in body.splitlines() if line.startswith("  -")]
+            sections[title] = [line.split()[0].strip(",") for line in lines]
+        assert sections == {"every stage": ["--run", "--force", "-h"], "this stage": ["--input"],
+                            "what is counted": ["--kv-heads", "--by", "--only"],
+                            "how it runs": ["--lr", "--seed", "--device"]}
+        text = " ".join(flags.split())
+        for expected in ("(default: runs/demo)", "(default: 0)", "(default: all)", "(default: value)",
+                         "--kv-heads N", "--lr X", "--seed N", "--by {none,value}", "--only TASK [TASK ...]"):
+            assert expected in text
+        assert "None" not in flags and "False" not in flags
 
 
-@pytest.mark.parametrize(("command", "said"), [
-    ("--kv-head 4", "unknown flag --kv-head; did you mean --kv-heads? (--help lists all)"),
-    ("--kv_heads=4", "unknown flag --kv_heads; did you mean --kv-heads? (--help lists all)"),
-    ("--inptu a.txt --sed 1 --zzz", "unknown flag --inptu; did you mean --input? and unknown flag --sed; did you mean --seed? and unknown flag --zzz (--help lists all)"),
-    ("-run there", "unknown flag -run; did you mean --run? (--help lists all)"),
-    ("here there", "expected flags, found here there (--help lists all)"),
-    ("--by vlaue", "--by: expected one of none, value, found vlaue; did you mean value?"),
-    ("--by 7", "--by: expected one of none, value, found 7"),
-    ("--only piqa BoolQ", f"--only: expected one of {', '.join(TASKS)}, found BoolQ; did you mean boolq?"),
-    ("--kv-heads two", "--kv-heads: expected a whole number of at least 1, found two"),
-    ("--kv-heads 0", "--kv-heads: expected a whole number of at least 1, found 0"),
-    ("--seed 1.5", "--seed: expected a whole number, found 1.5"),
-    ("--lr fast", "--lr: expected a number, found fast"),
-    ("--lr nan", "--lr: expected a number, found nan"),
-    ("--seed", "--seed: expected one argument"),
-])
-def test_a_mistake_is_one_line_and_exit_code_2(command, said, capsys):
-    assert ends(lambda: parser().parse_args(command.split()), capsys) == (2, f"error: {said}\n")
+WHOLE, SEED = "a whole number of at least 1", "a random seed from 0 to 2^63 - 1"
+DEVICE = "auto, cpu, cuda or cuda:N"
+MISTAKES = {
+    "--kv-head 4": "unknown flag --kv-head; did you mean --kv-heads? (--help lists all)",
+    "--kv_heads=4": "unknown flag --kv_heads; did you mean --kv-heads? (--help lists all)",
+    "--inptu a.txt --sed 1 --zzz": "unknown flag --inptu; did you mean --input? and unknown flag --sed; "
+                                   "did you mean --seed? and unknown flag --zzz (--help lists all)",
+    "-run there": "unknown flag -run; did you mean --run? (--help lists all)",
+    "here there": "expected flags, found here there (--help lists all)",
+    "--by vlaue": "--by: expected one of none, value, found vlaue; did you mean value?",
+    "--by 7": "--by: expected one of none, value, found 7",
+    "--only piqa BoolQ": f"--only: expected one of {', '.join(TASKS)}, found BoolQ; did you mean boolq?",
+    "--kv-heads two": f"--kv-heads: expected {WHOLE}, found two",
+    "--kv-heads 0": f"--kv-heads: expected {WHOLE}, found 0",
+    "--kv-heads -1": f"--kv-heads: expected {WHOLE}, found -1",
+    "--kv-heads 1e3": f"--kv-heads: expected {WHOLE}, found 1e3",
+    "--seed 1.5": f"--seed: expected {SEED}, found 1.5",
+    "--seed -1": f"--seed: expected {SEED}, found -1",
+    f"--seed {2**63}": f"--seed: expected {SEED}, found {2**63}",
+    f"--seed {10**400}": f"--seed: expected {SEED}, found {10**400}",
+    f"--seed {'9' * 5000}": f"--seed: expected {SEED}, found {'9' * 5000}",
+    "--lr fast": "--lr: expected a finite number, found fast",
+    "--lr nan": "--lr: expected a finite number, found nan",
+    "--lr=-inf": "--lr: expected a finite number, found -inf",
+    "--lr 1e999": "--lr: expected a finite number, found 1e999",
+    "--seed": "--seed: expected one argument",
+    "--device foo": f"--device: expected {DEVICE}, found foo",
+    "--device cuda:x": f"--device: expected {DEVICE}, found cuda:x",
+    "--device cuda": "--device: expected a device of this machine, which has 0 GPUs, found cuda",
+    "--device cuda:0": "--device: expected a device of this machine, which has 0 GPUs, found cuda:0",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(command, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ends(lambda: parser().parse_args(command.split()), capsys) == (2, f"error: {MISTAKES[command]}\n")
+
+
+def test_a_gpu_of_this_machine_is_accepted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("auto", "cpu", "cuda", "cuda:1"):
+        assert parser().parse_args(["--device", name]).device == name
+    with pytest.raises(cli.UserError, match="which has 2 GPUs, found cuda:2"):
+        parser().parse_args(["--device", "cuda:2"])
+
+
+BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
+    "integer": ("-3 0 7", "0.5 x nan inf 1e3"),
+    "positive": ("1 7", "0 -1 1.0 nan inf"),
+    "non_negative": ("0 7", "-1 0.0 nan inf"),
+    "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
+    "real": ("-3.5 0 1e-300 7", "nan inf -inf 1e999 x"),
+    "positive_float": ("1e-300 0.5 7", "0 -0.5 nan inf"),
+    "non_negative_float": ("0 0.5 7", "-1e-300 nan inf"),
+    "probability": ("0 0.5 1", "-1e-9 1.0000001 nan inf"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_numbers_are_finite_and_in_range(name):
+    kind, (accepted, refused) = getattr(cli, name), BOUNDS[name]
+    for text in accepted.split():
+        assert kind(text) == float(text) if "." in text or "e" in text else kind(text) == int(text)
+    for text in refused.split():
+        with pytest.raises(argparse.ArgumentTypeError, match=f"found {re.escape(text)}$"):
+            kind(text)
+
+
+def no_more_than(size: int):
+    """A limit on the files that this process writes: beyond it the kernel refuses, as it does on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_refused_write_of_safetensors_itself_is_one_line(tmp_path, capsys):
+    """The library's own SafetensorError, which is no OSError."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    no_more_than(1 << 16)
+    try:
+        code, error = ends(lambda: save_file({"x": torch.zeros(1 << 20)}, tmp_path / "x"), capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 2 and error.count("\n") == 1 and re.match("error: .*File too large", error), error
 
 
 def test_only_the_first_rank_speaks(monkeypatch, capsys):
