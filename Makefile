@@ -1,8 +1,11 @@
-# make demo: set up, convert the embedded model through all seven stages, print the results table
-# make test: set up, run the tests    (make slow: the ones that take minutes)
+# make demo      set up, convert the demo model through all seven stages, print the results table
+# make test      set up, run the quick tests (less than three minutes on two cores)
+# make test-all  the slow tests too: whole commands, every model family, related/, bench/
+# make mutants   check that the tests notice faults: mutate one line at a time
 PYTHON ?= python3
+PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test test-all mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -13,10 +16,13 @@ demo: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/demo.sh
 
 test: .venv/ready
-	.venv/bin/python -m pytest
+	$(PYTEST)
 
-slow: .venv/ready
-	.venv/bin/python -m pytest -m slow
+test-all: .venv/ready
+	$(PYTEST) -m "slow or not slow"
+
+mutants: .venv/ready
+	.venv/bin/python tests/mutants.py
 
 lint: .venv/ready
 	.venv/bin/ruff check

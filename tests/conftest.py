@@ -1,6 +1,7 @@
-"""What the tests share: a tiny random-weight checkpoint with a byte tokenizer, tiny tasks, and a way to run a command."""
+"""Shared by the tests: a tiny random checkpoint with a byte tokenizer, tiny tasks, running a command."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -14,7 +15,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}  # read when the packages below are imported
+# read when the packages below are imported
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
 
 import pytest
 import torch
@@ -37,27 +39,34 @@ from common.training.sharding import init_ranks
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
-TRAINING = "--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2 --warmup 1 --save-steps 3".split()
+TRAINING = """--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2
+              --warmup 1 --save-steps 3""".split()
+GROUPING = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
+CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+           "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)} | {"<eos>": END}, merges=[]))
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {"<eos>": END}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
 def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **changes):
-    """A random 3-layer, 8-head model, a Llama with MHA if nothing else is said. Norm weights and biases are drawn too, so that
-    none of them is trivial."""
+    """A random 3-layer, 8-head model; by default a Llama with MHA. Norm weights and biases are random too, so
+    that none of them is trivial."""
     torch.manual_seed(seed)
-    shape = {"vocab_size": 260, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
-             "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 256, "attention_bias": bias,
-             "bos_token_id": None, "eos_token_id": END, "pad_token_id": END, "initializer_range": 0.2}
-    config, kind = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
-                    "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[model_type]
-    model = kind(config(**(shape | changes))).eval()
+    settings = {
+        "vocab_size": 260, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 256,
+        "attention_bias": bias, "bos_token_id": None, "eos_token_id": END, "pad_token_id": END,
+        "initializer_range": 0.2,
+    }
+    config_class, model_class = CLASSES[model_type]
+    model = model_class(config_class(**(settings | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -72,22 +81,27 @@ def save_tiny(path, dtype: torch.dtype = torch.float32, **options) -> str:
 
 
 def task_rows(count: int, seed: int) -> dict[str, list[dict]]:
-    """Rows of all eight tasks in the original releases' schemas; the answer repeats a word of the question."""
+    """Rows of all eight tasks in their original schemas; the answer repeats a word of the question."""
     draw, rows = random.Random(seed), {}
     words = "red blue green cat dog cup pen tree door fish".split()
     for _ in range(count):
         w, k = draw.sample(words, 4), draw.randrange(4)
-        arc = {"question": {"stem": w[k], "choices": [{"text": x, "label": y} for x, y in zip(w, "ABCD", strict=True)]}, "answerKey": "ABCD"[k]}
-        for task, row in {
+        arc_choices = [{"text": word, "label": letter} for word, letter in zip(w, "ABCD", strict=True)]
+        arc = {"question": {"stem": w[k], "choices": arc_choices}, "answerKey": "ABCD"[k]}
+        example = {
             "boolq": {"question": f"is it {w[0]}", "passage": f"It is {w[k % 2]}.", "label": k % 2 == 0},
             "piqa": {"goal": w[k % 2], "sol1": w[0], "sol2": w[1], "label": k % 2},
             "hellaswag": {"ctx": w[k], "endings": w, "label": str(k)},
-            "winogrande": {"sentence": f"{w[k % 2]} is _", "option1": w[0], "option2": w[1], "answer": str(k % 2 + 1)},
+            "winogrande": {"sentence": f"{w[k % 2]} is _", "option1": w[0], "option2": w[1],
+                           "answer": str(k % 2 + 1)},
             "arc_easy": arc,
             "arc_challenge": arc,
-            "openbookqa": {"question_stem": w[k], "choices": {"text": w, "label": list("ABCD")}, "answerKey": "ABCD"[k]},
-            "siqa": {"context": w[k % 3], "question": "what?", "answerA": w[0], "answerB": w[1], "answerC": w[2], "label": str(k % 3 + 1)},
-        }.items():
+            "openbookqa": {"question_stem": w[k], "choices": {"text": w, "label": list("ABCD")},
+                           "answerKey": "ABCD"[k]},
+            "siqa": {"context": w[k % 3], "question": "what?", "answerA": w[0], "answerB": w[1],
+                     "answerC": w[2], "label": str(k % 3 + 1)},
+        }
+        for task, row in example.items():
             rows.setdefault(task, []).append(row)
     return rows
 
@@ -100,18 +114,18 @@ def save_tasks(directory: Path) -> str:
     return str(directory)
 
 
-def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh: bool = False) -> subprocess.CompletedProcess:
-    """Run a command (`01_calibrate.py`, or `related/dha/search.py` as a module) with the repository as working directory.
+def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh: bool = False):
+    """Run a command (`01_calibrate.py`, or `related/dha/search.py` as a module) from the repository root.
 
-    In this process, which spares the imports; in a new one if `fresh`, and under torchrun with `processes` ranks.
-    The command must succeed. With `fails` it must exit with 2 and print exactly one line `error: ...` (torchrun itself then
-    exits with 1 and adds a report of its own).
+    It runs in this process, which spares the imports; in a new one if `fresh`, under torchrun if `processes`
+    are given. It must succeed; with `fails` it must exit with 2 and print exactly one line `error: ...`
+    (torchrun then exits with 1 and adds a report of its own). Returns subprocess.CompletedProcess.
     """
     if processes or fresh:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         script = ["-m", module_name(command)] if "/" in command else [str(ROOT / command)]
-        done = subprocess.run([sys.executable, *launcher, *script, *map(str, arguments)], cwd=ROOT, capture_output=True,
-                              text=True, check=False)
+        words = [sys.executable, *(launcher if processes else []), *script, *map(str, arguments)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     else:
         done = run_in_process(command, [str(argument) for argument in arguments])
     output = done.stdout + done.stderr
@@ -129,15 +143,19 @@ def module_name(path: str) -> str:
 
 
 def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedProcess:
-    """The command's exit code and output, as if it had been run by itself; its traces in this process are removed."""
+    """The command's exit code and output. What it changes in this process is restored."""
     assert "RANK" not in os.environ and not torch.distributed.is_initialized()
     output, errors = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment, argv, code = dict(os.environ), sys.argv, 0
     sys.argv = [command, *arguments]
     try:
-        with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), \
-                torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with contextlib.ExitStack() as scope:
+            scope.enter_context(contextlib.chdir(ROOT))
+            scope.enter_context(contextlib.redirect_stdout(output))
+            scope.enter_context(contextlib.redirect_stderr(errors))
+            scope.enter_context(torch.random.fork_rng(devices=[]))
+            scope.enter_context(warnings.catch_warnings())
             if "/" in command:
                 warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
                 runpy.run_module(module_name(command), run_name="__main__", alter_sys=True)
@@ -177,14 +195,12 @@ def build_once(factory, name: str, build) -> Path:
 
 
 def calibrate_arguments(inputs: dict[str, str]) -> list:
-    return ["--model", inputs["model"], "--text", inputs["text"], "--sequences", 8, "--length", 64, "--sample-tokens", 512]
+    return ["--model", inputs["model"], "--text", inputs["text"], "--sequences", 8, "--length", 64,
+            "--sample-tokens", 512]
 
 
 def evaluate_arguments(inputs: dict[str, str]) -> list:
     return ["--tasks", inputs["tasks"], "--text", inputs["text"], "--length", 64, "--sequences", 4]
-
-
-GROUP = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
 
 
 @pytest.fixture(scope="session")
@@ -208,13 +224,14 @@ def aligned_run(inputs, tmp_path_factory) -> Path:
     def build(home):
         run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs))
         run("02_similarity.py", "--run", home)
-        run("03_group.py", "--run", home, *GROUP)
+        run("03_group.py", "--run", home, *GROUPING)
         run("04_align.py", "--run", home)
 
     return build_once(tmp_path_factory, "aligned", build)
 
 
-def finish(aligned_run: Path, home: Path, inputs: dict[str, str], processes: int) -> None:
+def finish(home: Path, aligned_run: Path, inputs: dict[str, str], processes: int) -> None:
+    """Stages 5-7 in a copy of aligned_run."""
     copy_run(aligned_run, home)
     run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=processes)
     run("06_export.py", "--run", home)
@@ -224,13 +241,15 @@ def finish(aligned_run: Path, home: Path, inputs: dict[str, str], processes: int
 @pytest.fixture(scope="session")
 def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, each in one process."""
-    return build_once(tmp_path_factory, "finished", lambda home: finish(aligned_run, home, inputs, processes=0))
+    build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=0)
+    return build_once(tmp_path_factory, "finished", build)
 
 
 @pytest.fixture(scope="session")
 def distributed_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, trained on two processes: for slow tests."""
-    return build_once(tmp_path_factory, "distributed", lambda home: finish(aligned_run, home, inputs, processes=2))
+    build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=2)
+    return build_once(tmp_path_factory, "distributed", build)
 
 
 @pytest.fixture
