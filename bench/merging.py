@@ -10,7 +10,6 @@ Writes OUT/merging.json, merging.md and merging.png; what stands there already i
 """
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -26,15 +25,14 @@ from common.data.demo import resolve_model
 from common.data.tasks import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
-from common.method import masks
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
-from common.training import checkpoints
-from common.training.engine import Plan
-from common.training.sharding import build, joined_ranks
+from common.training import checkpoints, distill
+from common.training.engine import Plan, train
+from common.training.inputs import read_pair
+from common.training.sharding import Execution, build, joined_ranks
 
-stage = importlib.import_module("05_prune_train")
-ROOT = os.path.dirname(stage.__file__)
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "mean-pool": ("none", ["--rotate", "none"]),
     "paper": ("value", []),
@@ -77,23 +75,22 @@ def start_from(out: str, kv_heads: int, name: str, by: str, arguments: list) -> 
 
 def distilled(args, run: str, frozen, samples: list, kv_heads: int, kind: str, steps: int, ranks):
     """The model after `steps` of stage 5's pruning, masks "l0" or "off", on text."""
-    aligned, merged, directory = (os.path.join(run, name) for name in ("aligned", "merged", "bench-train"))
+    merged, directory = os.path.join(run, "merged"), os.path.join(run, "bench-train")
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
     # masks travel 15 units of log alpha at mask_lr a step, so a short budget needs a larger rate
-    settings = argparse.Namespace(lr=args.lr, merged_lr_factor=1.0, mask_lr=max(0.5, 20 / steps), l0_weight=30.0, seed=0, kl_on="all", loss_chunk=512)
-    plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=0, tokens_per_microbatch=args.batch * args.length,
-                save_steps=None, save_minutes=1e9, print_every=10**9)
-    how = {"compute": torch.float32, "recompute": False}
-    with open(os.path.join(aligned, "stage.json")) as file:
-        summary = json.load(file)["summary"]
-    blended = masks.WHOLE_HEAD if summary["merge"] == "closed-form" or summary["refit"] else masks.KEY_VALUE
-    switch = int(stage.SWITCH * steps) if kind == "l0" else 0
+    settings = distill.Settings(lr=args.lr, mask_lr=max(0.5, 20 / steps), l0_weight=30.0, kl_on="all")
+    plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=0,
+                tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=1e9, print_every=10**9)
+    pair, setup = read_pair(run, ranks), distill.Setup(directory, ranks, Execution())
     saved = None
-    if switch:
-        stage.train_masked(settings, aligned, merged, kv_heads, blended, frozen, samples, plan, switch, directory, None, how, ranks)
+    if kind == "l0":
+        switch = distill.switch_step(steps)
+        job = distill.masked_job(pair, settings, setup)
+        train(job, distill.MaskedDistillation(job.trainee, frozen, steps, settings), samples, plan, switch)
         saved = checkpoints.steps_saved(directory)[-1]
-    stage.train_gqa(settings, merged, blended, frozen, samples, plan, switch, directory, saved, how, ranks)
+    job = distill.gqa_job(pair, settings, setup, saved, switched=bool(saved))
+    train(job, distill.Distillation(job.trainee, frozen, settings), samples, plan)
     model = AutoModelForCausalLM.from_config(load_config(merged), dtype=torch.float32).eval()
     model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
     shutil.rmtree(directory)
@@ -127,7 +124,7 @@ def measure(args, ranks) -> dict:
 
     text, _ = load_tokens(args.text, tokenizer, 512, args.length)
     samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
-    frozen = build(config, ranks, torch.float32, torch.float32, lambda name: (path, name)).eval().requires_grad_(False)
+    frozen = build(config, ranks, Execution(), lambda name: (path, name)).eval().requires_grad_(False)
     for name in DISTILLED:
         for kind in ("l0", "off"):
             row = results["distilled"].setdefault(f"{name}, {'masks' if kind == 'l0' else 'no masks'}", {0: results["merged"][distil][name]})

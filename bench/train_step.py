@@ -11,12 +11,12 @@ mean. Last line: JSON, medians of paired steps.
 """
 
 import argparse
-import importlib
 import json
 import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,12 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import machine
 from common.data.tasks import Sample
 from common.method import masks
+from common.training import distill
 from common.training.budget import peak_flops
 from common.training.engine import clip_gradients
 from common.training.packing import build_row, pack
-from common.training.sharding import build, joined_ranks
+from common.training.sharding import Execution, build, joined_ranks, sum_over_ranks
 
-stage = importlib.import_module("05_prune_train")
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "demo": (128, 256, 4, 8, 1280),
     "small": (256, 688, 6, 8, 2000),
@@ -90,26 +90,26 @@ def measure(args, ranks) -> dict:
         return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
                            num_key_value_heads=kv_heads, vocab_size=vocab)
 
-    how = {"compute": torch.bfloat16 if cuda else torch.float32, "recompute": cuda, "attention": args.attention}
+    compute = torch.bfloat16 if cuda else torch.float32
+    execution = Execution(compute=compute, recompute=cuda, attention=args.attention)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as home:
         configs = {"mha": config(heads), "gqa": config(heads // 4)}
         for name in configs:
             with torch.device(ranks.device):
-                LlamaForCausalLM(configs[name]).to(how["compute"]).save_pretrained(os.path.join(home, name))
-        source = {name: (lambda tensor, name=name: (os.path.join(home, name), tensor)) for name in ("mha", "gqa")}
-
-        def blended(name):
-            return source["gqa" if ".merged." in name else "mha"](name.replace(".merged.", ".").replace(".original.", "."))
-
-        teacher = build(configs["mha"], ranks, how["compute"], sources=source["mha"], **(how | {"recompute": False})).eval().requires_grad_(False)
-        student = build(configs["mha"], ranks, torch.float32, sources=blended, prepare=lambda model: masks.patch(model, heads // 4), masks=(layers, heads), **how)
-        plain = build(configs["mha"], ranks, torch.float32, sources=source["mha"], **how)
-        gqa = build(configs["gqa"], ranks, torch.float32, sources=source["gqa"], **how)
-    torch.nn.init.constant_(student.log_alpha, masks.START)
-    options = argparse.Namespace(kl_on="prompt", loss_chunk=args.loss_chunk, seed=0, l0_weight=1.0)
-    masked_phase, gqa_phase = stage.MaskedDistillation(student, teacher, 1000, options), stage.Distillation(gqa, teacher, options)
-    optimizers = {id(trainee): stage.make_optimizer(trainee, 1e-5, r"\.merged\.", 1e-5, 1e-2) for trainee in (student, plain, gqa)}
+                LlamaForCausalLM(configs[name]).to(compute).save_pretrained(os.path.join(home, name))
+        mha, gqa_start = os.path.join(home, "mha"), os.path.join(home, "gqa")
+        teacher = build(configs["mha"], ranks, replace(execution, weights=compute, recompute=False), lambda name: (mha, name))
+        teacher.eval().requires_grad_(False)
+        student = build(configs["mha"], ranks, execution, distill.start_of_masked(mha, gqa_start),
+                        lambda model: masks.patch(model, heads // 4), distill.start_masks(layers, heads))
+        plain = build(configs["mha"], ranks, execution, lambda name: (mha, name))
+        gqa = build(configs["gqa"], ranks, execution, lambda name: (gqa_start, name))
+    settings = distill.Settings(lr=1e-5, loss_chunk=args.loss_chunk)
+    masked_phase = distill.MaskedDistillation(student, teacher, 1000, settings)
+    gqa_phase = distill.Distillation(gqa, teacher, settings)
+    optimizers = {id(student): distill.masked_optimizer(student, settings), id(plain): distill.teacher_optimizer(plain, 1e-5),
+                  id(gqa): distill.gqa_optimizer(gqa, settings, masks.KEY_VALUE)}
     samples = random_samples(args.batch, vocab)
     packed, single = (rows_of(samples, capacity, ranks.device) for capacity in (args.tokens_per_microbatch, 1))
     tokens = sum(map(len, samples))
@@ -122,6 +122,7 @@ def measure(args, ranks) -> dict:
         phase.begin_step(150)
         for row in rows:
             phase.row_loss(row)[0].backward()
+        sum_over_ranks(phase.leaves(trainee))
         phase.end_step(150)
         clip_gradients(trainee, 1.0)
         update(trainee)

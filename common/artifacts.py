@@ -189,11 +189,11 @@ def sync(path: str) -> None:
         os.fsync(file.fileno())
 
 
-def move_aside(path: str) -> str | None:
-    """Rename a path to the first free PATH.old-N and return that name; None where there is nothing."""
+def move_aside(path: str, kind: str = "old") -> str | None:
+    """Rename a path to the first free PATH.KIND-N and return that name; None where there is nothing."""
     if not os.path.lexists(path):
         return None
-    names = (f"{path}.old-{number}" for number in itertools.count(1))
+    names = (f"{path}.{kind}-{number}" for number in itertools.count(1))
     free = next(name for name in names if not os.path.lexists(name))
     os.rename(path, free)
     return free

@@ -142,10 +142,10 @@ def stage_parser(doc: str) -> StageParser:
 
 
 def run_stage(main) -> None:
-    """Call main() and turn a UserError, or an error of the operating system, into one line and exit code 2."""
-    code = 0
+    """Call main() and exit with the code it returns, or 0. A UserError, or an error of the operating system, becomes one line
+    and exit code 2."""
     try:
-        main()
+        code = main() or 0
     except (UserError, OSError, SafetensorError) as error:  # safetensors has a class of its own for a full disk
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

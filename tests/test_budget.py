@@ -1,5 +1,7 @@
 """The plan against independent witnesses: torch's own operation counter, the tensors autograd saves, the weights themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -87,19 +89,18 @@ def test_report_of_a_7b_run():
     """LLaMA2-7B: 6.74e9 parameters, 12 bytes each for weights and Adam; it fits 8 A100s and not one."""
     config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32)
     assert budget.size(config).whole == 6_738_415_616
-    lengths, answers = [126] * 100, [6] * 100
+    work = budget.Workload(config, lengths=[126] * 100, answers=[6] * 100, chunk=512, recompute=True)
     verdicts = []
     for text in ("8xA100-80GB", "1xA100-80GB"):
-        world, hardware = budget.parse_hardware(text)
-        lines, hours, fits = budget.report("pruning", config, budget.Student(8), lengths, answers, plan(23060, 64), 512, True, world, hardware)
+        lines, hours, fits = budget.report("pruning", work, budget.Student(8), plan(23060, 64), budget.parse_hardware(text))
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
     assert verdicts == [True, False]
-    need = budget.memory(config, None, 8, 4096, 512, 2, recompute=True, teacher=False)
+    need = budget.memory(work, None, 8, 4096)
     assert need["optimizer"] == 8 * 6_738_415_616 / 8 and need["teacher"] == 0 and need["total"] == sum(need.values()) - need["total"]
     # six operations per parameter and token, the rule of thumb, less the embedding's, more attention's
     assert 3 * budget.forward_flops(config, 1000, 0, 1000) == pytest.approx(6 * 6.74e9 * 1000, rel=0.03)
-    without = budget.memory(config, None, 8, 4096, 512, 2, recompute=False, teacher=False)
+    without = budget.memory(replace(work, recompute=False), None, 8, 4096)
     assert without["activations"] > 10 * need["activations"]
 
 

@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
 from common.method.fuse import merge_model
 from common.models import geometry
+from common.training.sharding import sum_over_ranks
 from conftest import ROOT, byte_tokenizer, run, save_tiny, tiny_model
 from related.dha import fuse, fusion, grouping, search, training
 from related.dha.modeling import DhaConfig, DhaForCausalLM
@@ -257,13 +258,13 @@ DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
 
 
 def fusing(path: str, directory, ranks, steps: int, margin_steps: int):
-    """Fusion of the model in `path`, begun in a directory or gone on with: (arguments of `train`, steps done)."""
+    """Fusion of the model in `path`, begun in a directory or resumed there: arguments of `train`."""
     os.makedirs(directory, exist_ok=True)
     samples = [training.Sample(tuple(row[:-1]), (row[-1],)) for row in torch.randint(256, (16, 32), generator=torch.Generator().manual_seed(5)).tolist()]
     plan = training.make_plan(DATA, steps, 0.1, 100)
-    trainee, optimizer, done = training.begin(str(directory), {"steps": steps}, path, ranks, (1e-3, 2e-2, 5.0), fusion.starting_operators(GROUPS, 8))
-    phase = training.Fusing(trainee, optimizer, plan, samples[:4], 100, ranks, groups=GROUPS, margin_steps=margin_steps)
-    return (trainee, optimizer, phase, samples, plan, str(directory), ranks), done
+    job = training.begin(str(directory), {"steps": steps}, path, ranks, (1e-3, 2e-2, 5.0), fusion.starting_operators(GROUPS, 8))
+    phase = training.Fusing(job, plan, samples[:4], 100, groups=GROUPS, margin_steps=margin_steps)
+    return job, phase, samples, plan
 
 
 def state_of(trainee) -> list[torch.Tensor]:
@@ -272,7 +273,7 @@ def state_of(trainee) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_is_too_large(tmp_path, group_of_one):
-    arguments, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    arguments = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
     assert training.train(*arguments)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["fusion_loss"] == pytest.approx(float(fusion.fusion_loss(fusion.starting_operators(GROUPS, 8))))
@@ -284,26 +285,27 @@ def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_i
 
 
 def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one):
-    (trainee, _, phase, samples, *_), _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
-    generator = torch.Generator().manual_seed(0)
+    job, phase, samples, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    trainee, generator = job.trainee, torch.Generator().manual_seed(0)
     with torch.no_grad():
-        trainee.multiplier.fill_(3.0)
-        for operator in trainee.operators.values():
+        trainee.replicated["multiplier"].fill_(3.0)
+        for operator in training.operators_of(trainee).values():
             operator.add_(0.1 * torch.randn(operator.shape, generator=generator))
     rows = training.build_row(samples[:2], 4), training.build_row(samples[2:4], 4)
     phase.begin_step(40)  # t is 0
     for row in rows:
         phase.row_loss(row)[0].backward()
+    sum_over_ranks(phase.leaves(trainee))
     phase.end_step(40)
 
-    operators = {name: operator.detach().clone().requires_grad_() for name, operator in trainee.operators.items()}
+    operators = {name: operator.detach().clone().requires_grad_() for name, operator in training.operators_of(trainee).items()}
     model = fusion.with_operators(tiny_model(), operators, GROUPS)
     batch = torch.tensor([(*sample.prompt, *sample.answer) for sample in samples[:4]])
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss + 3.0 * fusion.fusion_loss(operators)
     loss.backward()
     for name, operator in operators.items():
-        torch.testing.assert_close(trainee.operators[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
-    assert float(trainee.multiplier.grad) == pytest.approx(float(fusion.fusion_loss(operators).detach()))
+        torch.testing.assert_close(trainee.replicated[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
+    assert float(trainee.replicated["multiplier"].grad) == pytest.approx(float(fusion.fusion_loss(operators).detach()))
 
 
 @pytest.mark.slow
@@ -311,11 +313,12 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
     path, ends = save_tiny(tmp_path / "model"), []
     for pieces in ((12,), (5, 12)):
         for until in pieces:
-            arguments, done = fusing(path, tmp_path / str(len(pieces)), group_of_one, 12, 4)
-            training.train(*arguments, done, until)
-        assert done == (5 if len(pieces) == 2 else 0)
-        ends.append(state_of(arguments[0]))
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and float(arguments[0].multiplier.detach()) > 0
+            arguments = fusing(path, tmp_path / str(len(pieces)), group_of_one, 12, 4)
+            started = arguments[0].step
+            training.train(*arguments, until)
+        assert started == (5 if len(pieces) == 2 else 0)
+        ends.append(state_of(arguments[0].trainee))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and float(arguments[0].trainee.replicated["multiplier"].detach()) > 0
 
 
 # the scripts

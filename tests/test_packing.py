@@ -8,9 +8,12 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.data.tasks import Sample
 from common.method.losses import cross_entropy
+from common.training.engine import Plan
 from common.training.packing import batch_indices, build_row, pack, rows_of_step
-from common.training.sharding import Trainee
+from common.training.sharding import Ranks, Trainee
 from conftest import tiny_model
+
+CPU = torch.device("cpu")
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -20,6 +23,11 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
         return tuple(torch.randint(0, 256, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator).tolist())
 
     return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
+
+
+def plan(capacity: int) -> Plan:
+    """Steps of 8 samples in rows of `capacity` tokens."""
+    return Plan(steps=10, batch=8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None, save_minutes=20, print_every=1)
 
 
 def test_pack_holds_everything_once_and_within_capacity():
@@ -42,7 +50,7 @@ def test_batches_are_shuffled_epochs():
 def test_ranks_share_a_step(world):
     """Together the ranks hold each predicted token's weight once, in the same number of rows each."""
     samples = random_samples(20)
-    shares = [rows_of_step(samples, 2, 8, 0, 64, rank, world) for rank in range(world)]
+    shares = [rows_of_step(samples, 2, plan(64), Ranks(rank, world, CPU)) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1
     rows = [row for share in shares for row in share]
     for weight in ("prompt_weight", "answer_weight", "all_weight"):
@@ -103,7 +111,7 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
 
-        for row in rows_of_step(samples, 0, 8, 0, capacity, 0, 1):
+        for row in rows_of_step(samples, 0, plan(capacity), Ranks(0, 1, CPU)):
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
     for packed in gradients[1:]:

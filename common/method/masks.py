@@ -27,7 +27,7 @@ def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
 
     The noise is a function of (seed, step) alone: the same on every rank, and after a resume.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     noise = torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(log_alpha.device)
     stretched = torch.sigmoid((noise.logit() + log_alpha) / BETA) * (ZETA - GAMMA) + GAMMA
     return stretched.clamp(0, 1)

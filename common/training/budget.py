@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from common.cli import UserError
 from common.method import masks
 
-USABLE = 0.9  # of a device's memory: the rest is the CUDA context, nccl's buffers and what the allocator cannot use
-EFFICIENCY = 0.4  # of peak, what well-fed dense training reaches on these devices
-LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in KL or BiLD and its gradient, teacher's included
+USABLE = 0.9  # share of a device's memory: the rest is the CUDA context, nccl's buffers and the allocator's gaps
+EFFICIENCY = 0.4  # share of peak that well-fed dense training reaches on these devices
+LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in KL or BiLD and its gradient, teacher included
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,44 @@ def peak_flops(device_name: str) -> float | None:
     return None
 
 
-def parse_hardware(text: str) -> tuple[int, Hardware]:
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks that share the weights, each on one device."""
+
+    world: int
+    device: Hardware
+
+
+def parse_hardware(text: str) -> Cluster:
     """"8xA100-80GB" -> 8 ranks of that device. Raises UserError."""
     count, _, name = text.partition("x")
     if not count.isdecimal() or int(count) < 1 or name not in HARDWARE:
         raise UserError(f"--plan: expected COUNTxDEVICE, a device of {', '.join(HARDWARE)}, found {text!r}")
-    return int(count), HARDWARE[name]
+    return Cluster(int(count), HARDWARE[name])
 
 
 @dataclass(frozen=True)
 class Student:
-    """A model being pruned: its shared heads, and the projections that masks blend (none: it is a GQA model from the start)."""
+    """A model being pruned: its shared heads, and the projections that masks blend (none: GQA from the start)."""
 
     kv_heads: int
     blended: tuple[str, ...] = masks.KEY_VALUE
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a phase trains on, and how."""
+
+    config: object  # of the source model
+    lengths: list[int]  # tokens of each sample
+    answers: list[int]  # answer tokens of each sample
+    chunk: int  # tokens whose logits exist at a time
+    recompute: bool  # activation checkpointing
+
+
+@dataclass(frozen=True)
 class Size:
-    """Parameters of a model: in all, in one layer, and outside the layers (embedding, head, last norm)."""
+    """Parameters of a model: all of them, those of one layer, and those outside the layers (embedding, head, norm)."""
 
     whole: int
     layer: int
@@ -73,7 +92,7 @@ class Size:
 
 
 def size(config, student: Student | None = None) -> Size:
-    """Of a model of this config, or of the student made from it."""
+    """The size of a model of this config, or of the student made from it."""
     config = copy.deepcopy(config)
     if student and not student.blended:
         config.num_key_value_heads = student.kv_heads
@@ -92,11 +111,11 @@ def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
     tokens: all of them; attended: (query, key) pairs of each layer and head; predicted: tokens whose logits are formed.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    projections = config.hidden_size * head_dim * (2 * heads + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
+    heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    projections = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
     attention = 2 * heads * head_dim  # scores and weighted sum
     layers = config.num_hidden_layers * (projections * tokens + attention * attended)
-    return 2 * (layers + config.hidden_size * config.vocab_size * predicted)
+    return 2 * (layers + hidden * config.vocab_size * predicted)
 
 
 def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
@@ -107,63 +126,85 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input, output less what is shared
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    kept = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # matrices: the blended one; shared heads are repeated, too
-    blend = compute * hidden * width * sum(kept[name] for name in blended)
+    matrices = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # the blended one; shared heads are repeated, too
+    blend = compute * hidden * width * sum(matrices[name] for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(config, student: Student | None, world: int, tokens: int, chunk: int, compute: int, recompute: bool, teacher: bool) -> dict[str, float]:
+def memory(work: Workload, student: Student | None, world: int, row: int, compute: int = 2) -> dict[str, float]:
     """Bytes per rank at the worst moment of a step, by what they hold; "total" is their sum.
 
-    student: None for plain fine-tuning; world: ranks that share the weights; tokens: of a row;
-    compute: bytes per number of the forward pass; teacher: a frozen model of the same config in `compute` beside it.
+    student: None for plain fine-tuning, else there is a frozen teacher of the same config in `compute` beside it; world:
+    ranks that share the weights; row: tokens of a row; compute: bytes per number of the forward pass.
     """
-    own, plain = size(config, student), size(config)
-    layer_activations, layer_input = activation_bytes(config, tokens, compute, student.blended if student else ())
-    held = layer_input * config.num_hidden_layers + layer_activations if recompute else layer_activations * config.num_hidden_layers
+    config, layers = work.config, work.config.num_hidden_layers
+    trained, source = size(config, student), size(config)
+    per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
+    activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
     gathered = 2 if world > 1 else 1  # layers whose weights are whole at once: one computes, the next is on its way
+    teacher = compute * (source.whole / world + source.root + gathered * source.layer)
     parts = {
-        "parameters": 4 * own.whole / world + compute * (own.root + gathered * own.layer),
-        "gradients": 4 * own.whole / world + (compute + 4) * max(own.root, own.layer),  # sharded; one whole, being reduced
-        "optimizer": 8 * own.whole / world,
-        "activations": held,
-        "teacher": compute * (plain.whole / world + plain.root + gathered * plain.layer) if teacher else 0,
-        "loss": 4 * config.vocab_size * (LOGIT_COPIES * min(chunk, tokens) + config.hidden_size),
+        "parameters": 4 * trained.whole / world + compute * (trained.root + gathered * trained.layer),
+        "gradients": 4 * trained.whole / world + (compute + 4) * max(trained.root, trained.layer),  # one whole, being reduced
+        "optimizer": 8 * trained.whole / world,
+        "activations": activations,
+        "teacher": teacher if student else 0,
+        "loss": 4 * config.vocab_size * (LOGIT_COPIES * min(work.chunk, row) + config.hidden_size),
     }
     return parts | {"total": sum(parts.values())}
 
 
-def seconds(flops: float, traffic: float, world: int, hardware: Hardware) -> float:
+def seconds(flops: float, traffic: float, cluster: Cluster) -> float:
     """Expected time of a step: computing at EFFICIENCY of peak, or moving `traffic` bytes per rank if that takes longer."""
-    return max(flops / (world * hardware.flops * EFFICIENCY), traffic / hardware.link)
+    return max(flops / (cluster.world * cluster.device.flops * EFFICIENCY), traffic / cluster.device.link)
 
 
-def report(title: str, config, student: Student | None, lengths: list[int], answers: list[int], plan, chunk: int, recompute: bool, world: int,
-           hardware: Hardware) -> tuple[list[str], float, bool]:
-    """Lines that say what a phase takes, its hours, and whether it fits. lengths, answers: tokens of each sample."""
-    distils = student is not None
-    mean = sum(lengths) / len(lengths)
-    tokens = mean * plan.batch
-    predicted = tokens if distils else plan.batch * sum(answers) / len(answers)
-    attended = plan.batch * sum(length * (length + 1) / 2 for length in lengths) / len(lengths)
-    forward = forward_flops(config, tokens, attended, predicted)
-    useful = forward * (4 if distils else 3)  # forward and twice that backward; the teacher forward
-    row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(lengths))))
+@dataclass(frozen=True)
+class Step:
+    """What one training step takes on a cluster."""
+
+    rows: int  # per rank
+    row: int  # tokens of the longest
+    flops: float  # useful ones: nothing counted twice
+    traffic: float  # bytes moved per rank
+    seconds: float
+
+
+def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -> Step:
+    """The cost of a step of fine-tuning (student None) or of distillation. plan: its batch and tokens_per_microbatch."""
+    count, world = len(work.lengths), cluster.world
+    tokens = plan.batch * sum(work.lengths) / count
+    predicted = tokens if student else plan.batch * sum(work.answers) / count
+    attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
+    forward = forward_flops(work.config, tokens, attended, predicted)
+    useful = forward * (4 if student else 3)  # forward and twice that backward; the teacher forward
+    row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(work.lengths))))
     rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
-    need = memory(config, student, world, row, chunk, 2, recompute, distils)
-    own, plain = size(config, student).whole, size(config).whole
-    traffic = rows * (2 * 2 * own + 4 * own + (2 * plain if distils else 0)) * (world > 1)  # gather twice, reduce once; teacher
-    step = seconds(useful + forward * recompute, traffic, world, hardware)
-    limit = USABLE * hardware.memory * 2**30
-    fits = need["total"] <= limit
-    lines = [f"{title}: {plan.steps} steps of {plan.batch} samples, {mean:.0f} tokens each; {rows} row(s) of up to {row} tokens per rank",
-             "  GiB per rank | " + " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items()) + f" of {limit / 2**30:.0f} usable"]
-    lines.append(f"  per step     | {useful / 1e12:.3g} TFLOP | {traffic / 2**30:.3g} GiB moved per rank | {step:.2g} s at {EFFICIENCY:.0%} of peak "
-                 f"| {plan.steps * step / 3600:.2g} h in all")
+    trained, source = size(work.config, student).whole, size(work.config).whole
+    moved = 2 * 2 * trained + 4 * trained + (2 * source if student else 0)  # gather twice, reduce once; the teacher
+    traffic = rows * moved * (world > 1)
+    return Step(rows, row, useful, traffic, seconds(useful + forward * work.recompute, traffic, cluster))
+
+
+def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple[list[str], float, bool]:
+    """Lines that say what a phase takes, its hours, and whether it fits."""
+    step = step_cost(work, student, plan, cluster)
+    need = memory(work, student, cluster.world, step.row)
+    limit = USABLE * cluster.device.memory * 2**30
+    fits, hours = need["total"] <= limit, plan.steps * step.seconds / 3600
+    mean = sum(work.lengths) / len(work.lengths)
+    gib = " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items())
+    lines = [
+        f"{title}: {plan.steps} steps of {plan.batch} samples, {mean:.0f} tokens each; "
+        f"{step.rows} row(s) of up to {step.row} tokens per rank",
+        f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
+        f"  per step     | {step.flops / 1e12:.3g} TFLOP | {step.traffic / 2**30:.3g} GiB moved per rank | "
+        f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in all",
+    ]
     if fits:
-        lines.append("  fits")
+        return [*lines, "  fits"], hours, True
+    if need["total"] - need["activations"] - need["loss"] > limit:
+        advice = "more ranks, or devices with more memory"
     else:
-        held = need["total"] - need["activations"] - need["loss"]
-        advice = "more ranks, or devices with more memory" if held > limit else "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
-        lines.append(f"  does NOT fit: {(need['total'] - limit) / 2**30:.1f} GiB too much; try {advice}")
-    return lines, plan.steps * step / 3600, fits
+        advice = "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
+    return [*lines, f"  does NOT fit: {(need['total'] - limit) / 2**30:.1f} GiB too much; try {advice}"], hours, False

@@ -5,20 +5,24 @@ import datetime
 import json
 import math
 import os
+import re
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
+from common.artifacts import write_text
 from common.cli import UserError
 from common.training import checkpoints
 from common.training.budget import peak_flops
 from common.training.packing import batch_indices, rows_of_step
-from common.training.sharding import Ranks
+from common.training.sharding import Ranks, Trainee, sum_over_ranks
 
 SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the line printed per step
+METRICS = "metrics.jsonl"
+STOPPED = 75  # exit code of a training that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,34 @@ class Plan:
 
     steps: int
     batch: int  # samples per step, over all ranks
-    warmup: int  # steps of linear warm-up; then cosine to 0
-    clip: float  # gradient norm, 0 = off
+    warmup: int  # steps of linear warm-up, then a cosine
+    clip: float  # largest gradient norm, 0: any
     seed: int
     tokens_per_microbatch: int
     save_steps: int | None  # steps between checkpoints, None: by time alone
     save_minutes: float  # the longest time between checkpoints
     print_every: int
+    final_share: float = 0.0  # of the peak learning rate, where the cosine ends
+
+    def to_resume(self) -> dict:
+        """What a resumed training must share: all but when to save and print."""
+        free = ("save_steps", "save_minutes", "print_every")
+        return {name: value for name, value in asdict(self).items() if name not in free}
+
+
+@dataclass
+class Job:
+    """A training under way: what is trained, how it is updated, where its checkpoints lie, and the steps done."""
+
+    trainee: Trainee
+    optimizer: torch.optim.Optimizer  # each group carries its peak learning rate as "initial_lr"
+    directory: str
+    ranks: Ranks
+    step: int = 0
 
 
 class Phase:
-    """What the loop asks of a training phase; see 05_prune_train.py for the two of the paper."""
+    """What the loop asks of a training phase; see common/training/distill.py for those of the paper."""
 
     def begin_step(self, step: int) -> None:
         """Before the first row of a step."""
@@ -47,93 +68,131 @@ class Phase:
         raise NotImplementedError
 
     def flops(self, row) -> float:
-        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 where not known."""
+        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 if not known."""
         return 0.0
 
+    def leaves(self, trainee: Trainee) -> list[torch.Tensor]:
+        """Tensors that every rank holds whole and rows add gradients to: those gradients are summed over ranks."""
+        return list(trainee.replicated.values())
+
     def end_step(self, step: int) -> dict:
-        """After the last backward pass: gradients of what is not sharded. Returns figures for metrics.jsonl."""
+        """After all gradients are summed: add those that rows do not give. Returns figures for metrics.jsonl."""
         return {}
 
     def after_update(self, step: int) -> None:
         """After the optimizer's step."""
 
 
-def cosine(step: int, steps: int, warmup: int) -> float:
-    """Learning-rate factor of step `step` (from 0): linear warm-up, then cosine to 0 at `steps`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+def learning_rate(step: int, plan: Plan) -> float:
+    """Share of the peak at step `step` (from 0): linear warm-up, then a cosine to plan.final_share at the last step."""
+    if step < plan.warmup:
+        return (step + 1) / plan.warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - plan.warmup) / max(1, plan.steps - plan.warmup)))
+    return plan.final_share + (1 - plan.final_share) * cosine
 
 
-class Stopper:
-    """Remembers SIGTERM and SIGINT until the end of a step, be it the next phase's."""
+def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None) -> torch.optim.AdamW:
+    """AdamW over all parameters of a trainee, the replicated ones included.
 
-    asked = False
+    special: pattern -> options of the parameters whose name it matches (the first pattern counts); `options` are those
+    of the rest, the first group. Options are AdamW's, with the peak learning rate as "initial_lr".
+    """
+    groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | (special or {})).items()}
+    for name, parameter in trainee.named_parameters():
+        pattern = next((pattern for pattern in special or {} if re.search(pattern, name)), "")
+        groups[pattern]["params"].append(parameter)
+    filled = [group for group in groups.values() if group["params"]]
+    return torch.optim.AdamW(filled, lr=options["initial_lr"])
 
-    def __init__(self):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
 
-    @staticmethod
-    def _ask(number, frame) -> None:
-        Stopper.asked = True
+class Signals:
+    """Turns SIGTERM and SIGINT into a note for the length of a block, so that a step and its checkpoint end whole."""
+
+    def __enter__(self):
+        self.asked: int | None = None
+        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _ask(self, number, frame) -> None:
+        self.asked = number
+
+    def __exit__(self, error, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.asked and error is None:  # too late for a step to answer: those who handled it before this block do
+            signal.raise_signal(self.asked)
 
 
-def train(trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks: Ranks, start: int = 0, until: int | None = None) -> bool:
-    """Run a phase's steps start .. until (default: its last) and save at the end.
+def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None) -> bool:
+    """Run a phase's steps from job.step to `until` (default: plan.steps), saving at the end and as often as the plan says.
 
-    optimizer: its groups carry "initial_lr". Writes checkpoints and metrics.jsonl (a line per step) in `directory`.
-    Returns False when a signal asked it to stop, after saving. Raises UserError on a non-finite loss or gradient.
+    Writes checkpoints and metrics.jsonl (a line per step) in job.directory. Returns False when SIGTERM or SIGINT stopped
+    it, after saving. Raises UserError on a non-finite loss or gradient, before the update.
     """
     until = until or plan.steps
-    metrics = Metrics(directory, start, plan, ranks)
-    stopper, stop, saved = Stopper(), False, time.perf_counter()
-    for step in range(start, until):
-        began = time.perf_counter()
-        factor = cosine(step, plan.steps, plan.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        rows = rows_of_step(samples, step, plan.batch, plan.seed, plan.tokens_per_microbatch, ranks.rank, ranks.world)
-        phase.begin_step(step)
-        totals: dict[str, torch.Tensor] = {}
-        for row in rows:
-            loss, parts = phase.row_loss(row.to(ranks.device))
-            (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch's loss is a sum
-            for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
-                totals[name] = totals.get(name, 0) + part.detach().double().cpu()
-        figures = phase.end_step(step)
-        totals["flops"] = torch.tensor(sum(map(phase.flops, rows)), dtype=torch.float64)
-        totals["stop"] = torch.tensor(float(stopper.asked), dtype=torch.float64)
-        late = ranks.first and time.perf_counter() - saved > 60 * plan.save_minutes  # one clock decides for all ranks
-        totals["late"] = torch.tensor(float(late), dtype=torch.float64)
-        own_loss = float(totals["loss"])
-        summed = torch.stack(list(totals.values()))
-        dist.all_reduce(summed)
-        totals = dict(zip(totals, summed.tolist(), strict=True))
-        norm = clip_gradients(trainee, plan.clip)
-        if not math.isfinite(totals["loss"] + norm):  # before the update: no checkpoint ever holds what came of it
-            _stop_non_finite(own_loss, norm, step, plan, len(samples), ranks)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        phase.after_update(step)
-
-        stop, late = totals.pop("stop") > 0, totals.pop("late") > 0
-        metrics.write({"step": step + 1} | totals | figures | {
-            "lr": factor * optimizer.param_groups[0]["initial_lr"], "grad_norm": norm,
-            "seconds": round(time.perf_counter() - began, 4)})
-        if stop or late or step + 1 == until or (plan.save_steps and (step + 1) % plan.save_steps == 0):
-            checkpoints.save(directory, step + 1, trainee, optimizer)
-            saved = time.perf_counter()
+    metrics = Metrics(job, plan)
+    saved, stop = time.perf_counter(), False
+    with Signals() as signals, contextlib.closing(metrics):
+        while job.step < until and not stop:
+            began = time.perf_counter()
+            figures = run_step(job, phase, samples, plan)
+            job.step += 1
+            ended = time.perf_counter()
+            metrics.write({"step": job.step} | figures | {"seconds": round(ended - began, 4)})
+            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # one clock decides for all ranks
+            stop, late = on_any_rank(bool(signals.asked), late)
+            if stop or late or job.step == until or (plan.save_steps and job.step % plan.save_steps == 0):
+                checkpoints.save(job)
+                saved = time.perf_counter()
         if stop:
-            break
-    metrics.close()
+            signals.asked = None  # and answered
     if stop:
-        ranks.say(f"stopped by a signal after step {step + 1}; the same command goes on from there")
+        job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
     return not stop
 
 
+def on_any_rank(*flags: bool) -> list[bool]:
+    """Whether any rank raises each flag: the same answer on all of them."""
+    raised = torch.tensor([float(flag) for flag in flags])
+    dist.all_reduce(raised)
+    return [count > 0 for count in raised.tolist()]
+
+
+def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
+    """One step of training; returns its figures, the batch's loss and tokens among them."""
+    ranks, step = job.ranks, job.step
+    factor = learning_rate(step, plan)
+    for group in job.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+    rows = rows_of_step(samples, step, plan, ranks)
+    phase.begin_step(step)
+    totals: dict[str, torch.Tensor] = {}
+    for row in rows:
+        loss, parts = phase.row_loss(row.to(ranks.device))
+        (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch's loss is a sum
+        for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
+            totals[name] = totals.get(name, 0) + part.detach().double().cpu()
+    sum_over_ranks(phase.leaves(job.trainee))
+    figures = phase.end_step(step)
+    totals["flops"] = torch.tensor(sum(map(phase.flops, rows)), dtype=torch.float64)
+    rank_loss = float(totals["loss"])
+    summed = torch.stack(list(totals.values()))
+    dist.all_reduce(summed)
+    sums = dict(zip(totals, summed.tolist(), strict=True))
+    norm = clip_gradients(job.trainee, plan.clip)
+    if not math.isfinite(sums["loss"] + norm):  # before the update: no checkpoint ever holds what came of it
+        _refuse_non_finite(rank_loss, norm, batch_indices(step, plan.batch, len(samples), plan.seed), job)
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    phase.after_update(step)
+    return sums | figures | {"lr": factor * job.optimizer.param_groups[0]["initial_lr"], "grad_norm": norm}
+
+
 def clip_gradients(trainee, clip: float) -> float:
-    """Scale the model's gradients to a norm of at most `clip` (0: leave them); the masks' are not touched."""
+    """Scale the model's gradients to a norm of at most `clip` (0: leave them); returns the norm before.
+
+    Replicated parameters neither count nor are scaled.
+    """
     weights = [p for p in trainee.net.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in weights])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -142,15 +201,14 @@ def clip_gradients(trainee, clip: float) -> float:
     return round(float(norm), 6)
 
 
-def _stop_non_finite(own_loss: float, norm: float, step: int, plan: Plan, samples: int, ranks: Ranks) -> None:
-    """Every rank stops, naming the ranks whose loss it was and their samples. The last checkpoint stays."""
-    losses = [None] * ranks.world
-    dist.all_gather_object(losses, own_loss)
-    ids = batch_indices(step, plan.batch, samples, plan.seed)
-    found = "; ".join(f"rank {rank}: loss {loss}, samples {ids[rank :: ranks.world]}"
-                      for rank, loss in enumerate(losses) if not math.isfinite(loss))
-    found = found or f"a gradient of norm {norm}, samples {ids}"
-    raise UserError(f"step {step + 1}: expected a finite loss, found {found}; the last checkpoint is kept")
+def _refuse_non_finite(rank_loss: float, norm: float, batch: list[int], job: Job) -> None:
+    """Every rank raises UserError, naming the ranks whose loss it was and their samples. The last checkpoint stays."""
+    losses = [None] * job.ranks.world
+    dist.all_gather_object(losses, rank_loss)
+    faults = [f"rank {rank}: loss {loss}, samples {batch[rank :: job.ranks.world]}"
+              for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    fault = "; ".join(faults) or f"a gradient of norm {norm}, samples {batch}"
+    raise UserError(f"step {job.step + 1}: expected a finite loss, found {fault}; the last checkpoint is kept")
 
 
 class Metrics:
@@ -159,25 +217,34 @@ class Metrics:
     After a resume all of them go on where the checkpoint was.
     """
 
-    def __init__(self, directory: str, start: int, plan: Plan, ranks: Ranks):
-        self.path, self.plan, self.ranks, self.start, self.events = os.path.join(directory, "metrics.jsonl"), plan, ranks, start, None
-        self.began = time.perf_counter()
-        self.peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
-        if not ranks.first:
+    def __init__(self, job: Job, plan: Plan):
+        self.path, self.plan, self.ranks = os.path.join(job.directory, METRICS), plan, job.ranks
+        self.start, self.began, self.events = job.step, time.perf_counter(), None
+        cuda = self.ranks.device.type == "cuda"
+        self.peak = peak_flops(torch.cuda.get_device_name(self.ranks.device)) if cuda else None
+        if not self.ranks.first:
             return
-        kept = [line for line in read_metrics(self.path) if line["step"] <= start]
-        with open(self.path + ".tmp", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-        os.rename(self.path + ".tmp", self.path)
+        kept = [line for line in read_metrics(self.path) if line["step"] <= job.step]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.events = SummaryWriter(os.path.join(directory, "tensorboard"), purge_step=start + 1)
+            with self.optional():
+                self.events = SummaryWriter(os.path.join(job.directory, "tensorboard"), purge_step=job.step + 1)
+
+    @contextlib.contextmanager
+    def optional(self):
+        """TensorBoard is a convenience: where it cannot be written a line says so, and training goes on without."""
+        try:
+            yield
+        except Exception as error:  # its writer raises what its thread met, of any class
+            self.events = None
+            print(f"warning: TensorBoard files cannot be written ({error}); metrics.jsonl has all figures", flush=True)
 
     def write(self, figures: dict) -> None:
+        """A step's figures as a line of metrics.jsonl, as TensorBoard scalars and, every so many steps, on the screen."""
         if not self.ranks.first:
             return
-        step, seconds = figures["step"], time.perf_counter() - self.began
         figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
         flops = figures.pop("flops")
         if self.peak:
@@ -187,26 +254,52 @@ class Metrics:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
         if self.events:
-            for name, number in figures.items():
-                if isinstance(number, (int, float)) and name != "step":
-                    self.events.add_scalar(name, number, step)
-        if step % self.plan.print_every and step != self.plan.steps:
-            return
+            with self.optional():
+                for name, number in figures.items():
+                    if isinstance(number, (int, float)) and name != "step":
+                        self.events.add_scalar(name, number, figures["step"])
+        if figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps:
+            self.show(figures)
+
+    def show(self, figures: dict) -> None:
+        """The printed line of a step."""
+        step, seconds = figures["step"], time.perf_counter() - self.began
         left = seconds / (step - self.start) * (self.plan.steps - step)
-        shown = [f"step {step:5d}/{self.plan.steps}"]
-        shown += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
-        shown += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s", *([f"MFU {figures['mfu']:.1%}"] if self.peak else []),
-                  f"ETA {datetime.timedelta(seconds=round(left))}"]
-        print(" | ".join(shown), flush=True)
+        columns = [f"step {step:5d}/{self.plan.steps}"]
+        columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
+        columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
+        if "mfu" in figures:
+            columns.append(f"MFU {figures['mfu']:.1%}")
+        columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
+        print(" | ".join(columns), flush=True)
 
     def close(self) -> None:
         if self.events:
-            self.events.close()
+            with self.optional():
+                self.events.close()
 
 
 def read_metrics(path: str) -> list[dict]:
-    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out."""
+    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out.
+
+    Raises UserError for a line that is not a JSON object with a step.
+    """
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    lines = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            lines.append(_metrics_line(line, f"{path} line {number}"))
+    return lines
+
+
+def _metrics_line(line: bytes, place: str) -> dict:
+    try:
+        figures = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: expected a step's figures as JSON, found a damaged line ({error})") from error
+    if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
+        raise UserError(f"{place}: expected a step's figures, found {line[:40]!r}")
+    return figures

@@ -16,7 +16,7 @@ from common.models import window_mask
 
 @functools.lru_cache(maxsize=2)
 def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return torch.randperm(samples, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63))
 
 
 def batch_indices(step: int, batch: int, samples: int, seed: int) -> list[int]:
@@ -86,6 +86,11 @@ def packed_attention(module, query, key, value, attention_mask, sample_lengths=N
 AttentionInterface.register("packed", packed_attention)
 
 
+def _shares(tokens: int, batch: int) -> list[float]:
+    """The weight of each of a part's predicted tokens: together 1 / batch. None for a part that predicts nothing."""
+    return [1 / tokens / batch for _ in range(tokens)]
+
+
 def build_row(samples: list[Sample], batch: int) -> Row:
     """Lay samples end to end. batch: the global batch size that the weights divide by."""
     ids, positions, targets, prompt_weight, answer_weight, all_weight = [], [], [], [], [], []
@@ -95,24 +100,33 @@ def build_row(samples: list[Sample], batch: int) -> Row:
         ids += tokens
         positions += range(len(tokens))
         targets += [*tokens[1:], 0]
-        prompt_weight += [1 / prompt / batch] * prompt + [0] * (answer + 1)
-        answer_weight += [0] * prompt + [1 / answer / batch] * answer + [0]
-        all_weight += [1 / (prompt + answer) / batch] * (prompt + answer) + [0]
-    weights = [torch.tensor(weight) for weight in (prompt_weight, answer_weight, all_weight)]
+        prompt_weight += [*_shares(prompt, batch), *[0] * (answer + 1)]
+        answer_weight += [*[0] * prompt, *_shares(answer, batch), 0]
+        all_weight += [*_shares(prompt + answer, batch), 0]
+    weights = [torch.tensor(weight, dtype=torch.float32) for weight in (prompt_weight, answer_weight, all_weight)]
     return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets), *weights,
                *(weight.nonzero()[:, 0] for weight in weights[:2]), tuple(map(len, samples)))
 
 
-def rows_of_step(samples: list[Sample], step: int, batch: int, seed: int, capacity: int, rank: int, world: int) -> list[Row]:
+def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
     """This rank's rows of a step. Every rank gets the same number (a row that predicts nothing where it has fewer),
-    because sharded layers communicate in step."""
-    indices = batch_indices(step, batch, len(samples), seed)
-    shares = [indices[r::world] for r in range(world)]
-    packed = [pack([len(samples[i]) for i in share], capacity) for share in shares]
-    rows = [build_row([samples[shares[rank][p]] for p in row], batch) for row in packed[rank]]
-    for _ in range(max(map(len, packed)) - len(rows)):
-        idle = build_row([samples[indices[0]]], batch)
-        for of_losses in (idle.prompt_weight, idle.answer_weight, idle.all_weight):
-            of_losses.zero_()
-        rows.append(replace(idle, prompt_at=idle.prompt_at[:0], answer_at=idle.answer_at[:0]))
-    return rows
+    because sharded layers communicate in step.
+
+    plan: its batch (samples over all ranks), seed and tokens_per_microbatch; ranks: its rank and world.
+    """
+    indices = batch_indices(step, plan.batch, len(samples), plan.seed)
+    shares = [indices[rank :: ranks.world] for rank in range(ranks.world)]
+    packed = [pack([len(samples[i]) for i in share], plan.tokens_per_microbatch) for share in shares]
+    rows = []
+    for row in packed[ranks.rank]:
+        rows.append(build_row([samples[shares[ranks.rank][position]] for position in row], plan.batch))
+    idle = max(map(len, packed)) - len(rows)
+    return rows + [idle_row(samples[indices[0]]) for _ in range(idle)]
+
+
+def idle_row(sample: Sample) -> Row:
+    """A row that predicts nothing: its rank takes part in the communication of a step and adds nothing to the loss."""
+    row = build_row([sample], 1)
+    for weight in (row.prompt_weight, row.answer_weight, row.all_weight):
+        weight.zero_()
+    return replace(row, prompt_at=row.prompt_at[:0], answer_at=row.answer_at[:0])

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
@@ -35,6 +34,16 @@ class Ranks:
             print(text, flush=True)
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a model is stored and run. It changes memory and speed, and the figures by rounding alone."""
+
+    weights: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    recompute: bool = False  # activation checkpointing of every decoder layer
+    attention: str = "packed"
+
+
 def init_ranks() -> Ranks:
     """Join torchrun's process group (nccl with GPUs, else gloo); without torchrun, a group of one."""
     cuda = torch.cuda.is_available()
@@ -51,67 +60,96 @@ def init_ranks() -> Ranks:
 
 @contextlib.contextmanager
 def joined_ranks():
-    """init_ranks for a block. All ranks leave it together, with the group taken down, so that none ends while the first writes."""
+    """init_ranks for a block. The ranks leave it together, so that none exits while the first is still writing.
+
+    After an error a rank among others does not wait for them: they may be waiting for it in another collective.
+    """
     ranks = init_ranks()
-    yield ranks
-    dist.barrier()
+    try:
+        yield ranks
+        dist.barrier()
+    except BaseException:
+        if ranks.world == 1:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
 class Trainee(nn.Module):
-    """The root that FSDP shards: a causal language model, and the masks' log_alpha where there are masks.
+    """The root that FSDP shards: a causal language model, and parameters that every rank holds whole.
+
+    replicated: a few hundred float32 numbers beside the sharded weights (the masks' log_alpha, say), by name. What the
+    rows of a step add to their gradients is summed over ranks by `sum_over_ranks`; optimizers and checkpoints know them
+    as replicated.NAME.
 
     forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden], lm_head), so
     that logits are formed where the loss wants them, a chunk at a time. Without head_loss it returns the hidden states.
     """
 
-    def __init__(self, net, mask_shape: tuple[int, int] | None = None):
+    def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
         super().__init__()
         self.net = net
-        self.log_alpha = nn.Parameter(torch.empty(mask_shape, dtype=torch.float32)) if mask_shape else None
+        starts = (replicated or {}).items()
+        self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
 
     def forward(self, row, head_loss=None):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        own = {"sample_lengths": row.lengths} if self.net.config._attn_implementation == "packed" else {}
-        output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **own)
+        packed = self.net.config._attn_implementation == "packed"
+        options = {"sample_lengths": row.lengths} if packed else {}
+        output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options)
         hidden = output.last_hidden_state[0]
         return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
 
 
-def mesh_of(ranks: Ranks):
+def sum_over_ranks(leaves) -> None:
+    """Sum the gradients of tensors that every rank holds whole; a leaf that no row reached is left alone.
+
+    Row losses are scaled by the number of ranks, for FSDP to take the mean: that scale is divided out again.
+    """
+    for leaf in leaves:
+        if leaf.grad is not None:
+            dist.all_reduce(leaf.grad)
+            leaf.grad /= dist.get_world_size()
+
+
+def device_mesh(ranks: Ranks):
     """One node: weights sharded over all ranks. Several: sharded within a node and replicated over nodes (HSDP), so that
     only gradients, reduced within their node first, travel between nodes."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
     if local == ranks.world:
         return init_device_mesh(ranks.device.type, (ranks.world,))
-    return init_device_mesh(ranks.device.type, (ranks.world // local, local), mesh_dim_names=("nodes", "ranks"))
+    shape = (ranks.world // local, local)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("nodes", "ranks"))
 
 
-def build(config, ranks: Ranks, dtype: torch.dtype, compute: torch.dtype, sources=None, prepare=None, masks=None, recompute=False,
-          attention: str = "packed") -> Trainee:
-    """A sharded Trainee with weights in `dtype`, computing in `compute`, gradients reduced in float32.
+def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
+    """A sharded Trainee, its gradients reduced in float32.
 
     sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from; without it
-    all are left for checkpoints.load to fill. prepare(model) changes the modules before they are sharded. masks: shape of
-    log_alpha, left for the caller to fill. recompute: a layer keeps its input alone for the backward pass.
+    all are left for checkpoints.load to fill. prepare(model) changes the modules before they are sharded. replicated:
+    name -> initial value of the parameters that every rank holds whole.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=execution.weights, attn_implementation=execution.attention)
         if prepare:
             prepare(model)
-        trainee = Trainee(model, masks)
-    options = {"mesh": mesh_of(ranks), "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
+        trainee = Trainee(model, replicated)
+    precision = MixedPrecisionPolicy(param_dtype=execution.compute, reduce_dtype=torch.float32)
+    options = {"mesh": device_mesh(ranks), "mp_policy": precision}
     for layer in model.model.layers:
         fully_shard(layer, **options)
-    ignored = {trainee.log_alpha} if masks else None  # a few hundred numbers: every rank holds them all
+    ignored = set(trainee.replicated.parameters())
     fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)  # lm_head stays for the loss
     trainee.to_empty(device=ranks.device)
     model.tie_weights()
+    with torch.no_grad():
+        for name, start in (replicated or {}).items():
+            trainee.replicated[name].copy_(start)  # to_empty emptied these, too
     rotary = model.model.rotary_emb  # its buffers are computed from the config, not stored
     model.model.rotary_emb = type(rotary)(config).to(ranks.device)
     if sources:
         load_rows(model, sources)
-    if recompute:
+    if execution.recompute:
         recompute_layers(model)
     return trainee.train()
 
@@ -122,9 +160,29 @@ def recompute_layers(model) -> None:
     enable({"use_reentrant": False})
 
 
+def first_row(rows: int, parts: int, part: int) -> int:
+    """Where FSDP's Shard(0) of a tensor begins: as torch.chunk cuts it, in pieces of equal size but for the last ones."""
+    return min(part * -(-rows // parts), rows)
+
+
+def local_rows(parameter) -> slice:
+    """The rows of a parameter that this rank holds."""
+    start = 0
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_shard(0):
+                start = first_row(len(parameter), mesh.size(dimension), mesh.get_local_rank(dimension))
+        parameter = parameter.to_local()
+    return slice(start, start + len(parameter))
+
+
 @torch.no_grad()
 def load_rows(model, sources) -> None:
-    """Fill each parameter with its rows: a rank reads from disk only what it keeps."""
+    """Fill each parameter with its rows: a rank reads from disk only what it holds.
+
+    Raises UserError for a tensor that is missing or has another shape.
+    """
     opened: dict[str, dict] = {}
     for name, parameter in model.named_parameters():
         directory, key = sources(name)
@@ -132,10 +190,11 @@ def load_rows(model, sources) -> None:
             opened[directory] = open_checkpoint(directory)
         if key not in opened[directory]:
             raise UserError(f"{directory}: expected a tensor {key}, found none")
-        local, start = parameter, 0
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            start = offset[0]
-        if len(local):  # a rank may hold no rows of a small tensor
-            local.copy_(opened[directory][key][start : start + len(local)])
+        stored = opened[directory][key]
+        shape = tuple(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
+        if shape != tuple(parameter.shape):
+            raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, found {list(shape)}")
+        rows = local_rows(parameter)
+        if rows.start < rows.stop:  # a rank may hold no rows of a small tensor
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(stored[rows])

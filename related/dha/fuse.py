@@ -152,13 +152,13 @@ def fuse(args, clock, ranks) -> None:
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
     settings = data | {"search": sha256(plan_path), "warmup": plan.warmup} | {name: getattr(args, name) for name in ("steps", "margin_steps", "check_steps", "operator_lr", "lambda_lr")}
-    trainee, optimizer, first = training.begin(directory, settings, source, ranks, (data["lr"], args.operator_lr, args.lambda_lr), start)
-    phase = training.Fusing(trainee, optimizer, plan, heldout, args.heldout_every, ranks, groups=groups, margin_steps=args.margin_steps)
+    job = training.begin(directory, settings, source, ranks, (data["lr"], args.operator_lr, args.lambda_lr), start)
+    phase = training.Fusing(job, plan, heldout, args.heldout_every, groups=groups, margin_steps=args.margin_steps)
 
     def done() -> bool:
-        return float(fusion.fusion_loss(trainee.operators).detach()) < FUSED
+        return float(fusion.fusion_loss(training.operators_of(job.trainee)).detach()) < FUSED
 
-    if training.steps_until(done, trainee, optimizer, phase, samples, plan, directory, ranks, first, args.check_steps) and ranks.first:
+    if training.steps_until(done, job, phase, samples, plan, args.check_steps) and ranks.first:
         finish(args, clock, searched, tokenizer, tokens, unchanged)
 
 

@@ -91,9 +91,9 @@ def pretrain(args, clock, ranks) -> None:
         os.makedirs(directory, exist_ok=True)
     torch.distributed.barrier()
     settings = data | {"start": fingerprint(start), "steps": plan.steps, "warmup": plan.warmup}
-    trainee, optimizer, done = training.begin(directory, settings, start, ranks, (data["lr"],))
-    phase = training.LanguageModel(trainee, optimizer, plan, heldout, args.heldout_every, ranks)
-    if done < plan.steps and not training.train(trainee, optimizer, phase, samples, plan, directory, ranks, done):
+    job = training.begin(directory, settings, start, ranks, (data["lr"],))
+    phase = training.LanguageModel(job, plan, heldout, args.heldout_every)
+    if job.step < plan.steps and not training.train(job, phase, samples, plan):
         return
     loss = phase.heldout_loss()
     if ranks.first:

@@ -157,7 +157,7 @@ def search(args, clock, ranks) -> None:
     check_source(path, config)
     described, shape = describe(path, args.model), geometry(config)
     kv_heads = args.kv_heads or max(shape.heads // 4, 1)
-    check_kv_heads(shape.kv_heads, kv_heads)
+    check_kv_heads(shape, kv_heads)
     ladder = sorted(args.ladder or {rung for rung in (kv_heads // 2, kv_heads, 2 * kv_heads) if rung and shape.heads % rung == 0})
     if any(shape.heads % rung for rung in ladder):
         raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
@@ -179,9 +179,9 @@ def search(args, clock, ranks) -> None:
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
     settings = data | {"model": described["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr, "warmup": plan.warmup}
-    trainee, optimizer, done = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
-    phase = training.Operating(trainee, optimizer, plan, heldout, args.heldout_every, ranks, groups=whole)
-    if (done == plan.steps or training.train(trainee, optimizer, phase, samples, plan, directory, ranks, done)) and ranks.first:
+    job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
+    phase = training.Operating(job, plan, heldout, args.heldout_every, groups=whole)
+    if (job.step == plan.steps or training.train(job, phase, samples, plan)) and ranks.first:
         finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, figures)
 
 

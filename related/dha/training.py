@@ -1,36 +1,27 @@
 """What the three phases share: the text as packed samples, the language-model loss, operators and their multiplier beside the
 weights, the learning rates, and a directory that is gone on with where it was left. The loop is common/training/engine.py's."""
 
-import json
-import os
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from common.artifacts import write_json
 from common.cli import UserError
 from common.data.tasks import Sample
 from common.data.text import load_tokens
 from common.evaluate import all_logits, max_difference
 from common.method.losses import chunked, cross_entropy
 from common.models import load_config, load_model
-from common.training import checkpoints
-from common.training.engine import Phase, Plan, cosine, train
+from common.training import checkpoints, engine
+from common.training.engine import Job, Phase, Plan, train
 from common.training.packing import build_row
-from common.training.sharding import build
+from common.training.sharding import Execution, build
 from related.dha.fusion import fusion_loss, margin, patch, set_operators, with_operators
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # the gradient of a mean over all factors of all layers is small, Adam's eps must be smaller
-FLOOR = 0.1  # share of its peak that a learning rate falls to
+FINAL_SHARE = 0.1  # of its peak that a learning rate falls to
+MULTIPLIER = "multiplier"  # lambda of Eq. 8, among the replicated parameters
 CHUNK = 512  # tokens whose logits exist at a time
 UNCHANGED = 1e-5  # of the logits, or of the largest if that is above 1
-
-
-def learning_rate(step: int, steps: int, warmup: int) -> float:
-    """Share of the peak: linear warm-up, then cosine to FLOOR."""
-    return cosine(step, steps, warmup) if step < warmup else FLOOR + (1 - FLOOR) * cosine(step, steps, warmup)
 
 
 def load_data(data: dict, tokenizer, ranks) -> tuple[list[Sample], list[Sample]]:
@@ -51,17 +42,16 @@ def as_tokens(samples: list[Sample]) -> torch.Tensor:
 def make_plan(data: dict, steps: int, warmup: float, print_every: int) -> Plan:
     """A phase of the batches that all phases and baselines share. warmup: share of the steps."""
     return Plan(steps=steps, batch=data["batch"], warmup=max(1, round(warmup * steps)), clip=1.0, seed=data["seed"],
-                tokens_per_microbatch=data["tokens_per_microbatch"], save_steps=None, save_minutes=20, print_every=print_every)
+                tokens_per_microbatch=data["tokens_per_microbatch"], save_steps=None, save_minutes=20, print_every=print_every, final_share=FINAL_SHARE)
 
 
 class LanguageModel(Phase):
     """Next-token cross-entropy, and every `every` steps that of held-out text."""
 
-    def __init__(self, trainee, optimizer, plan: Plan, heldout: list[Sample], every: int, ranks):
-        self.trainee, self.optimizer, self.plan, self.every = trainee, optimizer, plan, every
-        self.peaks = [group["initial_lr"] for group in optimizer.param_groups]
+    def __init__(self, job: Job, plan: Plan, heldout: list[Sample], every: int):
+        self.trainee, self.every = job.trainee, every
         size = max(1, plan.tokens_per_microbatch // len(heldout[0]))
-        self.heldout = [build_row(heldout[start : start + size], len(heldout)).to(ranks.device) for start in range(0, len(heldout), size)]
+        self.heldout = [build_row(heldout[start : start + size], len(heldout)).to(job.ranks.device) for start in range(0, len(heldout), size)]
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -81,11 +71,6 @@ class LanguageModel(Phase):
         return total
 
     def begin_step(self, step: int) -> None:
-        factor = learning_rate(step, self.plan.steps, self.plan.warmup)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
-            # the engine's own factor falls to 0, and it reports that times initial_lr: the rate above
-            group["initial_lr"] = group["lr"] / cosine(step, self.plan.steps, self.plan.warmup)
         self.measured = {"heldout": self.heldout_loss()} if step % self.every == 0 else {}
 
     def row_loss(self, row):
@@ -107,17 +92,20 @@ class Operating(LanguageModel):
         self.groups = groups
 
     def begin_step(self, step: int) -> None:
-        self.leaves = {name: operator.detach().requires_grad_() for name, operator in self.trainee.operators.items()}
-        set_operators(self.trainee.net, self.leaves, self.groups)
+        # as leaves: a parameter set on a module would become one of the model's
+        self.used = {name: operator.detach().requires_grad_() for name, operator in operators_of(self.trainee).items()}
+        set_operators(self.trainee.net, self.used, self.groups)
         super().begin_step(step)
+
+    def leaves(self, trainee) -> list[torch.Tensor]:
+        return list(self.used.values())
 
     def end_step(self, step: int) -> dict:
         """Pass the operators' gradient, summed over ranks, on to them."""
-        for name, leaf in self.leaves.items():
-            dist.all_reduce(leaf.grad)
-            self.trainee.operators[name].grad = leaf.grad / dist.get_world_size()  # row losses were scaled by it for FSDP's mean
+        for name, leaf in self.used.items():
+            self.trainee.replicated[name].grad = leaf.grad
         with torch.no_grad():
-            return super().end_step(step) | {"fusion_loss": float(fusion_loss(self.trainee.operators))}
+            return super().end_step(step) | {"fusion_loss": float(fusion_loss(operators_of(self.trainee)))}
 
 
 class Fusing(Operating):
@@ -129,70 +117,58 @@ class Fusing(Operating):
 
     def end_step(self, step: int) -> dict:
         """Add the gradient of the second term, lambda's among them: its optimizer ascends."""
-        figures, multiplier, allowed = super().end_step(step), self.trainee.multiplier, margin(step, self.margin_steps)
-        excess = (fusion_loss(self.trainee.operators) - allowed).clamp(min=0)
+        figures, multiplier, allowed = super().end_step(step), self.trainee.replicated[MULTIPLIER], margin(step, self.margin_steps)
+        excess = (fusion_loss(operators_of(self.trainee)) - allowed).clamp(min=0)
         (multiplier * excess).sum().backward()
         return figures | {"margin": allowed, "lambda": float(multiplier.detach())}
 
 
-def add_operators(trainee, start: dict[str, torch.Tensor], multiplier: bool, ranks) -> None:
-    """Give a built trainee its operators and lambda, 0 at the start. Every rank holds all of them; checkpoints have them too."""
-    trainee.operators = nn.ParameterDict({name: nn.Parameter(operator.to(ranks.device)) for name, operator in start.items()})
-    trainee.multiplier = nn.Parameter(torch.zeros(1, device=ranks.device)) if multiplier else None
+def operators_of(trainee) -> dict[str, torch.Tensor]:
+    """The operators among a trainee's replicated parameters."""
+    return {name: parameter for name, parameter in trainee.replicated.items() if name != MULTIPLIER}
 
 
 def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: float = 0.0) -> torch.optim.AdamW:
     """AdamW over the weights and, where there are some, the operators (descending) and lambda (ascending)."""
-    groups = [{"params": list(trainee.net.parameters()), "initial_lr": lr, **ADAM}]
-    if hasattr(trainee, "operators"):
-        groups.append({"params": list(trainee.operators.values()), "initial_lr": operator_lr, **OPERATOR_ADAM})
-        if trainee.multiplier is not None:
-            groups.append({"params": [trainee.multiplier], "initial_lr": multiplier_lr, "maximize": True, **OPERATOR_ADAM})
-    return torch.optim.AdamW(groups, lr=lr)
+    multiplier = {"initial_lr": multiplier_lr, "maximize": True, **OPERATOR_ADAM}
+    special = {rf"^replicated\.{MULTIPLIER}$": multiplier, r"^replicated\.": {"initial_lr": operator_lr, **OPERATOR_ADAM}}
+    return engine.make_optimizer(trainee, {"initial_lr": lr, **ADAM}, special)
 
 
-def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, operators: dict | None = None) -> tuple:
-    """(trainee, optimizer, steps done) of a phase: from the checkpoint `source`, or the newest in its directory where there is one.
+def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, operators: dict | None = None) -> Job:
+    """A phase: from the checkpoint `source`, or the newest in its directory where there is one.
 
     rates: learning rates of weights, operators, lambda, as far as the phase trains them. Raises UserError for a directory that
     was begun with other settings.
     """
-    path = os.path.join(directory, "plan.json")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            before = json.load(file)
-        changed = [f"{name} {before.get(name)} -> {value}" for name, value in settings.items() if before.get(name) != value]
-        if changed:
-            raise UserError(f"{directory} was begun with other settings ({', '.join(changed)}): give the same, or --force to begin anew")
-    elif ranks.first:
-        write_json(path, settings)
-    dist.barrier()
+    checkpoints.begin(directory, settings, ranks)
     saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
-    trainee = build(load_config(source), ranks, torch.float32, torch.bfloat16 if cuda else torch.float32, recompute=cuda,
-                    sources=None if saved else lambda name: (source, name), prepare=patch if operators else None)
-    if operators:
-        add_operators(trainee, operators, len(rates) == 3, ranks)
-    optimizer = make_optimizer(trainee, *rates)
+    replicated = dict(operators or {})
+    if len(rates) == 3:
+        replicated[MULTIPLIER] = torch.zeros(1)
+    execution = Execution(compute=torch.bfloat16 if cuda else torch.float32, recompute=cuda)
+    sources = None if saved else lambda name: (source, name)
+    trainee = build(load_config(source), ranks, execution, sources, patch if operators else None, replicated)
+    job = Job(trainee, make_optimizer(trainee, *rates), directory, ranks)
     if saved:
-        ranks.say(f"resumes {directory} after step {checkpoints.step_of(saved)}")
-    return trainee, optimizer, checkpoints.load(saved, trainee, optimizer) if saved else 0
+        checkpoints.load(job, saved)
+        ranks.say(f"resumes {directory} after step {job.step}")
+    return job
 
 
 def last_weights(directory: str) -> tuple[dict, dict, float, int]:
     """Of a phase's last checkpoint: the model's weights, the operators, lambda (0 without one), and the step."""
     path = checkpoints.steps_saved(directory)[-1]
-    weights = checkpoints.whole_weights(path)
-    operators = {name.removeprefix("operators."): weights.pop(name) for name in list(weights) if name.startswith("operators.")}
-    return weights, operators, float(weights.pop("multiplier", 0)), checkpoints.step_of(path)
+    operators = checkpoints.whole_weights(path, "replicated")
+    multiplier = float(operators.pop(MULTIPLIER, 0))
+    return checkpoints.whole_weights(path), operators, multiplier, checkpoints.step_of(path)
 
 
-def steps_until(done, trainee, optimizer, phase: Phase, samples: list, plan: Plan, directory: str, ranks, start: int, every: int) -> bool:
+def steps_until(done, job: Job, phase: Phase, samples: list, plan: Plan, every: int) -> bool:
     """The engine's loop, asked every `every` steps whether `done()`; False when a signal stopped it."""
-    while start < plan.steps and not done():
-        until = min(start + every - start % every, plan.steps)
-        if not train(trainee, optimizer, phase, samples, plan, directory, ranks, start, until):
+    while job.step < plan.steps and not done():
+        if not train(job, phase, samples, plan, min(job.step + every - job.step % every, plan.steps)):
             return False
-        start = until
     return True
 
 

@@ -41,8 +41,8 @@ from common.models import (
     require_convertible,
 )
 from common.training import checkpoints
-from common.training.engine import Phase, Plan, train
-from common.training.sharding import Ranks, build, joined_ranks
+from common.training.engine import Job, Phase, Plan, train
+from common.training.sharding import Execution, Ranks, build, joined_ranks
 from related.skipless.algebra import condition_numbers
 from related.skipless.modeling import SkiplessConfig
 
@@ -147,11 +147,13 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
               asdict(plan) | {"lr": args.lr, "length": args.length, "text": args.text, "source": fingerprint(source)})
     dist.barrier()
     saved = checkpoints.newest(directory, ranks)
-    trainee = build(load_config(start), ranks, torch.float32, compute=torch.float32, sources=None if saved else lambda key: (start, key))
+    trainee = build(load_config(start), ranks, Execution(), None if saved else lambda key: (start, key))
     optimizer = torch.optim.AdamW([{"params": list(trainee.net.parameters()), "initial_lr": args.lr}], betas=(0.9, 0.95), weight_decay=0.0)
-    step = checkpoints.load(saved, trainee, optimizer) if saved else 0
+    job = Job(trainee, optimizer, directory, ranks)
+    if saved:
+        checkpoints.load(job, saved)
     samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
-    if step < plan.steps and not train(trainee, optimizer, NextToken(trainee), samples, plan, directory, ranks, step):
+    if job.step < plan.steps and not train(job, NextToken(trainee), samples, plan):
         return False
     if ranks.first:
         model = load_model(start)
