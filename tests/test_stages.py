@@ -1,187 +1,353 @@
-"""The seven stages as a user runs them, on a tiny model with biases; then each mistake a user can make."""
+"""The seven stages on a tiny model with biases: artifacts against definitions, then mistakes a user makes."""
 
-import hashlib
+import itertools
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.artifacts import read_layer
-from conftest import TRAINING, copy_run, run, save_tiny
+from common.artifacts import read_layer, sha256
+from common.data.text import load_tokens
+from common.training.checkpoints import steps_saved, whole_weights
+from conftest import (
+    GROUPING,
+    ROOT,
+    TRAINING,
+    calibrate_arguments,
+    copy_run,
+    evaluate_arguments,
+    expect_error,
+    run,
+    save_tiny,
+)
+
+LAYERS, HEADS, SIZE, TOKENS = 3, 8, 8, 512  # of the model and of the text of `inputs`; every token is sampled
+STAGES = {path.name[:2]: path.name for path in ROOT.glob("0*_*.py")}
 
 
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def digests(path: Path) -> dict[str, str]:
-    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".safetensors", ".distcp")]
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    """sha256 of an artifact's tensors, or of what groups.json says."""
+    if path.name == "groups.json":
+        return {"groups": str(read(path)["groups"])}
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    tensors = [file for file in files if file.suffix in (".safetensors", ".distcp")]
+    return {file.name: sha256(str(file)) for file in tensors}
 
 
-def test_artifact_lets_anyone_recompute_the_similarities(aligned_run):
-    """All 512 tokens were sampled, so Eq. 3 and 19 from the stored vectors must give what stage 2 got from Grams."""
+@torch.no_grad()
+def projected(model_path, inputs) -> list[dict[str, torch.Tensor]]:
+    """Per layer the model's own queries, keys (before RoPE) and values on the calibration text.
+
+    Each [tokens, heads, d] float64.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    tokens, _ = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(model_path), 8, 64)
+    layers = [{} for _ in model.model.layers]
+    for vectors, layer in zip(layers, model.model.layers, strict=True):
+        for kind in ("query", "key", "value"):
+
+            def keep(module, arguments, output, vectors=vectors, kind=kind):
+                vectors[kind] = output.double().view(TOKENS, -1, SIZE)
+
+            getattr(layer.self_attn, f"{kind[0]}_proj").register_forward_hook(keep)
+    model(tokens)
+    return layers
+
+
+def pairs_of(keys: torch.Tensor) -> torch.Tensor:
+    """RoPE pairs as complex numbers: [..., d] -> [..., d/2]."""
+    return torch.complex(keys[..., : SIZE // 2], keys[..., SIZE // 2 :])
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def test_calibration_holds_sums_over_the_models_own_vectors(aligned_run, inputs):
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"])
+    rows, columns = torch.triu_indices(HEADS, HEADS)
+    for index, vectors in enumerate(projected(inputs["model"], inputs)):
+        tensors = read_layer(str(aligned_run / "calibration"), index)
+        expected = {"query.energy": pairs_of(vectors["query"]).abs().square().sum(0)}
+        for kind, values, keys in (("raw", vectors["value"], vectors["key"]),
+                                   ("unit", unit(vectors["value"]), unit(vectors["key"]))):
+            pairs = pairs_of(keys)
+            expected[f"value.{kind}"] = torch.einsum("nia,njb->ijab", values, values)[rows, columns]
+            expected[f"key.{kind}"] = torch.view_as_real(torch.einsum("nip,njp->ijp", pairs.conj(), pairs))
+        output = model.model.layers[index].self_attn.o_proj.weight.detach().double().view(48, HEADS, SIZE)
+        expected["output.gram"] = torch.einsum("oia,oib->iab", output, output)
+        expected |= {f"sample.{kind}": vectors[kind] for kind in ("key", "value")}
+        for name, tensor in expected.items():
+            tolerance = 1e-5 * float(tensor.abs().max())
+            torch.testing.assert_close(tensors[name].double(), tensor, rtol=0, atol=tolerance)
+        assert tensors["key.free"].all()
+
+
+def test_similarities_can_be_recomputed_from_the_sampled_vectors(aligned_run):
+    """Eq. 2, 3, 18, 19 and 22."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "pt")
-    for layer in range(3):
-        for head in ("key", "value"):
-            vectors = read_layer(str(aligned_run / "calibration"), layer)[f"sample.{head}"].double()
-            assert vectors.shape == (512, 8, 8)
-            unit = torch.nn.functional.normalize(vectors, dim=-1)
-            before = torch.einsum("nia,nja->ij", unit, unit) / 512
-            torch.testing.assert_close(similarity.get_tensor(f"{head}.cos.before")[layer], before, rtol=0, atol=1e-6)
-            distance = -torch.cdist(vectors.transpose(0, 1).reshape(8, -1), vectors.transpose(0, 1).reshape(8, -1)).square() / 512
-            torch.testing.assert_close(similarity.get_tensor(f"{head}.dist.before")[layer], distance, rtol=1e-6, atol=1e-6)
-            if head == "value":
-                overlap = torch.einsum("nia,njb->ijab", unit, unit)
-                after = torch.linalg.matrix_norm(overlap, "nuc") / 512
+    for layer, kind in itertools.product(range(LAYERS), ("key", "value")):
+        vectors = read_layer(str(aligned_run / "calibration"), layer)[f"sample.{kind}"].double()
+        assert vectors.shape == (TOKENS, HEADS, SIZE)
+        energy = vectors.square().sum((0, 2))
+        for criterion, scaled in (("cos", unit(vectors)), ("dist", vectors)):
+            before = torch.einsum("nia,nja->ij", scaled, scaled)
+            if kind == "value":
+                after = torch.linalg.matrix_norm(torch.einsum("nia,njb->ijab", scaled, scaled), "nuc")
             else:
-                z = torch.complex(unit[..., :4], unit[..., 4:])
-                after = torch.einsum("nip,njp->ijp", z.conj(), z).abs().sum(-1) / 512
-            torch.testing.assert_close(similarity.get_tensor(f"{head}.cos.after")[layer], after, rtol=0, atol=1e-6)
+                pairs = pairs_of(scaled)
+                after = torch.einsum("nip,njp->ijp", pairs.conj(), pairs).abs().sum(-1)
+            for name, products in (("before", before), ("after", after)):
+                mean = products / TOKENS
+                if criterion == "dist":  # minus the mean squared distance
+                    mean = (2 * products - energy[:, None] - energy) / TOKENS
+                stored = similarity.get_tensor(f"{kind}.{criterion}.{name}")[layer]
+                torch.testing.assert_close(stored, mean, rtol=1e-5, atol=1e-5)
 
 
-def test_alignment_record(aligned_run, inputs):
-    written = read(aligned_run / "aligned" / "stage.json")
-    summary = written["summary"]
+def test_energy_is_minus_the_share_that_a_merged_pair_of_heads_loses(aligned_run, inputs):
+    """Of values, W_O,i v_i, what is beyond the d largest singular values of two heads stacked; of keys,
+    |q_i[p]| k_i[p], what is beyond the largest of each RoPE pair; each as a share of the layer's."""
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"])
+    energy = safe_open(aligned_run / "similarity.safetensors", "pt").get_tensor("energy")
+    assert energy.shape == (LAYERS, HEADS, HEADS) and (energy.diagonal(dim1=1, dim2=2) == 0).all()
+    for layer, vectors in enumerate(projected(inputs["model"], inputs)):
+        output = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, HEADS, SIZE)
+        values = torch.einsum("oia,nia->ion", output, vectors["value"])
+        weights = pairs_of(vectors["query"]).abs().square().sum(0).sqrt()  # [heads, d/2]
+        keys = (pairs_of(vectors["key"]) * weights).permute(1, 2, 0)  # [heads, d/2, tokens]
+        for a, b in itertools.combinations(range(HEADS), 2):
+            lost_values = torch.linalg.svdvals(torch.cat((values[a], values[b])))[SIZE:].square().sum()
+            lost_keys = torch.linalg.svdvals(torch.stack((keys[a], keys[b]), 1))[:, 1].square().sum()
+            share = lost_values / values.square().sum() + lost_keys / keys.abs().square().sum()
+            assert float(energy[layer, a, b]) == pytest.approx(-float(share), rel=1e-4)
+
+
+def groupings(heads: list[int], size: int):
+    """All ways to split heads into groups of a size."""
+    if not heads:
+        yield []
+        return
+    for others in itertools.combinations(heads[1:], size - 1):
+        rest = [head for head in heads[1:] if head not in others]
+        for groups in groupings(rest, size):
+            yield [[heads[0], *others], *groups]
+
+
+def sum_within(matrix: np.ndarray, groups: list[list[int]]) -> float:
+    return sum(matrix[a, b] for group in groups for a, b in itertools.combinations(group, 2))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("criterion", ["cos", "dist"])
+@pytest.mark.parametrize("by", ["key", "value", "both", "energy"])
+def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criterion, kv_heads):
+    """The sum of similarities after alignment, against all 35 or 105 groupings of eight heads."""
+    similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
+    key, value = (similarity.get_tensor(f"{kind}.{criterion}.after") for kind in ("key", "value"))
+    above = np.triu_indices(HEADS, 1)
+    both = [key[i] / key[i][above].std() + value[i] / value[i][above].std() for i in range(LAYERS)]
+    matrices = {"key": key, "value": value, "both": both, "energy": similarity.get_tensor("energy")}[by]
+    run("03_group.py", "--run", tmp_path, "--similarity", aligned_run / "similarity.safetensors",
+        *GROUPING, "--kv-heads", kv_heads, "--by", by, "--criterion", criterion)
+    written = read(tmp_path / "groups.json")
+    size = HEADS // kv_heads
+    adjacent = [list(range(first, first + size)) for first in range(0, HEADS, size)]
+    for layer, matrix in enumerate(matrices):
+        best = max(groupings(list(range(HEADS)), size), key=lambda groups: sum_within(matrix, groups))
+        assert written["groups"][layer] == best != adjacent
+        scores = {"default": sum_within(matrix, adjacent), "found": sum_within(matrix, best)}
+        if kv_heads == 4:
+            scores["optimum"] = scores["found"]
+        for name, score in scores.items():
+            assert written["summary"][f"score_{name}"][layer] == pytest.approx(score, abs=1e-8)
+    assert written["summary"] | {"kv_heads": kv_heads, "by": by, "criterion": criterion} == written["summary"]
+
+
+def test_the_default_is_a_quarter_of_the_heads_and_by_none_groups_adjacent_ones(aligned_run, tmp_path):
+    similarity = aligned_run / "similarity.safetensors"
+    run("03_group.py", "--run", tmp_path, "--similarity", similarity, "--by", "none")
+    assert read(tmp_path / "groups.json")["groups"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * LAYERS
+
+
+def mean_cosine(vectors: torch.Tensor, groups: list[list[int]]) -> float:
+    """Over all pairs of different heads within groups. vectors: [tokens, heads, d]."""
+    cosine = torch.einsum("nia,nja->ij", unit(vectors), unit(vectors)) / len(vectors)
+    pairs = [float(cosine[a, b]) for group in groups for a, b in itertools.combinations(group, 2)]
+    return sum(pairs) / len(pairs)
+
+
+def test_recorded_cosines_are_those_of_the_checkpoints_own_vectors(aligned_run, inputs):
+    """Before alignment of the source, after it of aligned/, whose groups are consecutive."""
+    record = read(aligned_run / "aligned" / "stage.json")
+    consecutive = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    source, aligned = projected(inputs["model"], inputs), projected(aligned_run / "aligned", inputs)
+    for layer, cosines in enumerate(record["summary"]["within_group_cosine"]):
+        for kind in ("key", "value"):
+            before = mean_cosine(source[layer][kind], record["groups"][layer])
+            after = mean_cosine(aligned[layer][kind], consecutive)
+            assert cosines[f"{kind}_before"] == pytest.approx(before, abs=1e-5)
+            assert cosines[f"{kind}_after"] == pytest.approx(after, abs=1e-5) and after > before
+
+
+def test_alignment_does_not_change_the_model(aligned_run, inputs):
+    record = read(aligned_run / "aligned" / "stage.json")
+    summary = record["summary"]
     assert summary["max_logit_difference"] <= 1e-4 and summary["kl"] < 1e-8
     assert summary["perplexity_aligned"] == pytest.approx(summary["perplexity_source"], rel=1e-5)
-    assert all(c["value_after"] > c["value_before"] for c in summary["within_group_cosine"])
-    assert all(c["key_after"] > c["key_before"] for c in summary["within_group_cosine"])
-    assert written["model"]["path"] == inputs["model"] and set(written["inputs"]) == {"calibration", "groups.json"}
-    assert (aligned_run / "similarity.png").stat().st_size > 10_000
+    assert record["model"]["path"] == inputs["model"]
+    assert set(record["inputs"]) == {"calibration", "groups.json"}
 
 
 def test_aligned_and_merged_load_in_plain_transformers(aligned_run, inputs):
     tokens = torch.arange(60)[None]
-    source, aligned, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (inputs["model"], aligned_run / "aligned", aligned_run / "merged"))
+    paths = (inputs["model"], aligned_run / "aligned", aligned_run / "merged")
+    source, aligned, merged = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
     assert (source(tokens).logits - aligned(tokens).logits).abs().max() <= 1e-4
     assert type(merged).__name__ == "LlamaForCausalLM" and merged.config.num_key_value_heads == 2
-    blocks = aligned.model.layers[1].self_attn.k_proj.weight.view(2, 4, 8, 48)
-    torch.testing.assert_close(merged.model.layers[1].self_attn.k_proj.weight.view(2, 8, 48), blocks.mean(1))
+    for kind, layer in itertools.product(("k_proj", "v_proj"), range(LAYERS)):
+        heads = getattr(aligned.model.layers[layer].self_attn, kind).weight.view(2, 4, SIZE, 48)
+        shared = getattr(merged.model.layers[layer].self_attn, kind).weight.view(2, SIZE, 48)
+        torch.testing.assert_close(shared, heads.mean(1))
 
 
 def test_whole_run(finished_run):
-    export = read(finished_run / "gqa" / "stage.json")["summary"]
-    assert export["class"] == "LlamaForCausalLM" and export["max_logit_difference_stored"] <= 1e-4
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(finished_run / "gqa"), AutoTokenizer.from_pretrained(finished_run / "gqa")
-    assert model.model.layers[0].self_attn.k_proj.weight.shape == (2 * 8, 48)
-    generated = model.generate(**tokenizer("Question: which?", return_tensors="pt"), max_new_tokens=5, do_sample=False)
-    assert generated.shape[1] > len("Question: which?")
+    summary = read(finished_run / "gqa" / "stage.json")["summary"]
+    assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference_stored"] <= 1e-4
+    model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
+    tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (2 * SIZE, 48)
+    prompt = tokenizer("Question: which?", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=5, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
-    lines = [json.loads(line) for line in (finished_run / "train" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(finished_run / "train" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert lines[0]["mask_target"] == 1 and lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
-    assert len(lines[0]["mask_per_layer"]) == 3 and "mask_mean" not in lines[-1]  # masks are gone after 80%
+    assert len(lines[0]["mask_per_layer"]) == LAYERS
+    assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
     assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
 
     results = read(finished_run / "eval.json")["results"]
     assert list(results) == ["teacher", "merged", "gqa"]
     assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
-    assert len(results["gqa"]["tasks"]) == 8 and all(t["questions"] == 5 for t in results["gqa"]["tasks"].values())
+    assert len(results["gqa"]["tasks"]) == 8
+    assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
     assert "| perplexity" in (finished_run / "eval.md").read_text()
 
 
-@pytest.mark.parametrize("stage", ["01", "02", "03", "04", "05", "06"])
+def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
+    exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
+    trained = whole_weights(steps_saved(str(finished_run / "train"))[-1])
+    assert len(trained) == len(exported)
+    for name, tensor in exported.items():
+        assert torch.equal(trained[name], tensor), name
+
+
+STAGE_OUTPUTS = {
+    "01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"],
+    "04": ["aligned", "merged"], "05": ["teacher", "train"], "06": ["gqa"],
+}
+
+
+@pytest.mark.parametrize("stage", ["01", "02", "03", "04", pytest.param("05", marks=pytest.mark.slow), "06"])
 def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path, stage):
     home = copy_run(finished_run, tmp_path / "run")
-    outputs = {"01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"], "04": ["aligned", "merged"],
-               "05": ["teacher", "train"], "06": ["gqa"]}[stage]
-    before = {name: read(home / name)["groups"] if name == "groups.json" else digests(home / name) for name in outputs}
-    command = next(p.name for p in Path(__file__).parent.parent.glob(f"{stage}_*.py"))
-    arguments = {"01": ["--model", inputs["model"], "--text", inputs["text"], "--sequences", 8, "--length", 64, "--sample-tokens", 512],
-                 "03": ["--kv-heads", 2, "--restarts", 20, "--iterations", 300], "05": ["--tasks", inputs["tasks"], *TRAINING]}.get(stage, [])
-    done = run(command, "--run", home, *arguments, fails=stage != "05")  # not without --force; 05 says that it is done
+    before = {name: digests(home / name) for name in STAGE_OUTPUTS[stage]}
+    training = ["--tasks", inputs["tasks"], *TRAINING]
+    arguments = {"01": calibrate_arguments(inputs), "03": GROUPING, "05": training}
+    command = [STAGES[stage], "--run", home, *arguments.get(stage, [])]
+    done = run(*command, fails=stage != "05")  # refused without --force; 05 says that it is finished
     assert "--force" in done.stdout + done.stderr
-    run(command, "--run-dir", home, *arguments, "--force", processes=2 if stage == "05" else 0)
-    after = {name: read(home / name)["groups"] if name == "groups.json" else digests(home / name) for name in outputs}
-    assert after == before and all(before.values())
+    run(*command, "--force")
+    assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
+
+
+def test_evaluation_is_refused_without_force(finished_run, inputs):
+    expect_error("--force", "07_eval.py", "--run", finished_run, *evaluate_arguments(inputs))
 
 
 def test_mean_pool_baseline(aligned_run, tmp_path):
-    """--by none --rotate none: the merged checkpoint is the mean of adjacent heads of the untouched model."""
+    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
     home = copy_run(aligned_run, tmp_path / "run")
     run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
     run("04_align.py", "--run", home, "--rotate", "none", "--force")
     source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
     merged = AutoModelForCausalLM.from_pretrained(home / "merged")
-    for ours, was in zip(merged.model.layers, source.model.layers, strict=True):
-        mean = was.self_attn.v_proj.weight.view(4, 2, 8, 48).mean(1)
-        torch.testing.assert_close(ours.self_attn.v_proj.weight.view(4, 8, 48), mean)
+    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
+        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
+        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
 
 
-@pytest.mark.parametrize(("arguments", "masks"), [(["--merge", "closed-form"], "l0"), (["--merge", "closed-form", "--refit"], "off"), (["--refit"], "l0")])
-def test_other_starts_through_all_stages(finished_run, aligned_run, inputs, tmp_path, arguments, masks):
-    """Energy groups, merges that change W_Q and W_O, with masks and without: what comes out is a stock checkpoint."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(finished_run / "teacher", home / "teacher")
-    shutil.rmtree(home / "merged")
-    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 20, "--iterations", 300, "--force")
-    done = run("04_align.py", "--run", home, "--force", *arguments)
-    summary = read(home / "merged" / "stage.json")["summary"]
-    assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in arguments) == summary["refit"]
-    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks, processes=2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("merge", "masks"), [
+    (["--merge", "closed-form"], "l0"), (["--merge", "closed-form", "--refit"], "off"), (["--refit"], "l0"),
+])
+def test_other_merges_through_all_stages(finished_run, inputs, tmp_path, merge, masks):
+    """Energy groups, merges that change W_Q and W_O, with masks and without: a stock checkpoint each time."""
+    home = tmp_path / "run"
+    ignored = shutil.ignore_patterns("aligned", "merged", "train", "gqa")
+    shutil.copytree(finished_run, home, ignore=ignored)
+    run("03_group.py", "--run", home, *GROUPING, "--by", "energy", "--force")
+    done = run("04_align.py", "--run", home, *merge)
+    refit = read(home / "merged" / "stage.json")["summary"]["refit"]
+    assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in merge) == refit
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks)
     run("06_export.py", "--run", home)
-    lines = [json.loads(line) for line in (home / "train" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 11)) and sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
+    lines = read_lines(home / "train" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
     model = AutoModelForCausalLM.from_pretrained(home / "gqa")
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_key_value_heads == 2
-    export = read(home / "gqa" / "stage.json")["summary"]
-    assert export["max_logit_difference_stored"] <= 1e-4
-
-
-def test_what_closed_form_merging_weighs_by(aligned_run, inputs):
-    """Query energies and Grams of W_O in the artifact, against the model itself."""
-    calibration = str(aligned_run / "calibration")
-    model = AutoModelForCausalLM.from_pretrained(inputs["model"])
-    for layer in range(3):
-        columns = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, 8, 8)
-        for head in range(8):
-            torch.testing.assert_close(read_layer(calibration, layer)["output.gram"][head], columns[:, head].T @ columns[:, head])
-    from common.data.text import load_tokens
-
-    tokens, _ = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 8, 64)
-    seen = []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
-    model(tokens)
-    queries = seen[0].view(-1, 8, 8).double()
-    energy = (queries[..., :4].square() + queries[..., 4:].square()).sum(0)
-    torch.testing.assert_close(read_layer(calibration, 0)["query.energy"], energy, rtol=1e-5, atol=0)
-
-
-def expect(message: str, command: str, *arguments, processes: int = 0) -> None:
-    done = run(command, *arguments, fails=True, processes=processes)
-    assert message in done.stderr, done.stderr
+    assert read(home / "gqa" / "stage.json")["summary"]["max_logit_difference_stored"] <= 1e-4
 
 
 def test_mistakes_in_calibration(inputs, tmp_path):
-    common = ["--run", tmp_path / "run", "--sequences", 4, "--length", 64]
-    expect("neither a directory nor a hub repository", "01_calibrate.py", *common, "--model", "no/such-model")
-    expect("expected c4, demo, or", "01_calibrate.py", *common, "--model", inputs["model"], "--text", "missing.txt")
-    expect("expected 4000 x 64 = 256000 tokens, found", "01_calibrate.py", *common, "--model", inputs["model"], "--text", inputs["text"], "--sequences", 4000)
+    command = ["01_calibrate.py", "--run", tmp_path / "run", "--sequences", 4, "--length", 64]
+    model = ["--model", inputs["model"]]
+    expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
+    expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
+    expect_error("expected 4000 x 64 = 256000 tokens, found", *command, *model, "--text", inputs["text"],
+                 "--sequences", 4000)
     assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    expect("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3", "03_group.py", "--run", home, "--kv-heads", 3, "--force")
-    expect("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", tmp_path / "empty")
-
-    other = tmp_path / "other"
-    model = save_tiny(tmp_path / "model", seed=9, bias=True)
-    run("01_calibrate.py", "--run", other, "--model", model, "--text", inputs["text"], "--sequences", 2, "--length", 64)
-    shutil.copy(home / "groups.json", other)
-    expect("expected an artifact of model", "04_align.py", "--run", other)
-
-    (home / "similarity.safetensors").write_bytes((home / "similarity.safetensors").read_bytes()[:-8])
-    expect("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
-    assert (home / "groups.json").exists()
-
+def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp_path):
+    home, empty = copy_run(aligned_run, tmp_path / "run"), tmp_path / "empty"
+    expect_error("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", empty)
+    expect_error("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
+    expect_error("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", empty)
+    expect_error("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", empty,
+                 "--model", "nowhere/at-all", "--text", "none")
     shutil.rmtree(home / "merged")
-    expect("merged not found; run 04_align.py first", "05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], processes=2)
-    expect("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
-    expect("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", tmp_path / "empty")
-    expect("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", tmp_path / "empty", "--model", "nowhere/at-all", "--text", "none")
+    expect_error("merged not found; run 04_align.py first", "05_prune_train.py", "--run", home,
+                 "--tasks", inputs["tasks"])
+
+
+def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
+    expect_error("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
+                 "03_group.py", "--run", home, "--kv-heads", 3, "--force")
+
+    model = save_tiny(tmp_path / "model", seed=9, bias=True)
+    text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
+    run("01_calibrate.py", "--run", other, "--model", model, *text)
+    shutil.copy(home / "groups.json", other)
+    expect_error("expected an artifact of model", "04_align.py", "--run", other)
+
+    damaged = home / "similarity.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    expect_error("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
+    assert (home / "groups.json").exists()
