@@ -1,16 +1,16 @@
-"""Stage 2: how alike any two heads of a layer are, and how alike an orthogonal map can make them.
+"""Stage 2: how similar any two heads of a layer are, and how similar an orthogonal map can make them.
 
 Reads   RUN/calibration/
-Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads] of the
-        source's key/value heads, and energy, what merging a pair in closed form would lose
+Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads] over the
+        source's key/value heads, and energy, minus what merging a pair in closed form would lose
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
     python 02_similarity.py --run runs/llama2-7b
-    python 02_similarity.py                       # a second on a CPU for the embedded model
+    python 02_similarity.py                       # a second on a CPU for the demo model
 
 cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 prints the norm, the
-authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair (Qwen3: half a turn, where its
-key norm allows no other).
+authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair (Qwen3: a
+sign flip where the key norm allows no other rotation).
 """
 
 import os
@@ -19,20 +19,61 @@ import torch
 from tqdm import tqdm
 
 from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
-from common.cli import Clock, run_stage, stage_parser
+from common.cli import Clock, UserError, device, non_negative, run_stage, stage_parser
 from common.method.closed_form import key_loss, key_weights, value_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams
 from common.models import pick_device
 from common.reporting import plots
 
+COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
+
 
 def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
-    parser.add_argument("--layers-drawn", type=int, nargs="+", default=None, metavar="LAYER", help="layers in the picture (default: four, evenly spaced)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--layers-drawn", type=non_negative, nargs="+", default=None, metavar="LAYER",
+                        help="layers in the picture (default: four, evenly spaced)")
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
+
+
+def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
+    """Layers to draw: the requested ones, or four evenly spaced. Raises UserError for one that the model lacks."""
+    if requested is None:
+        return sorted({round(i * (layers - 1) / 3) for i in range(4)})
+    for layer in requested:
+        if layer >= layers:
+            raise UserError(f"--layers-drawn: expected layers from 0 to {layers - 1}, found {layer}")
+    return requested
+
+
+def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
+    """Name -> [H, H] over the source's kv heads of one layer: similarities before and after alignment, and energy."""
+    matrices = {}
+    for criterion, kind in CRITERIA.items():
+        pairs = {
+            "key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
+            "value": value_similarity(grams.value(kind), tokens, criterion),
+        }
+        for head, (before, after) in pairs.items():
+            matrices[f"{head}.{criterion}.before"] = before
+            matrices[f"{head}.{criterion}.after"] = after
+    lost_values = value_loss(grams.value("raw"), grams.output)
+    lost_keys = key_loss(grams.key("raw"), key_weights(grams.query))
+    matrices["energy"] = -(lost_values + lost_keys)
+    return matrices
+
+
+def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
+    """A line per layer. means: name -> [layers], over all pairs of heads."""
+    print("mean over the pairs of heads of a layer, before -> after alignment")
+    print("layer | " + " | ".join(f"{name.replace('.', ' '):^20s}" for name in COLUMNS))
+    for layer in range(layers):
+        cells = [f"{means[f'{name}.before'][layer]:8.4f} -> {means[f'{name}.after'][layer]:8.4f}" for name in COLUMNS]
+        print(f"{layer:5d} | " + " | ".join(cells))
+    print(f"energy that merging a pair loses, values and keys, as shares of a layer's: mean "
+          f"{-float(means['energy'].mean()):.4f}")
 
 
 def main():
@@ -42,40 +83,28 @@ def main():
     claim("02_similarity.py", args, output)
     calibration = read_calibration(source)
     model, tokens = calibration["model"], calibration["summary"]["tokens"]
-    device = pick_device(args.device)
+    drawn = choose_layers(args.layers_drawn, model["layers"])
+    compute_device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
-    found = {}  # "key.cos.before" -> list over layers of [H, H]
-    for layer in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
-        tensors = {name: tensor.to(device) for name, tensor in read_layer(source, layer).items()}
-        grams = LayerGrams(tensors, model["kv_heads"])
-        for criterion, kind in CRITERIA.items():
-            pairs = {"key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
-                     "value": value_similarity(grams.value(kind), tokens, criterion)}
-            for head, matrices in pairs.items():
-                for when, matrix in zip(("before", "after"), matrices, strict=True):
-                    found.setdefault(f"{head}.{criterion}.{when}", []).append(matrix.cpu())
-        lost = value_loss(grams.value("raw"), grams.output)
-        lost = lost + key_loss(grams.key("raw"), key_weights(grams.query))
-        found.setdefault("energy", []).append(-lost.cpu())
-    tensors = {name: torch.stack(matrices) for name, matrices in found.items()}
+    per_layer = []
+    for index in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
+        tensors = {name: tensor.to(compute_device) for name, tensor in read_layer(source, index).items()}
+        matrices = layer_similarity(LayerGrams(tensors, model["kv_heads"]), tokens)
+        per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})
+    similarity = {name: torch.stack([matrices[name] for matrices in per_layer]) for name in per_layer[0]}
 
-    means = {name: pair_mean(matrix) for name, matrix in tensors.items()}  # [L]: over all pairs of a layer
-    print("mean over the pairs of heads of a layer, before -> after alignment")
-    print("layer |       key cos       |      value cos      |      key dist       |     value dist")
-    for layer in range(model["layers"]):
-        cells = [f"{means[f'{name}.before'][layer]:8.4f} -> {means[f'{name}.after'][layer]:8.4f}"
-                 for name in ("key.cos", "value.cos", "key.dist", "value.dist")]
-        print(f"{layer:5d} | " + " | ".join(f"{cell:19s}" for cell in cells))
-
-    print(f"energy that a merged pair loses, values and keys, as shares of a layer's: mean {-float(means['energy'].mean()):.4f}")
+    means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
+    print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    write_tensors(output, tensors, record("02_similarity.py", args, model, [source], summary, clock()))
+    write_tensors(output, similarity, record("02_similarity.py", args, model, [source], summary, clock()))
     print(f"wrote   {output}")
-    drawn = args.layers_drawn or sorted({round(i * (model["layers"] - 1) / 3) for i in range(4)})
-    rows = {f"{head}s {when}": [tensors[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
-            for head in ("key", "value") for when in ("before", "after")}
-    plots.heatmaps(os.path.join(args.run, "similarity.png"), rows, drawn, "Similarity of heads, before and after alignment")
+    rows = {}
+    for head in ("key", "value"):
+        for when in ("before", "after"):
+            rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
+    title = "Similarity of heads, before and after alignment"
+    plots.heatmaps(os.path.join(args.run, "similarity.png"), rows, drawn, title)
     print(f"02_similarity: mean cosine of two heads, keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")
 

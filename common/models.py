@@ -100,11 +100,11 @@ def require_convertible(path: str, config) -> None:
         raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: nothing to merge")
 
 
-def check_kv_heads(shape: Geometry, kv_heads: int) -> None:
-    """Raise UserError unless kv_heads divides the source's key/value heads and is smaller."""
-    allowed = [n for n in range(1, shape.kv_heads) if shape.kv_heads % n == 0]
+def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
+    """Raise UserError unless kv_heads is a proper divisor of the source's key/value heads."""
+    allowed = [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
     if kv_heads not in allowed:
-        raise UserError(f"--kv-heads: expected one of {allowed} for {shape.kv_heads} key/value heads, found {kv_heads}")
+        raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, found {kv_heads}")
 
 
 def weight_files(directory: str) -> list[str]:

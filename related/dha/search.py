@@ -157,7 +157,7 @@ def search(args, clock, ranks) -> None:
     check_source(path, config)
     described, shape = describe(path, args.model), geometry(config)
     kv_heads = args.kv_heads or max(shape.heads // 4, 1)
-    check_kv_heads(shape, kv_heads)
+    check_kv_heads(shape.kv_heads, kv_heads)
     ladder = sorted(args.ladder or {rung for rung in (kv_heads // 2, kv_heads, 2 * kv_heads) if rung and shape.heads % rung == 0})
     if any(shape.heads % rung for rung in ladder):
         raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
