@@ -1,21 +1,23 @@
-"""Measuring a checkpoint: perplexity, the eight tasks by generation and by likelihood, cache bytes, speed; and the
-averages and standard errors of what was measured."""
+"""Measuring a checkpoint: perplexity, the tasks by generation and by likelihood, cache bytes and speed; the
+averages and standard errors of the tasks' rates."""
 
+import itertools
 import math
-import os
 import time
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.artifacts import write_text
+DECODED = 32  # tokens that `speed` decodes
+REPEATS = 3  # of which `speed` takes the fastest
 
 
 @torch.no_grad()
 def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of each row of tokens [n, T] in turn: n tensors [T, vocab], on the CPU."""
-    return [model(input_ids=row[None].to(model.device), use_cache=False).logits[0].float().cpu() for row in tokens]
+    """Logits of each row of tokens [n, T] in turn: n tensors [T, vocab], float32 on the CPU."""
+    rows = (row[None].to(model.device) for row in tokens)
+    return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
 
 
 def mean_nll(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
@@ -55,26 +57,28 @@ def left_padded(prompts: list, pad: int, device) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def batches_by_length(items: list, length, batch: int):
-    """Lists of indices into items, similar lengths together, so that little is padding."""
-    order = sorted(range(len(items)), key=lambda i: (length(items[i]), i))
+def batches_by_length(lengths: list[int], batch: int) -> list[list[int]]:
+    """Indices in batches, items of similar lengths together so that little is padding."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[start : start + batch] for start in range(0, len(order), batch)]
 
 
 @torch.no_grad()
 def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[str]:
-    """Greedy continuation of each sample's prompt, stripped. samples: tokenized examples (common/data/tasks.py).
+    """Greedy continuation of each prompt, stripped. samples: tokenized examples (common/data/tasks.py).
 
-    Generation stops at end-of-sequence, or where the longest right answer of the batch plus end-of-sequence would
-    have ended: anything longer is wrong by exact match whatever follows.
+    Generation stops at end-of-sequence, or where the longest right answer of the batch plus end-of-sequence
+    would have ended: anything longer is wrong by exact match whatever follows.
     """
     answers = [""] * len(samples)
     end = tokenizer.eos_token_id
-    for indices in batches_by_length(samples, lambda s: len(s.prompt), batch):
+    for indices in batches_by_length([len(sample.prompt) for sample in samples], batch):
         inputs = left_padded([samples[i].prompt for i in indices], end, model.device)
-        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, pad_token_id=end, eos_token_id=end,
-                                max_new_tokens=max(len(samples[i].answer) for i in indices))
-        for i, row in zip(indices, output[:, inputs["input_ids"].shape[1] :], strict=True):
+        longest = max(len(samples[i].answer) for i in indices)
+        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=longest,
+                                pad_token_id=end, eos_token_id=end)
+        continuations = output[:, inputs["input_ids"].shape[1] :]
+        for i, row in zip(indices, continuations, strict=True):
             answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
         bar.update(len(indices))
     return answers
@@ -86,50 +90,82 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
 
     samples: per question a list of tokenized choices sharing the prompt. Returns the same shape of floats.
     """
-    flat = [(q, c, sample) for q, choices in enumerate(samples) for c, sample in enumerate(choices)]
-    scores = [[0.0] * len(choices) for choices in samples]
-    for indices in batches_by_length(flat, lambda item: len(item[2]), batch):
-        rows = [(*flat[i][2].prompt, *flat[i][2].answer[:-1]) for i in indices]
+    choices = list(itertools.chain.from_iterable(samples))
+    scores = [0.0] * len(choices)
+    for indices in batches_by_length([len(sample) for sample in choices], batch):
+        rows = [(*choices[i].prompt, *choices[i].answer[:-1]) for i in indices]
+        sizes = [len(choices[i].answer) - 1 for i in indices]
         inputs = left_padded(rows, 0, model.device)
-        answer = max(len(flat[i][2].answer) - 1 for i in indices)
-        logits = model(**inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0), use_cache=False,
-                       logits_to_keep=answer + 1).logits
-        log_probs = logits[:, :-1].float().log_softmax(-1)
-        picked = log_probs.gather(-1, inputs["input_ids"][:, -answer:, None])[..., 0]
-        for row, i in zip(picked, indices, strict=True):
-            q, c, sample = flat[i]
-            scores[q][c] = float(row[-(len(sample.answer) - 1) :].sum())
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        output = model(**inputs, position_ids=positions, use_cache=False, logits_to_keep=max(sizes) + 1)
+        log_probs = output.logits[:, :-1].float().log_softmax(-1)  # [batch, longest answer, vocab]
+        ids = inputs["input_ids"][:, inputs["input_ids"].shape[1] - max(sizes) :]
+        token_scores = log_probs.gather(-1, ids[..., None])[..., 0]
+        for i, size, row in zip(indices, sizes, token_scores, strict=True):
+            scores[i] = float(row[len(row) - size :].sum())
         bar.update(len(indices))
-    return scores
+    remaining = iter(scores)
+    return [list(itertools.islice(remaining, len(question))) for question in samples]
 
 
 @torch.no_grad()
 def cache_bytes_per_token(model, tokens: torch.Tensor) -> float:
-    """Bytes of key and value tensors that the cache really holds after one forward pass, per token. tokens: [T]."""
+    """Bytes of the key and value tensors in the cache after one forward pass, per token. tokens: [T]."""
     cache = model(input_ids=tokens[None].to(model.device), use_cache=True).past_key_values
-    held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
-    return held / len(tokens)
+    cached_bytes = 0
+    for layer in cache.layers:
+        cached_bytes += layer.keys.nbytes + layer.values.nbytes
+    return cached_bytes / len(tokens)
 
 
 @torch.no_grad()
-def speed(model, tokens: torch.Tensor, new_tokens: int = 32) -> dict[str, float]:
-    """Tokens per second of prefill and of greedy decoding after it, one sequence, best of three. tokens: [T]."""
+def speed(model, tokens: torch.Tensor) -> dict[str, float]:
+    """Tokens per second of prefill and of greedy decoding after it, one sequence. tokens: [T]."""
     inputs = tokens[None].to(model.device)
-    synchronize = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     prefill, decode = [], []
-    for _ in range(3):
-        synchronize()
-        start = time.perf_counter()
+    for _ in range(REPEATS):
+        start = _now(model)
         output = model(input_ids=inputs, use_cache=True, logits_to_keep=1)
-        synchronize()
-        prefill.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for _ in range(new_tokens):
+        prefilled = _now(model)
+        for _ in range(DECODED):
             token = output.logits[:, -1:].argmax(-1)
             output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
-        synchronize()
-        decode.append(time.perf_counter() - start)
-    return {"prefill_tokens_per_s": len(tokens) / min(prefill), "decode_tokens_per_s": new_tokens / min(decode)}
+        prefill.append(prefilled - start)
+        decode.append(_now(model) - prefilled)
+    return {"prefill_tokens_per_s": len(tokens) / min(prefill), "decode_tokens_per_s": DECODED / min(decode)}
+
+
+def _now(model) -> float:
+    """Seconds, once the device has done what it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def judge(example, answer: str, scores: list[float]) -> dict:
+    """Whether a generated answer is the right one, and which choice is the likeliest.
+
+    example: the question (common/data/tasks.py). scores: the log-probability of each choice; of equal ones
+    the first wins, as in lm_eval.
+    """
+    return {
+        "label": example.label,
+        "likelihood_scores": scores,
+        "likelihood_choice": scores.index(max(scores)),
+        "generated": answer,
+        "exact": answer == example.answer.strip(),
+    }
+
+
+def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
+    """The figures of one task: questions, chance, exact_match and likelihood with their standard errors."""
+    figures = {"questions": len(examples)}
+    figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
+    exact = [verdict["exact"] for verdict in verdicts]
+    likeliest = [verdict["likelihood_choice"] == verdict["label"] for verdict in verdicts]
+    figures["exact_match"], figures["exact_match_stderr"] = rate(exact)
+    figures["likelihood"], figures["likelihood_stderr"] = rate(likeliest)
+    return figures
 
 
 def rate(right: list[bool]) -> tuple[float, float]:
@@ -139,33 +175,20 @@ def rate(right: list[bool]) -> tuple[float, float]:
 
 
 def averages(tasks: dict[str, dict]) -> dict[str, float]:
-    """Macro (every task counts alike) and micro (every question does) averages of the tasks' rates, with standard errors.
+    """Macro (every task counts alike) and micro (every question does) averages of the tasks' rates.
 
-    tasks: per task "questions", "chance", and "exact_match" and "likelihood", each with a "_stderr". The macro average of k
-    tasks errs by the root of their errors' sum of squares, over k; the micro average is one rate of all questions.
+    tasks: per task "questions", "chance", and "exact_match" and "likelihood", each with a "_stderr". The
+    standard error of the macro average over k tasks is the root of their errors' sum of squares, over k; the
+    micro average is one rate of all questions.
     """
-    found = {}
+    figures = {}
     questions = sum(task["questions"] for task in tasks.values())
     for kind in ("exact_match", "likelihood", "chance"):
-        found[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)
-        found[f"micro_{kind}"] = share = sum(task[kind] * task["questions"] for task in tasks.values()) / questions
+        share = sum(task[kind] * task["questions"] for task in tasks.values()) / questions
+        figures[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)
+        figures[f"micro_{kind}"] = share
         if kind != "chance":
-            found[f"macro_{kind}_stderr"] = math.hypot(*(task[f"{kind}_stderr"] for task in tasks.values())) / len(tasks)
-            found[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
-    return found
-
-
-def write_scores(directory: str, scores: str) -> bool:
-    """Put scores (Markdown) where a checkpoint's README.md has room for them: between <!-- scores --> and <!-- /scores -->.
-
-    Returns whether it had; a card without the two markers stays as it is.
-    """
-    path = os.path.join(directory, "README.md")
-    if not os.path.exists(path):
-        return False
-    with open(path, encoding="utf-8") as file:
-        before, opening, rest = file.read().partition("<!-- scores -->")
-    closing, after = rest.partition("<!-- /scores -->")[1:]
-    if closing:
-        write_text(path, f"{before}{opening}\n{scores}\n{closing}{after}")
-    return bool(closing)
+            errors = [task[f"{kind}_stderr"] for task in tasks.values()]
+            figures[f"macro_{kind}_stderr"] = math.hypot(*errors) / len(tasks)
+            figures[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
+    return figures

@@ -1,6 +1,5 @@
-"""Evaluation against the direct way: one prompt at a time, no padding, plain sums; standard errors against chance itself."""
+"""Evaluation against the direct way: one prompt at a time, no padding, plain sums; repeated evaluations."""
 
-import json
 import math
 
 import numpy
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common import evaluate
-from common.data.tasks import example_from_row, tokenize
-from conftest import END, byte_tokenizer, run, save_tiny, task_rows, tiny_model
+from common.data.tasks import Example, Sample, example_from_row, tokenize
+from conftest import END, byte_tokenizer, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 
@@ -27,37 +26,73 @@ def test_perplexity_is_transformers_loss(model):
 
 
 def test_logit_comparisons():
-    first, second = torch.randn(2, 4, 9).unbind(), torch.randn(2, 4, 9).unbind()
-    expected = sum(F.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean") for a, b in zip(first, second, strict=True)) / 2
-    assert evaluate.mean_kl(first, second) == pytest.approx(float(expected), abs=1e-6)
-    assert evaluate.max_difference(first, second) == max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 4, 9, generator=generator).unbind() for _ in range(2))
+    pairs = list(zip(first, second, strict=True))
+    divergences = [F.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean") for a, b in pairs]
+    assert evaluate.mean_kl(first, second) == pytest.approx(float(sum(divergences)) / 2, abs=1e-6)
+    assert evaluate.max_difference(first, second) == max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def examples():
-    return [example_from_row(task, row) for task, rows in task_rows(3, 1).items() for row in rows]
+def examples() -> list[Example]:
+    examples = []
+    for task, rows in task_rows(3, 1).items():
+        examples += [example_from_row(task, row) for row in rows]
+    return examples
+
+
+def greedy(model, prompt, steps: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(steps):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == END:
+            break
+    return ids[len(prompt) :]
 
 
 def test_batched_generation_equals_one_at_a_time(model, monkeypatch):
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 5.0)  # of a chat model: not part of greedy generation
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 5.0)  # as of a chat model
     tokenizer = byte_tokenizer()
     samples = [tokenize(example, tokenizer) for example in examples()]
-    samples = [sample for sample in samples if len(sample.answer) == 4]  # one length: every batch generates as far
+    samples = [sample for sample in samples if len(sample.answer) == 4]  # every batch generates as far
     assert len({len(sample.prompt) for sample in samples}) > 3  # padding is needed
     batched = evaluate.generate_answers(model, tokenizer, samples, 7, tqdm(disable=True))
     for sample, answer in zip(samples, batched, strict=True):
-        ids = list(sample.prompt)
-        with torch.no_grad():
-            while len(ids) < len(sample) and END not in ids:
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert answer == tokenizer.decode(ids[len(sample.prompt) :], skip_special_tokens=True).strip()
+        ids = greedy(model, sample.prompt, len(sample.answer))
+        assert answer == tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+class Script:
+    """A model that answers every prompt with the same ids, as many as it may."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, text: str):
+        self.ids = torch.tensor(byte_tokenizer()(text)["input_ids"])
+
+    def generate(self, input_ids, max_new_tokens, eos_token_id, **options):
+        self.options = options | {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        new = self.ids[:max_new_tokens].expand(len(input_ids), -1)
+        return torch.cat([input_ids, new], dim=1)
+
+
+def test_answers_are_stripped_and_as_long_as_the_longest_right_one():
+    short, long = Sample((1, 2), (3, END)), Sample((1, 2, 3), (4, 5, 6, 7, 8, END))
+    script, tokenizer, bar = Script(" ab\n<eos>"), byte_tokenizer(), tqdm(disable=True)
+    assert evaluate.generate_answers(script, tokenizer, [long, short], 2, bar) == ["ab", "ab"]
+    assert script.options["max_new_tokens"] == 6 and script.options["eos_token_id"] == END
+    assert not script.options["do_sample"]
+    assert evaluate.generate_answers(script, tokenizer, [short, long], 1, bar) == ["a", "ab"]
 
 
 def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):
     tokenizer = byte_tokenizer()
-    prompts = [[tokenize(e, tokenizer) for e in examples()[i : i + 2]] for i in (0, 6, 12)]
-    scores = evaluate.choice_likelihoods(model, prompts, 4, tqdm(disable=True))
-    for question, ours in zip(prompts, scores, strict=True):
-        for sample, score in zip(question, ours, strict=True):
+    questions = [[tokenize(example, tokenizer) for example in examples()[i : i + 2]] for i in (0, 6, 12)]
+    scores = evaluate.choice_likelihoods(model, questions, 4, tqdm(disable=True))
+    assert [len(row) for row in scores] == [2, 2, 2]
+    for question, question_scores in zip(questions, scores, strict=True):
+        for sample, score in zip(question, question_scores, strict=True):
             ids = torch.tensor([[*sample.prompt, *sample.answer[:-1]]])
             with torch.no_grad():
                 log_probs = model(ids).logits[0].log_softmax(-1)
@@ -66,75 +101,91 @@ def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):
             assert score == pytest.approx(direct, abs=1e-3)
 
 
+def test_a_choice_without_tokens_scores_nothing(model):
+    """Not the whole row, prompt included."""
+    samples = [[Sample((1, 2, 3), (END,)), Sample((1, 2, 3), (4, END))], [Sample((1, 2), (END,))]]
+    alone = evaluate.choice_likelihoods(model, samples, 1, tqdm(disable=True))
+    beside = evaluate.choice_likelihoods(model, samples, 3, tqdm(disable=True))
+    assert alone[0][0] == beside[0][0] == beside[1][0] == 0
+    assert beside[0][1] == pytest.approx(alone[0][1], abs=1e-4) and alone[0][1] < 0
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_cache_bytes_are_those_of_the_kv_heads(kv_heads):
     model = tiny_model(num_key_value_heads=kv_heads)
-    assert evaluate.cache_bytes_per_token(model, TOKENS[0]) == 2 * 3 * kv_heads * 8 * 4  # k and v, layers, heads, head_dim, float32
+    expected = 2 * 3 * kv_heads * 8 * 4  # keys and values, layers, kv heads, head_dim, bytes of float32
+    assert evaluate.cache_bytes_per_token(model, TOKENS[0]) == expected
+
+
+def test_speed_is_tokens_over_seconds(model, monkeypatch):
+    seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58])  # prefill 2, 1, 4; decode 8, 20, 4
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
+    assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 1, "decode_tokens_per_s": 32 / 4}
+
+
+EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)
+
+
+@pytest.mark.parametrize(("answer", "exact"), [
+    ("it's two", True), ("it's two .", False), ("it's", False), ("two", False), ("", False),
+    ("It's two", False),
+])
+def test_exact_match_is_equality_with_the_stripped_answer(answer, exact):
+    assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0])["exact"] is exact
+
+
+def test_the_likeliest_choice_has_the_largest_score():
+    assert evaluate.judge(EXAMPLE, "", [-1, -1, -2])["likelihood_choice"] == 0  # of equal ones the first
+    verdict = evaluate.judge(EXAMPLE, "x", [-3.0, -1.0, -2.0])
+    assert verdict == {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
+                       "generated": "x", "exact": False}
+
+
+def test_rates_of_a_task():
+    pair = Example("piqa", "Goal", ("a", "b"), 0)
+    answers, scores = ["it's two", "x", "a"], ([-3, -1, -2], [-1, -2, -3], [-2, -1])
+    verdicts = list(map(evaluate.judge, [EXAMPLE, EXAMPLE, pair], answers, scores))
+    figures = evaluate.rates([EXAMPLE, EXAMPLE, pair], verdicts)
+    assert figures["questions"] == 3 and figures["chance"] == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
+    assert figures["exact_match"] == pytest.approx(2 / 3) and figures["likelihood"] == pytest.approx(1 / 3)
+    error = numpy.std([1, 0, 1]) / math.sqrt(3)
+    assert figures["exact_match_stderr"] == pytest.approx(error)
+    assert figures["likelihood_stderr"] == pytest.approx(error)
+
+
+SIZES, TRUTH = {"a": 40, "b": 400, "c": 150}, {"a": 0.9, "b": 0.5, "c": 0.3}
+
+
+def random_evaluation(draw) -> dict[str, float]:
+    """The figures of one evaluation of tasks of known difficulty, answered at random."""
+    figures, tasks = {}, {}
+    for task, size in SIZES.items():
+        share, error = evaluate.rate(list(draw.random(size) < TRUTH[task]))
+        figures |= {task: share, f"{task}_stderr": error}
+        tasks[task] = {"questions": size, "chance": 0.5, "exact_match": share, "exact_match_stderr": error,
+                       "likelihood": share, "likelihood_stderr": error}
+    return figures | evaluate.averages(tasks)
 
 
 def test_standard_errors_are_the_spread_of_repeated_evaluations():
-    """Tasks of known difficulty, answered at random many times: what is computed once is how the figures spread."""
     draw = numpy.random.default_rng(0)
-    sizes, truth = {"a": 40, "b": 400, "c": 150}, {"a": 0.9, "b": 0.5, "c": 0.3}
-    runs = []
-    for _ in range(3000):
-        rates = {task: evaluate.rate(list(draw.random(n) < truth[task])) for task, n in sizes.items()}
-        tasks = {task: {"questions": sizes[task], "chance": 0.5} | {f"{kind}{end}": figure for kind in ("exact_match", "likelihood")
-                        for end, figure in zip(("", "_stderr"), rates[task], strict=True)} for task in sizes}
-        runs.append(evaluate.averages(tasks) | {task: rates[task][0] for task in sizes} | {f"{task}_stderr": rates[task][1] for task in sizes})
+    runs = [random_evaluation(draw) for _ in range(3000)]
     for figure in ("a", "b", "c", "macro_exact_match", "macro_likelihood"):
         spread = numpy.std([run[figure] for run in runs])
-        assert numpy.mean([run[f"{figure}_stderr"] for run in runs]) == pytest.approx(spread, rel=0.05)
-    last = runs[-1]
-    assert last["macro_likelihood"] == pytest.approx((last["a"] + last["b"] + last["c"]) / 3)
-    pooled = [1] * round(40 * last["a"] + 400 * last["b"] + 150 * last["c"])
-    pooled += [0] * (590 - len(pooled))
-    assert last["micro_likelihood"] == pytest.approx(numpy.mean(pooled))
-    assert last["micro_likelihood_stderr"] == pytest.approx(numpy.std(pooled) / math.sqrt(590))
-    assert last["macro_chance"] == last["micro_chance"] == 0.5
+        errors = [run[f"{figure}_stderr"] for run in runs]
+        assert numpy.mean(errors) == pytest.approx(spread, rel=0.05)
 
 
-def test_scores_go_between_the_markers_of_a_card(tmp_path):
-    card = tmp_path / "README.md"
-    assert not evaluate.write_scores(str(tmp_path), "| 1 |")  # no card
-    for markers in ("", "<!-- scores -->", "<!-- /scores -->\n<!-- scores -->"):
-        card.write_text(text := f"# Model\n{markers}\nmore")
-        assert not evaluate.write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
-    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
-    for scores in ("| 1 |", "| 2 |\n| 3 |"):  # a second evaluation replaces the first
-        assert evaluate.write_scores(str(tmp_path), scores)
-        assert card.read_text() == f"# Model\n<!-- scores -->\n{scores}\n<!-- /scores -->\nmore"
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-
-
-def test_stage_writes_every_answer_and_the_figures_that_follow(inputs, tmp_path):
-    """A GQA source and two checkpoints, three of five questions drawn by a seed; all figures recomputed from eval.jsonl."""
-    first, second = save_tiny(tmp_path / "first", num_key_value_heads=4), save_tiny(tmp_path / "second", seed=1, num_key_value_heads=2)
-    (tmp_path / "second" / "README.md").write_text("<!-- scores -->\n<!-- /scores -->\n")
-    arguments = ["--run", tmp_path / "run", "--model", f"a={first}", f"b={second}", "--tasks", inputs["tasks"], "--text", inputs["text"],
-                 "--length", 64, "--sequences", 2, "--limit", 3, "--seed", 1]
-    done = run("07_eval.py", *arguments)
-    written = json.loads((tmp_path / "run" / "eval.json").read_text())
-    outcomes = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
-    assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
-    for model, figures in written["results"].items():
-        for task, measured in figures["tasks"].items():
-            rows = [json.loads(line) for line in open(f"{inputs['tasks']}/{task}.validation.jsonl")]
-            answered = [o for o in outcomes if (o["model"], o["task"]) == (model, task)]
-            assert [o["question"] for o in answered] == sorted({o["question"] for o in answered}) != [0, 1, 2]
-            for outcome in answered:
-                example = example_from_row(task, rows[outcome["question"]])
-                assert outcome["label"] == example.label and outcome["exact"] == (outcome["generated"] == example.answer)
-                assert len(outcome["likelihood_scores"]) == len(example.choices)
-                assert outcome["likelihood_choice"] == numpy.argmax(outcome["likelihood_scores"])
-            assert measured["questions"] == 3 and measured["exact_match"] == numpy.mean([o["exact"] for o in answered])
-            assert measured["likelihood"] == numpy.mean([o["likelihood_choice"] == o["label"] for o in answered])
-        assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
-        assert f"{100 * figures['macro_likelihood']:.1f} ± {100 * figures['macro_likelihood_stderr']:.1f}" in done.stdout
-    card = (tmp_path / "second" / "README.md").read_text()
-    assert "24 validation questions" in card and "3 a task drawn with seed 1" in card and "| 2 of 8 " in card and "text.txt" in card
-    assert not (tmp_path / "first" / "README.md").exists()
-
-    run("07_eval.py", *arguments[:-2], "--text", "none", "--only", "boolq", "--force")  # no seed: the first three; no text
-    outcomes = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
-    assert [o["question"] for o in outcomes] == [0, 1, 2] * 2 and "perplexity" not in (tmp_path / "run" / "eval.md").read_text()
+def test_macro_counts_tasks_and_micro_counts_questions():
+    run = random_evaluation(numpy.random.default_rng(1))
+    right = [round(size * run[task]) for task, size in SIZES.items()]
+    pooled = [1] * sum(right) + [0] * (590 - sum(right))
+    for kind in ("exact_match", "likelihood"):
+        assert run[f"macro_{kind}"] == pytest.approx((run["a"] + run["b"] + run["c"]) / 3)
+        assert run[f"micro_{kind}"] == pytest.approx(numpy.mean(pooled))
+        assert run[f"micro_{kind}_stderr"] == pytest.approx(numpy.std(pooled) / math.sqrt(590))
+    tasks = {name: {"questions": count, "chance": chance, "exact_match": 1, "exact_match_stderr": 0,
+                    "likelihood": 1, "likelihood_stderr": 0}
+             for name, count, chance in (("a", 1, 0.5), ("b", 3, 0.25))}
+    assert evaluate.averages(tasks)["macro_chance"] == 0.375
+    assert evaluate.averages(tasks)["micro_chance"] == 0.3125

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -12,49 +13,197 @@ from transformers import PreTrainedTokenizerFast
 from common.cli import UserError
 from common.data.tasks import example_from_row
 from common.reporting import harness
-from conftest import ROOT, byte_tokenizer, save_tiny, task_rows
+from conftest import ROOT, byte_tokenizer, copy_run, expect_error, run, save_tiny, task_rows
 
-QUESTIONS = {task: {i: example_from_row(task, row) for i, row in enumerate(rows)} for task, rows in task_rows(5, 5).items()}
-TEXTS = [text for questions in QUESTIONS.values() for e in questions.values() for text in (e.prompt, *e.choices)]
+QUESTIONS = {}
+for _task, _rows in task_rows(5, 5).items():
+    QUESTIONS[_task] = {index: example_from_row(_task, row) for index, row in enumerate(_rows)}
+EXAMPLES = [example for questions in QUESTIONS.values() for example in questions.values()]
+TEXTS = [text for example in EXAMPLES for text in (example.prompt, *example.choices)]
 
 
 def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-def test_delimiter_of_a_tokenizer_that_puts_a_space_before_every_text():
-    """As SentencePiece does: a choice on its own starts with the space piece, which in the middle of a text takes a space."""
+def spacing_tokenizer() -> PreTrainedTokenizerFast:
+    """One that puts a space before every text, as SentencePiece does."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()
-    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"]))
-    assert harness.differing(wrapped(tokenizer), QUESTIONS, " ") == 0
-    assert harness.differing(wrapped(tokenizer), QUESTIONS, "") == 8 * 5
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"])
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return wrapped(tokenizer)
 
 
-def test_questions_whose_prompt_and_choice_melt_together_are_counted():
+def test_delimiter_of_a_tokenizer_that_puts_a_space_before_every_text():
+    """A choice by itself starts with the piece for a space, which within a text needs a space."""
+    assert harness.count_differing(spacing_tokenizer(), QUESTIONS, " ") == 0
+    assert harness.count_differing(spacing_tokenizer(), QUESTIONS, "") == 8 * 5
+
+
+def test_questions_whose_prompt_and_choice_share_a_token_are_counted():
     characters = sorted(set("".join(TEXTS)))
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*characters, "</s>", ":r"])}, merges=[(":", "r")]))
-    melting = sum(any(c.startswith("r") for c in e.choices) for questions in QUESTIONS.values() for e in questions.values())
-    assert harness.differing(wrapped(tokenizer), QUESTIONS, "") == melting > 0
-    assert harness.differing(byte_tokenizer(), QUESTIONS, "") == 0
+    vocabulary = {character: index for index, character in enumerate([*characters, "</s>", ":r"])}
+    tokenizer = wrapped(Tokenizer(models.BPE(vocab=vocabulary, merges=[(":", "r")])))
+    merging = sum(any(choice.startswith("r") for choice in example.choices) for example in EXAMPLES)
+    assert harness.count_differing(tokenizer, QUESTIONS, "") == merging > 0
+    assert harness.count_differing(byte_tokenizer(), QUESTIONS, "") == 0
 
 
+@pytest.mark.parametrize(("tokenizer", "delimiter"), [(byte_tokenizer(), ""), (spacing_tokenizer(), " ")])
+def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimiter):
+    line = harness.write_tasks(str(tmp_path), QUESTIONS, tokenizer)
+    assert f"joined by {delimiter!r}: 0 of 40 questions" in line
+    for task, questions in QUESTIONS.items():
+        rows = [json.loads(row) for row in (tmp_path / f"{task}.jsonl").read_text().splitlines()]
+        for row, (index, example) in zip(rows, questions.items(), strict=True):
+            assert row == {"question": index, "prompt": example.prompt, "choices": list(example.choices),
+                           "label": example.label}
+        assert f'target_delimiter: "{delimiter}"\n' in (tmp_path / f"{task}.yaml").read_text()
+
+
+def test_the_command_quotes_paths_and_keeps_names_inside(tmp_path):
+    home = tmp_path / "a b"
+    harness.write_command(str(home), {"../x": "it's here", "y": "there"}, 4, "cpu", "float32")
+    script = (home / "lm_eval.sh").read_text()
+    subprocess.run(["bash", "-n", home / "lm_eval.sh"], check=True)
+    words = shlex.split(script.replace("\\\n", ""))
+    outputs = [words[i + 1] for i, word in enumerate(words) if word == "--output_path"]
+    assert outputs == [f"{home}/samples/%2E%2E%2Fx", f"{home}/samples/y"]
+    assert any(word.startswith(f"pretrained={ROOT.cwd()}/it's here,dtype=float32") for word in words)
+    with pytest.raises(UserError, match="expected a checkpoint path without a comma, found a,b"):
+        harness.write_command(str(home), {"x": "a,b"}, 4, "cpu", "float32")
+
+
+def imitate(home, results: dict, outcomes: list[dict]) -> None:
+    """What lm_eval writes where it agrees with 07_eval.py."""
+    for model, figures in results.items():
+        directory = home / "tasks" / "samples" / model / "path__of__the__model"
+        directory.mkdir(parents=True)
+        accuracies = {f"table5_{task}": rate["likelihood"] for task, rate in figures["tasks"].items()}
+        accuracies["table5"] = figures["macro_likelihood"]
+        rows = {name: {"acc,none": accuracy} for name, accuracy in accuracies.items()}
+        (directory / "results_2026-01-01.json").write_text(json.dumps({"results": rows}))
+        for task in figures["tasks"]:
+            lines = []
+            for row in outcomes:
+                if (row["model"], row["task"]) == (model, task):
+                    responses = [[str(score + 1e-6), "False"] for score in row["likelihood_scores"]]
+                    sample = {"doc": {"question": row["question"]}, "filtered_resps": responses}
+                    lines.append(json.dumps(sample) + "\n")
+            (directory / f"samples_table5_{task}_2026-01-01.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def evaluated(inputs, tmp_path_factory):
+    """RUN of one model with lm_eval's answers, imitated, in RUN/tasks."""
+    home = tmp_path_factory.mktemp("harness") / "run"
+    run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
+        "--text", "none", "--harness", home / "tasks")
+    outcomes = [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
+    assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
+    imitate(home, json.loads((home / "eval.json").read_text())["results"], outcomes)
+    return home
+
+
+@pytest.fixture
+def pair(evaluated, tmp_path):
+    return copy_run(evaluated, tmp_path / "run")
+
+
+COMPARE = "common/reporting/harness.py"
+
+
+def test_agreement_is_one_line(evaluated):
+    done = run(COMPARE, evaluated, evaluated / "tasks")
+    line = done.stdout.strip()
+    assert line.startswith("harness: lm_eval made the same choice in all 40 questions; macro average model ")
+    assert line.endswith("log-likelihoods within 1.0e-06") and "\n" not in line
+
+
+def edit(path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_another_choice_is_reported(pair):
+    lines = (pair / "eval.jsonl").read_text().splitlines()
+    row = json.loads(lines[7])
+    row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
+    (pair / "eval.jsonl").write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:]]))
+    expect_error("model, piqa: 1 of 5 choices differ; question 2: ", COMPARE, pair, pair / "tasks")
+
+
+def test_a_missing_question_is_reported(pair):
+    lines = (pair / "eval.jsonl").read_text().splitlines()
+    (pair / "eval.jsonl").write_text("\n".join(lines[1:]))
+    message = "model, boolq: expected lm_eval to answer the 4 questions of 07_eval.py, found 5 others"
+    expect_error(message, COMPARE, pair, pair / "tasks")
+
+
+@pytest.mark.parametrize("name", ["table5_siqa", "table5"])
+def test_another_accuracy_is_reported(pair, name):
+    path = next(pair.glob("tasks/samples/model/*/results_*"))
+    results = json.loads(path.read_text())
+    results["results"][name]["acc,none"] += 1e-6
+    path.write_text(json.dumps(results))
+    expect_error(f"model, {name}: accuracy ", COMPARE, pair, pair / "tasks")
+
+
+def test_the_newest_answers_are_read(pair):
+    old = next(pair.glob("tasks/samples/model/*/results_*"))
+    old.with_name("results_2025-12-31.json").write_text("{}")
+    run(COMPARE, pair, pair / "tasks")
+    old.with_name("results_2026-01-02.json").write_text("{}")
+    expect_error("results_2026-01-02.json: expected the results of lm_eval", COMPARE, pair, pair / "tasks")
+
+
+OUTCOME = b'{"model": "m", "task": "t", "question": %s, "likelihood_scores": %s}'
+SAMPLES = "tasks/samples/model/path__of__the__model"
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("eval.jsonl", b"", "expected lm_eval to answer the 0 questions"),
+    ("eval.jsonl", b"\xff\n", "eval.jsonl line 1: not UTF-8"),
+    ("eval.jsonl", b"null\n", "eval.jsonl line 1: expected a JSON object, found null"),
+    ("eval.jsonl", b'{"model": "model"}\n', "eval.jsonl line 1: expected an outcome of 07_eval.py"),
+    ("eval.jsonl", OUTCOME % (b"[]", b"[1]"), "eval.jsonl line 1: expected an outcome of 07_eval.py"),
+    ("eval.jsonl", OUTCOME % (b"1", b"[]"), "eval.jsonl line 1: expected an outcome of 07_eval.py"),
+    ("eval.json", b"", "eval.json: expected the record of 07_eval.py"),
+    ("eval.json", b"[]", "eval.json: record: expected an object, found []"),
+    ("eval.json", b"\xff", "eval.json: expected the record of 07_eval.py"),
+    (f"{SAMPLES}/results_2026-01-01.json", b"[1", "expected the results of lm_eval"),
+    (f"{SAMPLES}/results_2026-01-01.json", b"[1]", "expected the results of lm_eval"),
+    (f"{SAMPLES}/samples_table5_boolq_2026-01-01.jsonl", b"{}",
+     "samples_table5_boolq_2026-01-01.jsonl line 1: expected a sample of lm_eval"),
+])
+def test_damaged_answers_are_one_line(pair, name, content, message):
+    (pair / name).write_bytes(content)
+    expect_error(message, COMPARE, pair, pair / "tasks")
+
+
+def test_edited_figures_are_one_line(pair):
+    edit(pair / "eval.json", '"likelihood":', '"likeliness":')
+    expect_error("eval.json: expected figures of 07_eval.py for model", COMPARE, pair, pair / "tasks")
+
+
+def test_missing_answers_and_arguments_are_one_line(pair):
+    expect_error("expected results_*.json of lm_eval for model, found none", COMPARE, pair, pair)
+    expect_error("eval.jsonl", COMPARE, pair / "nowhere", pair / "tasks")
+    expect_error("expected RUN and DIR, found 1 arguments", COMPARE, pair)
+
+
+@pytest.mark.slow
 def test_the_harness_makes_the_same_choices(inputs, tmp_path):
-    """pipelines/harness.sh on a random GQA model; then with one answer of ours exchanged, and with one question missing."""
+    """pipelines/harness.sh, with lm_eval itself, on a random GQA model."""
     pytest.importorskip("lm_eval")
-    done = subprocess.run(["bash", str(ROOT / "pipelines" / "harness.sh"), save_tiny(tmp_path / "model", num_key_value_heads=2), inputs["tasks"]],
-                          capture_output=True, text=True, check=False,
-                          env=os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    model = save_tiny(tmp_path / "model", num_key_value_heads=2)
+    environment = os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run of one")}
+    command = ["bash", ROOT / "pipelines" / "harness.sh", model, inputs["tasks"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prompt and choice joined by '': 0 of 40 questions get other tokens" in done.stdout
-    assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in done.stdout.splitlines()[-1]
-
-    outcomes = (tmp_path / "run" / "eval.jsonl").read_text().splitlines()
-    assert 1 < len({json.loads(line)["likelihood_choice"] for line in outcomes})  # a random model, not one that always takes the first
-    other = json.loads(outcomes[7])
-    other["likelihood_scores"] = [-score for score in other["likelihood_scores"]]
-    for changed, message in (([*outcomes[:7], json.dumps(other), *outcomes[8:]], "model, piqa: 1 of 5 choices differ; question 2: "),
-                             (outcomes[1:], "model, boolq: expected lm_eval to answer the 4 questions")):
-        (tmp_path / "run" / "eval.jsonl").write_text("\n".join(changed))
-        with pytest.raises(UserError, match=message):
-            harness.compare(str(tmp_path / "run"), str(tmp_path / "run" / "tasks"))
+    last = done.stdout.splitlines()[-1]
+    assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last

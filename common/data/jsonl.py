@@ -19,13 +19,14 @@ def read_objects(path: str) -> Iterator[tuple[int, dict]]:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, _parse(line, f"{path} line {number}")
+                    yield number, parse_object(line, f"{path} line {number}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         message = f"{path} after line {number}: expected gzip data, found a damaged file: {error}"
         raise UserError(message) from error
 
 
-def _parse(line: bytes, place: str) -> dict:
+def parse_object(line: bytes, place: str) -> dict:
+    """A JSON object. Raises UserError naming `place` for what is not UTF-8, not JSON or not an object."""
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

@@ -1,21 +1,29 @@
-"""The evaluated questions as tasks of the standard harness (lm_eval), and its answers held against those of 07_eval.py.
+"""The evaluated questions as tasks of the standard harness (lm_eval), and its answers against 07_eval.py's.
 
-    python 07_eval.py --run RUN --harness DIR && bash DIR/lm_eval.sh && python -m common.reporting.harness RUN DIR
+    python 07_eval.py --run RUN --harness DIR
+    bash DIR/lm_eval.sh
+    python -m common.reporting.harness RUN DIR
 
-The last line exits with 2 unless lm_eval chose what 07_eval.py chose in every question, and reports the same accuracies.
+The last command exits with 2 unless lm_eval chose what 07_eval.py chose in every question and reports the
+same accuracies.
 """
 
+import collections
 import glob
 import json
+import math
 import os
 import shlex
 import sys
+from urllib.parse import quote
 
-from common.artifacts import write_text
+from common.artifacts import read_record, write_text
 from common.cli import UserError, run_stage
+from common.data.jsonl import read_objects
 from common.data.tasks import Example, choice_samples
 
-GROUP = "table5"  # of lm_eval's task names, which must not be those that it brings itself
+GROUP = "table5"  # prefix of the task names, so that they differ from lm_eval's own
+ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
 TASK = """\
 task: {group}_{task}
 dataset_path: json
@@ -34,85 +42,190 @@ task: [{tasks}]
 aggregate_metric_list: [{{metric: acc, weight_by_size: false}}]
 """
 COMMAND = """\
-lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=float32,add_bos_token=False --device {device} \\
-  --include_path {directory} --tasks {group} --batch_size {batch} --log_samples --output_path {output}
+lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=float32,add_bos_token=False \\
+  --device {device} --include_path {directory} --tasks {group} --batch_size {batch} --log_samples \\
+  --output_path {output}
 """
 
 
-def differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: str) -> int:
-    """Questions of which a choice has other ids as lm_eval gets them: by tokenizing prompt, delimiter and choice together."""
-    def differs(example):
-        samples = choice_samples(example, tokenizer)
-        joint = [tokenizer(f"{example.prompt}{delimiter}{c}", add_special_tokens=False)["input_ids"] for c in example.choices]
-        return any((*ids[len(s.prompt) :], tokenizer.eos_token_id) != s.answer for ids, s in zip(joint, samples, strict=True))
+def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: str) -> int:
+    """Questions with a choice whose ids change when prompt, delimiter and choice are tokenized together.
 
-    return sum(differs(example) for questions in tasks.values() for example in questions.values())
-
-
-def write(directory: str, tasks: dict[str, dict[int, Example]], models: dict[str, str], tokenizer, batch: int, device: str, dtype: str) -> str:
-    """TASK.jsonl and TASK.yaml of each task, their group, and lm_eval.sh, which runs lm_eval on each of the models.
-
-    tasks: per task the questions by their index in the file. models: name -> checkpoint. tokenizer: decides what stands
-    between prompt and choice: nothing with byte-level BPE, a space with SentencePiece, which puts one before the choice.
-    Returns a line that says in how many questions the ids still differ.
+    lm_eval tokenizes them together, 07_eval.py each on its own.
     """
-    os.makedirs(directory, exist_ok=True)
-    here = os.path.abspath(directory)
-    counts = {delimiter: differing(tokenizer, tasks, delimiter) for delimiter in ("", " ")}
+    count = 0
+    for questions in tasks.values():
+        count += sum(_differs(tokenizer, example, delimiter) for example in questions.values())
+    return count
+
+
+def _differs(tokenizer, example: Example, delimiter: str) -> bool:
+    for choice, sample in zip(example.choices, choice_samples(example, tokenizer), strict=True):
+        text = f"{example.prompt}{delimiter}{choice}"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if (*ids[len(sample.prompt) :], tokenizer.eos_token_id) != sample.answer:
+            return True
+    return False
+
+
+def write_tasks(directory: str, tasks: dict[str, dict[int, Example]], tokenizer) -> str:
+    """Write TASK.jsonl and TASK.yaml for each task, and the group of them all.
+
+    tasks: task -> index in the file -> question. tokenizer: decides the delimiter of prompt and choice: none
+    for byte-level BPE, a space for SentencePiece, which puts one before the choice. Returns a line that says
+    in how many questions the ids differ even so.
+    """
+    directory = os.path.abspath(directory)
+    counts = {delimiter: count_differing(tokenizer, tasks, delimiter) for delimiter in ("", " ")}
     delimiter = min(counts, key=counts.__getitem__)
     for task, questions in tasks.items():
-        rows = [{"question": i, "prompt": e.prompt, "choices": e.choices, "label": e.label} for i, e in questions.items()]
-        write_text(os.path.join(here, f"{task}.jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
-        file = json.dumps(os.path.join(here, f"{task}.jsonl"))
-        write_text(os.path.join(here, f"{task}.yaml"), TASK.format(group=GROUP, task=task, file=file, delimiter=delimiter))
-    write_text(os.path.join(here, f"{GROUP}.yaml"), MACRO.format(group=GROUP, tasks=", ".join(f"{GROUP}_{task}" for task in tasks)))
-    commands = [COMMAND.format(path=shlex.quote(os.path.abspath(path)), dtype=dtype, device=device, directory=shlex.quote(here), group=GROUP,
-                               batch=batch, output=shlex.quote(os.path.join(here, "samples", name))) for name, path in models.items()]
-    write_text(os.path.join(here, "lm_eval.sh"), "set -e\n" + "".join(commands))
-    return (f"wrote   {directory}: {len(tasks)} tasks for lm_eval, prompt and choice joined by {delimiter!r}: {counts[delimiter]} of "
-            f"{sum(map(len, tasks.values()))} questions get other tokens than here; run  bash {os.path.join(directory, 'lm_eval.sh')}")
+        lines = []
+        for index, example in questions.items():
+            question = {"prompt": example.prompt, "choices": example.choices, "label": example.label}
+            lines.append(json.dumps({"question": index} | question) + "\n")
+        path = os.path.join(directory, f"{task}.jsonl")
+        write_text(path, "".join(lines))
+        settings = TASK.format(group=GROUP, task=task, file=json.dumps(path), delimiter=delimiter)
+        write_text(os.path.join(directory, f"{task}.yaml"), settings)
+    names = ", ".join(f"{GROUP}_{task}" for task in tasks)
+    write_text(os.path.join(directory, f"{GROUP}.yaml"), MACRO.format(group=GROUP, tasks=names))
+    total = sum(map(len, tasks.values()))
+    return (f"wrote   {directory}: {len(tasks)} tasks for lm_eval, prompt and choice joined by "
+            f"{delimiter!r}: {counts[delimiter]} of {total} questions get other tokens there; "
+            f"run  bash {os.path.join(directory, 'lm_eval.sh')}")
 
 
-def newest(directory: str, model: str, name: str) -> str:
+def write_command(directory: str, models: dict[str, str], batch: int, device: str, dtype: str) -> None:
+    """Write lm_eval.sh, which runs lm_eval on the tasks in `directory`. models: name -> checkpoint."""
+    directory = os.path.abspath(directory)
+    commands = ["set -e\n"]
+    for model, path in models.items():
+        if "," in path:
+            raise UserError(f"--harness: expected a checkpoint path without a comma, found {path}; "
+                            "lm_eval splits its arguments there")
+        commands.append(COMMAND.format(
+            path=shlex.quote(os.path.abspath(path)), dtype=dtype, device=device, group=GROUP, batch=batch,
+            directory=shlex.quote(directory), output=shlex.quote(_output(directory, model))))
+    write_text(os.path.join(directory, "lm_eval.sh"), "".join(commands))
+
+
+def _output(directory: str, model: str) -> str:
+    """Where lm_eval writes a model's answers; the model's name, whatever it is, makes one directory."""
+    return os.path.join(directory, "samples", quote(model, safe="").replace(".", "%2E"))
+
+
+def find_newest(directory: str, model: str, name: str) -> str:
     """The last file of that name that lm_eval wrote for a model."""
-    found = glob.glob(os.path.join(glob.escape(os.path.join(directory, "samples", model)), "*", f"{name}_*"))
-    if not found:
-        raise UserError(f"{directory}: expected {name}_*.jsonl of lm_eval for {model}, found none; run lm_eval.sh there first")
-    return max(found, key=os.path.basename)  # the names end in the time
+    pattern = os.path.join(glob.escape(_output(directory, model)), "*", f"{name}_*")
+    paths = glob.glob(pattern)
+    if not paths:
+        raise UserError(f"{directory}: expected {name}_*.json of lm_eval for {model}, found none; "
+                        "run lm_eval.sh there first")
+    return max(paths, key=os.path.basename)  # the names end in the time
+
+
+def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """eval.jsonl as (model, task) -> question -> log-likelihood of each choice."""
+    scores = collections.defaultdict(dict)
+    for number, row in read_objects(path):
+        try:
+            task_scores = scores[row["model"], row["task"]]
+            task_scores[row["question"]] = _numbers(row["likelihood_scores"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{path} line {number}: expected an outcome of 07_eval.py, found another row"
+            raise UserError(message) from error
+    return scores
+
+
+def read_accuracies(path: str) -> dict[str, dict[str, float]]:
+    """eval.json as model -> lm_eval's name of a task, or of the group -> rate of right likeliest choices."""
+    accuracies = {}
+    for model, figures in read_record(path, "07_eval.py")["results"].items():
+        try:
+            rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in figures["tasks"].items()}
+            accuracies[model] = rates | {GROUP: figures["macro_likelihood"]}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: expected figures of 07_eval.py for {model}, found others") from error
+    return accuracies
+
+
+def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
+    """lm_eval's name of a task, or of the group -> accuracy."""
+    path = find_newest(directory, model, "results")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return {name: metrics["acc,none"] for name, metrics in json.load(file)["results"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: expected the results of lm_eval, found none that can be read") from error
+
+
+def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
+    """Question -> log-likelihood of each choice, by lm_eval."""
+    path, scores = find_newest(directory, model, f"samples_{name}"), {}
+    for number, row in read_objects(path):
+        try:
+            scores[row["doc"]["question"]] = _numbers(score for score, _ in row["filtered_resps"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{path} line {number}: expected a sample of lm_eval, found another row"
+            raise UserError(message) from error
+    return scores
+
+
+def _numbers(values) -> list[float]:
+    """Values, numbers or text, as floats. Raises ValueError when there are none."""
+    numbers = [float(value) for value in values]
+    if not numbers:
+        raise ValueError("expected at least one number, found none")
+    return numbers
+
+
+def compare_scores(place: str, ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> float:
+    """Largest difference of two log-likelihoods. Raises UserError unless the same choices win."""
+    if ours.keys() != theirs.keys():
+        raise UserError(f"{place}: expected lm_eval to answer the {len(ours)} questions of 07_eval.py, "
+                        f"found {len(theirs)} others")
+    differing = [number for number in ours if _likeliest(ours[number]) != _likeliest(theirs[number])]
+    if differing:
+        number = differing[0]
+        raise UserError(f"{place}: {len(differing)} of {len(ours)} choices differ; question {number}: "
+                        f"log-likelihoods {ours[number]} here, {theirs[number]} by lm_eval")
+    furthest = 0.0
+    for number in ours:
+        pairs = zip(ours[number], theirs[number], strict=True)
+        furthest = max(furthest, *(abs(our - their) for our, their in pairs))
+    return furthest
+
+
+def _likeliest(scores: list[float]) -> tuple[int, int]:
+    """How many choices there are, and the first of the likeliest."""
+    return len(scores), scores.index(max(scores))
 
 
 def compare(run: str, directory: str) -> str:
-    """One line for RUN's checkpoints where lm_eval agrees in every question and every accuracy. Raises UserError where not."""
-    with open(os.path.join(run, "eval.jsonl"), encoding="utf-8") as file:
-        outcomes = [json.loads(line) for line in file]
-    with open(os.path.join(run, "eval.json"), encoding="utf-8") as file:
-        results = json.load(file)["results"]
-    furthest = 0.0
-    for model, figures in results.items():
-        with open(newest(directory, model, "results"), encoding="utf-8") as file:
-            accuracies = {task: metrics["acc,none"] for task, metrics in json.load(file)["results"].items()}
-        for task, measured in figures["tasks"].items():
-            with open(newest(directory, model, f"samples_{GROUP}_{task}"), encoding="utf-8") as file:
-                theirs = {s["doc"]["question"]: [float(score) for score, _ in s["filtered_resps"]] for s in map(json.loads, file)}
-            ours = {o["question"]: o["likelihood_scores"] for o in outcomes if o["model"] == model and o["task"] == task}
-            if ours.keys() != theirs.keys():
-                raise UserError(f"{model}, {task}: expected lm_eval to answer the {len(ours)} questions of {run}, found {len(theirs)} others")
-            differ = [q for q in ours if ours[q].index(max(ours[q])) != theirs[q].index(max(theirs[q]))]
-            if differ:
-                raise UserError(f"{model}, {task}: {len(differ)} of {len(ours)} choices differ; question {differ[0]}: "
-                                f"log-likelihoods {ours[differ[0]]} here, {theirs[differ[0]]} by lm_eval")
-            if abs(accuracies[f"{GROUP}_{task}"] - measured["likelihood"]) > 1e-9:
-                raise UserError(f"{model}, {task}: accuracy {measured['likelihood']} here, {accuracies[f'{GROUP}_{task}']} by lm_eval")
-            furthest = max(furthest, *(abs(a - b) for q in ours for a, b in zip(ours[q], theirs[q], strict=True)))
-        if abs(accuracies[GROUP] - figures["macro_likelihood"]) > 1e-9:
-            raise UserError(f"{model}: macro average {figures['macro_likelihood']} here, {accuracies[GROUP]} by lm_eval")
-    macro = ", ".join(f"{model} {figures['macro_likelihood']:.2%}" for model, figures in results.items())
-    return f"harness: lm_eval made the same choice in all {len(outcomes)} questions; macro average {macro}; log-likelihoods within {furthest:.1e}"
+    """A line that says that lm_eval agrees on RUN's checkpoints. Raises UserError where it does not."""
+    scores = read_outcomes(os.path.join(run, "eval.jsonl"))
+    accuracies = read_accuracies(os.path.join(run, "eval.json"))
+    furthest, macros = 0.0, []
+    for model, rates in accuracies.items():
+        harness_rates = read_harness_accuracies(directory, model)
+        for name, accuracy in rates.items():
+            if name != GROUP:
+                task = name.removeprefix(f"{GROUP}_")
+                theirs = read_harness_scores(directory, model, name)
+                furthest = max(furthest, compare_scores(f"{model}, {task}", scores[model, task], theirs))
+            if abs(harness_rates.get(name, math.inf) - accuracy) > ACCURACY_TOLERANCE:
+                raise UserError(f"{model}, {name}: accuracy {accuracy} here, "
+                                f"{harness_rates.get(name)} by lm_eval")
+        macros.append(f"{model} {rates[GROUP]:.2%}")
+    questions = sum(map(len, scores.values()))
+    return (f"harness: lm_eval made the same choice in all {questions} questions; macro average "
+            f"{', '.join(macros)}; log-likelihoods within {furthest:.1e}")
 
 
 def main():
     if len(sys.argv) != 3:
-        raise UserError("usage: python -m common.reporting.harness RUN DIR")
+        raise UserError(f"expected RUN and DIR, found {len(sys.argv) - 1} arguments: "
+                        "python -m common.reporting.harness RUN DIR")
     print(compare(*sys.argv[1:]))
 
 

@@ -1,0 +1,77 @@
+"""The table of 07_eval.py in Markdown, the line above it, and both in a checkpoint's README.md."""
+
+import os
+
+from common.artifacts import write_text
+from common.cli import UserError
+from common.reporting.tables import markdown_table
+
+SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # where the README.md has room for them
+
+
+def results_table(results: dict[str, dict]) -> str:
+    """Markdown: a row per figure, a column per checkpoint."""
+    columns = list(results.values())
+    blank = [""] * (len(columns) + 1)
+    rows = []
+    for kind, title in (("exact_match", "exact match"), ("likelihood", "likelihood")):
+        rows.append((f"**{title}, %**", *blank))
+        for task in columns[0]["tasks"]:
+            task_columns = [column["tasks"][task] for column in columns]
+            rows.append(rate_row(task, task_columns, kind, "chance"))
+        for average in ("macro", "micro"):
+            rows.append(rate_row(f"*{average} average*", columns, f"{average}_{kind}", f"{average}_chance"))
+    rows.append(("**cost**", *blank))
+    if "perplexity" in columns[0]:
+        rows.append(("perplexity", "", *(f"{column['perplexity']:.3f}" for column in columns)))
+    rows.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
+    for title, key in (("KV bytes per token", "cache_bytes_per_token"),
+                       ("prefill tokens/s", "prefill_tokens_per_s"),
+                       ("decode tokens/s", "decode_tokens_per_s")):
+        rows.append((title, "", *(f"{column[key]:.0f}" for column in columns)))
+    return markdown_table(("", "chance", *results), rows)
+
+
+def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[str, ...]:
+    """A table row of rates in percent with their standard errors."""
+    cells = [f"{100 * column[key]:.1f} ± {100 * column[f'{key}_stderr']:.1f}" for column in columns]
+    return title, f"{100 * columns[0][chance]:.1f}", *cells
+
+
+def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str) -> str:
+    """What the figures are, and of what, on one line.
+
+    reference: the figures of the first checkpoint. source: where the questions come from. limit, seed: how
+    they were selected. hardware: device and dtype.
+    """
+    questions = sum(task["questions"] for task in reference["tasks"].values())
+    selection = "" if limit is None else f", the first {limit} a task"
+    if seed is not None:
+        selection = f", {limit} a task drawn with seed {seed}"
+    text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
+    line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
+            f"± standard error: {questions} validation questions ({source}{selection}), "
+            f"no begin-of-sequence token.{text} Speeds: one sequence on {hardware}.")
+    return " ".join(line.split())  # file names may contain newlines
+
+
+def write_scores(directory: str, scores: str) -> bool:
+    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> of a checkpoint's README.md.
+
+    Returns whether there was such a place; a card without it stays as it is. Comments in the scores are
+    escaped, or the closing one would end the place for the next evaluation. Raises UserError when the card is
+    not UTF-8.
+    """
+    path = os.path.join(directory, "README.md")
+    if not os.path.exists(path):
+        return False
+    try:
+        with open(path, encoding="utf-8") as file:
+            before, opening, rest = file.read().partition(SCORES)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    _, closing, after = rest.partition(END_OF_SCORES)
+    if closing:
+        escaped = scores.replace("<!--", "&lt;!--")
+        write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
+    return bool(closing)

@@ -1,0 +1,257 @@
+"""Stage 7 as a command: the files it writes, recomputed from its answers; what it refuses before any work."""
+
+import contextlib
+import json
+import shutil
+
+import numpy
+import pytest
+
+from common.data.tasks import example_from_row
+from common.reporting.scores import caption, results_table, write_scores
+from conftest import copy_run, evaluate_arguments, expect_error, run, save_tiny
+
+
+def read_outcomes(home) -> list[dict]:
+    return [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def evaluation(inputs, tmp_path_factory):
+    """Two GQA checkpoints, three of five questions drawn by a seed; (directory, arguments, printed text)."""
+    home = tmp_path_factory.mktemp("evaluation")
+    first = save_tiny(home / "first", num_key_value_heads=4)
+    second = save_tiny(home / "second", seed=1, num_key_value_heads=2)
+    (home / "second" / "README.md").write_text("<!-- scores -->\n<!-- /scores -->\n")
+    arguments = ["--run", home / "run", "--model", f"a={first}", f"b={second}", "--tasks", inputs["tasks"],
+                 "--text", inputs["text"], "--length", 64, "--sequences", 2]
+    done = run("07_eval.py", *arguments, "--limit", 3, "--seed", 1)
+    (home / "card.md").write_bytes((home / "second" / "README.md").read_bytes())  # tests evaluate it again
+    return home, arguments, done.stdout
+
+
+def test_figures_follow_from_the_answers(evaluation, inputs):
+    home, _, output = evaluation
+    written, outcomes = json.loads((home / "run" / "eval.json").read_text()), read_outcomes(home / "run")
+    assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
+    for model, figures in written["results"].items():
+        for task, measured in figures["tasks"].items():
+            answered = [row for row in outcomes if (row["model"], row["task"]) == (model, task)]
+            likeliest = [row["likelihood_choice"] == row["label"] for row in answered]
+            assert measured["questions"] == len(answered) == 3
+            assert measured["exact_match"] == numpy.mean([row["exact"] for row in answered])
+            assert measured["likelihood"] == numpy.mean(likeliest)
+        assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
+        percent = [100 * figures[name] for name in ("macro_likelihood", "macro_likelihood_stderr")]
+        assert "{:.1f} ± {:.1f}".format(*percent) in output
+
+
+def test_answers_are_those_of_the_questions(evaluation, inputs):
+    home, _, _ = evaluation
+    for row in read_outcomes(home / "run"):
+        with open(f"{inputs['tasks']}/{row['task']}.validation.jsonl") as file:
+            example = example_from_row(row["task"], json.loads(file.read().splitlines()[row["question"]]))
+        assert row["label"] == example.label and row["exact"] == (row["generated"] == example.answer)
+        assert len(row["likelihood_scores"]) == len(example.choices)
+        assert row["likelihood_choice"] == numpy.argmax(row["likelihood_scores"])
+
+
+def test_questions_are_drawn_by_the_seed_or_the_first(evaluation):
+    home, arguments, _ = evaluation
+    drawn = {row["question"] for row in read_outcomes(home / "run")}
+    assert len(drawn) == 3 and drawn != {0, 1, 2}
+    other = home / "first-three"
+    run("07_eval.py", *arguments, "--run", other, "--limit", 3, "--text", "none", "--only", "boolq")
+    assert [row["question"] for row in read_outcomes(other)] == [0, 1, 2] * 2
+    assert "perplexity" not in (other / "eval.md").read_text().lower()
+    assert "the first 3 a task" in (other / "eval.md").read_text()
+
+
+def test_scores_are_put_into_the_card(evaluation):
+    home, _, _ = evaluation
+    card = (home / "card.md").read_text()
+    for text in ("24 validation questions", "3 a task drawn with seed 1", "| 2 of 8 ", "text.txt"):
+        assert text in card
+    assert not (home / "first" / "README.md").exists()
+
+
+def test_the_table_is_kept_unless_forced(evaluation):
+    _, arguments, _ = evaluation
+    expect_error("eval.json exists already; give --force", "07_eval.py", *arguments)
+
+
+@pytest.fixture
+def checkpoint(inputs, tmp_path) -> str:
+    return shutil.copytree(inputs["model"], tmp_path / "model")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--length", 1], "--length: expected 2 to 256 tokens (the model's max_position_embeddings), found 1"),
+    (["--length", 257], "--length: expected 2 to 256 tokens (the model's max_position"),
+    (["--seed", 1], "--seed: expected --limit N with it"),
+    (["--limit", 0], "--limit: expected a whole number of at least 1, found 0"),
+    (["--batch", -1], "--batch: expected a whole number of at least 1, found -1"),
+    (["--sequences", 10**6], "= 64000000 tokens, found "),
+    (["--only", "BoolQ"], "--only: expected one of boolq"),
+    (["--model", "nowhere"], "nowhere: expected a checkpoint directory, found none"),
+    (["--model", "a=x", "a=y"], "--model: expected different names, found a twice"),
+    (["--tasks", "nowhere"], "task file not found: expected nowhere/boolq.validation.jsonl"),
+    (["--text", "nowhere.txt"], "text nowhere.txt: not found"),
+    (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
+    (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
+])
+def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):
+    home, defaults = tmp_path / "run", ["--model", inputs["model"], *evaluate_arguments(inputs)]
+    expect_error(message, "07_eval.py", "--run", home, *defaults, *arguments)
+    assert not home.exists()
+
+
+def test_a_run_directory_without_checkpoints_is_one_line(inputs, tmp_path):
+    message = f"{tmp_path}/run: expected one of teacher, merged, gqa, found none"
+    expect_error(message, "07_eval.py", "--run", tmp_path / "run", *evaluate_arguments(inputs))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs, tmp_path):
+    """Counted with the longest choice and end-of-sequence, whichever choice is right."""
+    tasks, home = tmp_path / "tasks", tmp_path / "run"
+    tasks.mkdir()
+    arguments = ["--run", home, "--model", inputs["model"], "--tasks", tasks, "--text", "none"]
+    arguments += ["--only", "boolq"]
+    rest = len("p\nQuestion: ?\nChoices: ['true', 'false']\nAnswer:false") + 1
+    for length, fits in ((257, False), (256, True)):
+        questions = ["q", "q" * (length - rest)]
+        rows = [{"question": question, "passage": "p", "label": True} for question in questions]
+        (tasks / "boolq.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if fits:
+            run("07_eval.py", *arguments)
+        else:
+            place = f"{inputs['model']}: boolq.validation row 1: expected at most 256 tokens"
+            expect_error(place, "07_eval.py", *arguments)
+            assert not home.exists()
+
+
+def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, inputs):
+    home, arguments, _ = evaluation
+    flags = [flag for flag in arguments if flag not in ("--length", 64)]
+    other = home / "whole-length"
+    run("07_eval.py", *flags, "--run", other, "--only", "boolq", "--limit", 1)
+    assert json.loads((other / "eval.json").read_text())["results"]["a"]["perplexity_tokens"] == 2 * 256
+
+
+def flip(path) -> None:
+    """Change one byte of a weight in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_directory_is_evaluated_again(finished_run, inputs, tmp_path):
+    """Scores in the card of gqa/ do not make it another checkpoint."""
+    home = copy_run(finished_run, tmp_path / "run")
+    assert "none yet" not in (home / "gqa" / "README.md").read_text()
+    arguments = ["--run", home, "--force", *evaluate_arguments(inputs), "--only", "piqa", "--limit", 1]
+    run("07_eval.py", *arguments)
+    results = json.loads((home / "eval.json").read_text())["results"]
+    assert list(results) == ["teacher", "merged", "gqa"] and list(results["gqa"]["tasks"]) == ["piqa"]
+    assert "1 validation questions" in (home / "gqa" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["teacher", "merged", "gqa"])
+def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
+    home = copy_run(finished_run, tmp_path / "run")
+    weights = next((home / name).glob("*.safetensors"))
+    flip(weights)
+    before = (home / "eval.json").read_bytes()
+    message = f"{weights}: its content is not what stage.json records"
+    expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
+    assert (home / "eval.json").read_bytes() == before
+
+
+DAMAGED = [b"", b"[]", b"null", b"\xff", b'{"stage": 3}', b'{"stage": "06_export.py"}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_record_of_a_checkpoint_is_one_line(inputs, checkpoint, tmp_path, content):
+    (checkpoint / "stage.json").write_bytes(content)
+    arguments = ["--run", tmp_path / "run", "--model", checkpoint, *evaluate_arguments(inputs)]
+    expect_error(f"{checkpoint}/stage.json: ", "07_eval.py", *arguments)
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, b'{"stage": "07_eval.py", "results": 7}'])
+def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
+    (tmp_path / "eval.json").write_bytes(content)
+    expect_error("eval.json", "07_eval.py", "--run", tmp_path, "--report")
+
+
+def figures(**changes) -> dict:
+    task = {"questions": 4, "chance": 0.5, "exact_match": 0.25, "exact_match_stderr": 0.125,
+            "likelihood": 0.75, "likelihood_stderr": 0.0625}
+    result = {"tasks": {"boolq": task}, "heads": 8, "kv_heads": 2, "cache_bytes_per_token": 64.0,
+              "prefill_tokens_per_s": 1000.4, "decode_tokens_per_s": 10.6,
+              "macro_chance": 0.5, "micro_chance": 0.4}
+    for average in ("macro", "micro"):
+        result |= {f"{average}_exact_match": 0.25, f"{average}_exact_match_stderr": 0.125,
+                   f"{average}_likelihood": 0.75, f"{average}_likelihood_stderr": 0.0625}
+    return result | changes
+
+
+def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
+    results = {"a": figures(perplexity=7.12345), "b": figures(perplexity=8, kv_heads=4)}
+    lines = results_table(results).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["", "chance", "a", "b"] and set(lines[1]) == {"|", "-"}
+    assert cells[2:] == [
+        ["**exact match, %**", "", "", ""],
+        ["boolq", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["*macro average*", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["*micro average*", "40.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["**likelihood, %**", "", "", ""],
+        ["boolq", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["*macro average*", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["*micro average*", "40.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["**cost**", "", "", ""],
+        ["perplexity", "", "7.123", "8.000"],
+        ["kv heads", "", "2 of 8", "4 of 8"],
+        ["KV bytes per token", "", "64", "64"],
+        ["prefill tokens/s", "", "1000", "1000"],
+        ["decode tokens/s", "", "11", "11"],
+    ]
+
+
+HOSTILE = "a|b\n<!-- /scores -->"
+
+
+def test_names_break_neither_the_table_nor_the_card(tmp_path):
+    """A second evaluation must find the place of the first, with nothing of the first left behind."""
+    reference = figures(perplexity=7.0, perplexity_text=HOSTILE)
+    note = caption(reference, HOSTILE, None, None, "cpu, float32")
+    table = results_table({HOSTILE: reference})
+    assert "\n" not in note and {line.count(" | ") for line in table.splitlines()[2:]} == {2}
+    assert len(table.splitlines()) == 16
+    card = tmp_path / "README.md"
+    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
+    for scores in (f"{table}\n\n{note}", "| 2 |"):
+        assert write_scores(str(tmp_path), scores)
+    assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
+
+
+def test_scores_go_between_the_markers_of_a_card(tmp_path):
+    card = tmp_path / "README.md"
+    assert not write_scores(str(tmp_path), "| 1 |")  # no card
+    for markers in ("", "<!-- scores -->", "<!-- /scores -->\n<!-- scores -->"):
+        card.write_text(text := f"# Model\n{markers}\nmore")
+        assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
+    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
+    for scores in ("| 1 |", "| 2 |\n| 3 |"):  # a second evaluation replaces the first
+        assert write_scores(str(tmp_path), scores)
+        assert card.read_text() == f"# Model\n<!-- scores -->\n{scores}\n<!-- /scores -->\nmore"
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):
+    (checkpoint / "README.md").write_bytes(b"\xff\xfe")
+    arguments = ["--run", tmp_path / "run", "--model", checkpoint, *evaluate_arguments(inputs)]
+    expect_error("README.md: not UTF-8", "07_eval.py", *arguments, "--limit", 1, "--only", "boolq")
+    with contextlib.suppress(FileNotFoundError):
+        assert (tmp_path / "run" / "eval.json").stat().st_size
