@@ -30,7 +30,7 @@ from common.artifacts import (
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
 from common.method import masks
-from common.models import check_finite, geometry, load_config, load_model, load_tokenizer
+from common.models import check_finite, geometry, load_config, load_model, save_tokenizer
 from common.reporting import model_card
 from common.training.checkpoints import step_of, steps_saved, whole_weights
 
@@ -120,7 +120,7 @@ def main():
 
     with write_directory(output) as aside:
         model.to(dtype).save_pretrained(aside)
-        load_tokenizer(aligned).save_pretrained(aside)
+        save_tokenizer(aligned, aside)
         loaded = load_model(aside)
         stored = max_difference(expected, all_logits(loaded, tokens))
         summary = {

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from common import cli
 from common.cli import UserError
-from common.records import find_fault, layer_file
+from common.records import find_fault, layer_file, shown
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 RECORD = "stage.json"  # the record inside a directory artifact
@@ -178,7 +178,12 @@ def write_directory(path: str):
         shutil.rmtree(aside, ignore_errors=True)
         raise
     previous = move_aside(path)
-    os.rename(aside, path)
+    try:
+        os.rename(aside, path)
+    except BaseException:
+        if previous:
+            os.rename(previous, path)
+        raise
     if previous:
         shutil.rmtree(previous)
 
@@ -219,7 +224,7 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
         raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
                         f"run {stage} again") from error
     if isinstance(record, dict) and isinstance(record.get("stage"), str) and record["stage"] != stage:
-        raise UserError(f"{path}: expected an artifact of {stage}, found one of {record['stage'][:60]}")
+        raise UserError(f"{path}: expected an artifact of {stage}, found one of {shown(record['stage'])[1:-1]}")
     fault = find_fault(record, stage)
     if fault:
         raise UserError(f"{sidecar}: {fault}; run {stage} again")

@@ -22,8 +22,8 @@ from common.models import (
     check_names,
     load_config,
     load_model,
-    load_tokenizer,
     open_checkpoint,
+    save_tokenizer,
     sliding_window,
     window_mask,
 )
@@ -187,7 +187,7 @@ class CheckpointWriter:
         if os.path.exists(os.path.join(self.source, "generation_config.json")):
             generation = GenerationConfig.from_pretrained(self.source)
         generation.save_pretrained(self.directory)
-        load_tokenizer(self.source).save_pretrained(self.directory)
+        save_tokenizer(self.source, self.directory)
         return self
 
     def write(self, name: str, module) -> None:

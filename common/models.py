@@ -254,6 +254,15 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
+def save_tokenizer(path: str, directory: str) -> None:
+    """Write the tokenizer of the checkpoint at `path` into another directory."""
+    tokenizer = load_tokenizer(path)
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # the Rust backend reports a full disk as a bare Exception
+        raise OSError(f"{directory}: cannot write the tokenizer: {first_line(error)}") from error
+
+
 def pick_device(name: str) -> str:
     """"auto" -> cuda where there is one, else cpu."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

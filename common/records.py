@@ -23,7 +23,9 @@ class Number:
 
     def accepts(self, value) -> bool:
         kinds = int if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.at_least <= value < math.inf
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        return self.at_least <= value and -math.inf < value < math.inf
 
 
 @dataclass(frozen=True)
