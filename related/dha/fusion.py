@@ -19,6 +19,11 @@ def kronecker(groups: list[list[int]], head_dim: int) -> torch.Tensor:
     return torch.eye(size)[None, :, :, None].repeat(len(groups), 1, 1, head_dim)
 
 
+def whole_layers(layers: int, heads: int) -> dict[str, list]:
+    """Groups for search: one per layer, which holds all its heads."""
+    return {kind: [[list(range(heads))]] * layers for kind in PROJECTIONS}
+
+
 def starting_operators(groups: dict[str, list], head_dim: int) -> dict[str, torch.Tensor]:
     """An identity operator for the keys and the values of every layer, "LAYER_key" and "LAYER_value"."""
     operators = {}
@@ -68,8 +73,8 @@ def combine_heads(weights: dict, operators: dict, groups: dict[str, list], combi
 class FusedLinear(nn.Linear):
     """k_proj or v_proj with a fusion operator, which mixes weights, not activations, in float32.
 
-    It has the parameters of the nn.Linear and no others, so names in checkpoints stay the same; `set_operators`
-    attaches the operator.
+    It has the parameters of the nn.Linear and no others, so names in checkpoints stay the same;
+    `set_operators` attaches the operator.
     """
 
     def mixed(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -100,7 +105,10 @@ def set_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, l
         for kind, name in PROJECTIONS.items():
             projection, operator = getattr(layer.self_attn, name), operators[f"{index}_{kind}"]
             members = torch.tensor(groups[kind][index], device=operator.device)
-            projection.fusion = operator, members  # a tuple: the module would register a bare nn.Parameter as its own
+            projection.fusion = (
+                operator,
+                members,
+            )  # a tuple: the module would register a bare nn.Parameter as its own
 
 
 def with_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, list]):

@@ -1,5 +1,6 @@
-"""Head groups (Algorithm 4), head budgets of the layers (Algorithm 5) and head similarity (Appendix B.1)."""
+"""Head groups by simulated annealing (Algorithm 4) and head budgets of the layers (Algorithm 5)."""
 
+import itertools
 import math
 import random
 
@@ -12,7 +13,14 @@ HOT, COLD, COOLING = 100.0, 0.001, 0.9  # Algorithm 4: first and last temperatur
 
 def within(losses: list[list[float]], groups: list[list[int]]) -> float:
     """Sum of losses[h][h'] over the pairs h < h' within groups."""
-    return sum(losses[a][b] for group in groups for a in group for b in group if a < b)
+    pairs = itertools.chain.from_iterable(itertools.permutations(group, 2) for group in groups)
+    return sum(losses[a][b] for a, b in pairs if a < b)
+
+
+def within_random(losses: torch.Tensor, count: int) -> float:
+    """Mean of `within` over all partitions of the heads into `count` groups of equal size. losses: [H, H]."""
+    heads = len(losses)
+    return float(losses.sum()) / 2 * (heads // count - 1) / (heads - 1)
 
 
 def swap_gain(losses: list[list[float]], first: list[int], second: list[int], a: int, b: int) -> float:
@@ -24,11 +32,15 @@ def swap_gain(losses: list[list[float]], first: list[int], second: list[int], a:
     return before - after
 
 
+def accepts(gain: float, temperature: float, draw: random.Random) -> bool:
+    """Always accept a swap that lowers the loss, any other with probability exp(gain / temperature)."""
+    return gain > 0 or math.exp(gain / temperature) > draw.random()
+
+
 def walk(losses: list[list[float]], count: int, draw: random.Random) -> tuple[float, list[list[int]]]:
     """Algorithm 4 once, from a random start: the loss of the best grouping visited, and that grouping.
 
-    Each step proposes to swap two heads of different groups. A swap that raises the loss is accepted with
-    probability exp(-rise / temperature).
+    Each step proposes to swap two heads of different groups.
     """
     heads = list(range(len(losses)))
     draw.shuffle(heads)
@@ -42,7 +54,7 @@ def walk(losses: list[list[float]], count: int, draw: random.Random) -> tuple[fl
             first, second = groups[i], groups[j]
             a, b = draw.randrange(size), draw.randrange(size)
             gain = swap_gain(losses, first, second, a, b)
-            if gain > 0 or math.exp(gain / temperature) > draw.random():
+            if accepts(gain, temperature, draw):
                 first[a], second[b] = second[b], first[a]
                 loss -= gain
             if loss < best_loss:
@@ -104,17 +116,3 @@ def allocate(losses: list[float], ladder: list[int], total: int) -> list[int]:
                 given = candidate
                 break
     return given
-
-
-def cka(heads: torch.Tensor) -> torch.Tensor:
-    """Linear CKA of every pair of heads, uncentred as Appendix B.1 prints it: [H, d, n] -> [H, H] float64."""
-    heads = heads.double()
-    overlap = torch.einsum("adn,ben->abde", heads, heads).square().sum((2, 3))  # |W_a W_b^T|_F^2
-    own_overlap = overlap.diagonal()
-    return overlap / (own_overlap[:, None] * own_overlap).sqrt()
-
-
-def redundancy(similarity: torch.Tensor) -> float:
-    """Mean of [H, H] similarities over the pairs of different heads."""
-    first, second = torch.triu_indices(*similarity.shape, 1)
-    return float(similarity[first, second].mean())

@@ -1,16 +1,16 @@
-"""Continued pre-training, the third phase of DHA; and that of everything it is compared with, on the same tokens.
+"""Continued pre-training, the third phase of DHA, and the same training for every model it is compared with.
 
-Reads   RUN/search.json (which text, batches and learning rate), --start (default: RUN/fused/)
+Reads   RUN/search.json (text, batches and learning rate), --start (default: RUN/fused/)
 Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.json with its held-out losses
-        RUN/NAME.train/   training checkpoints, gone when it is done
+        RUN/NAME.train/   training checkpoints, removed at the end
 
-    python -m related.dha.pretrain                                                        # DHA, after related/dha/fuse.py
-    python -m related.dha.pretrain --name mean-pool --start runs/dha/pool/merged          # a baseline of the same --steps
+    python -m related.dha.pretrain                                                     # DHA, after fuse.py
+    python -m related.dha.pretrain --name mean-pool --start runs/dha/start-mean-pool/merged       # a baseline
     torchrun --nproc-per-node 8 -m related.dha.pretrain --run-dir runs/dha-7b --steps 5000 --warmup 0.03
 
---steps counts from the source model on: those that search and fusion took are taken off. Next-token loss on all parameters, learning
-rate with a warm-up over --warmup of the steps and a cosine to 10% (published: 3%, 5000 steps of 1M tokens at 1e-4). The same command again goes on
-where it was stopped.
+--steps counts from the source model: the steps of search and fusion are subtracted. Next-token loss on all
+parameters; the learning rate warms up over --warmup of the steps, then follows a cosine down to 10% of its
+peak (published: 3%, 5000 steps of 1M tokens at 1e-4). Run the same command again to resume.
 """
 
 import json
@@ -21,75 +21,88 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import RECORD, read_record, record, refuse_overwrite, write_directory, write_json
+from common.artifacts import RECORD, claim, record, write_directory, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training.engine import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
-
-NAME = "related/dha/pretrain.py"
+from related.dha.records import FUSE, PRETRAIN, SEARCH, read, row_name
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
-    parser.add_argument("--start", default=None, metavar="DIR", help="checkpoint to train (default: RUN/fused)")
-    parser.add_argument("--name", default="dha", help="of the directory in RUN that it ends in")
-    parser.add_argument("--steps", type=positive, default=400, help="from the source model on, search and fusion included")
-    parser.add_argument("--warmup", type=float, default=0.03, help="share of the steps")
-    parser.add_argument("--heldout-every", type=positive, default=20, help="steps between held-out losses")
-    parser.add_argument("--print-every", type=positive, default=50, help="steps between printed lines; metrics.jsonl has all")
+    parser.add_argument(
+        "--start", default=None, metavar="DIR", help="checkpoint to train (default: RUN/fused)"
+    )
+    parser.add_argument("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
+    parser.add_argument(
+        "--steps", type=positive, default=400, help="steps from the source model, search and fusion included"
+    )
+    training.add_logging_flags(parser, warmup=0.03, print_every=50)
     return parser.parse_args()
 
 
-def steps_behind(checkpoint: str) -> int:
-    """Training steps that a checkpoint took since the source model: those of search and fusion, none for a merged one."""
+def steps_before(checkpoint: str) -> int:
+    """Training steps behind a checkpoint: those of search and fusion for fused/, 0 for any other."""
     path = os.path.join(checkpoint, RECORD)
     if not os.path.exists(path):
         return 0
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)["summary"].get("steps_so_far", 0)
+    try:
+        with open(path, encoding="utf-8") as file:
+            stage = json.load(file)["stage"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
+    return read(checkpoint, FUSE)["summary"]["steps_so_far"] if stage == FUSE else 0
 
 
-def finish(args, clock, start: str, before: int, data: dict, plan, last_loss: float, tokenizer) -> None:
-    """Write the trained checkpoint with its held-out losses over tokens, on the first rank."""
+def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
+    """Write the trained checkpoint with its held-out losses; called on the first rank."""
     output = os.path.join(args.run, args.name)
     directory, per_step = output + ".train", plan.batch * data["length"]
+    before = args.steps - plan.steps
     model = AutoModelForCausalLM.from_config(load_config(start), dtype=torch.float32).eval()
     model.load_state_dict(training.last_weights(directory)[0])
     lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
-    losses = [[(before + line["step"] - 1) * per_step, line["heldout"]] for line in lines if "heldout" in line] + [[args.steps * per_step, last_loss]]
-    held = cache_bytes_per_token(model, torch.zeros(data["length"], dtype=torch.long))
-    summary = {"steps": plan.steps, "steps_before": before, "tokens": args.steps * per_step, "heldout": losses, "cache_bytes_per_token": held, "data": data}
+    losses = training.heldout_curve(lines, before, per_step) + [[args.steps * per_step, last_loss]]
+    cached_bytes = cache_bytes_per_token(model, torch.zeros(data["length"], dtype=torch.long))
+    summary = {
+        "steps": plan.steps,
+        "steps_before": before,
+        "tokens": args.steps * per_step,
+        "heldout": losses,
+        "cache_bytes_per_token": cached_bytes,
+        "data": data,
+    }
     with write_directory(output) as aside:
         model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        load_tokenizer(start).save_pretrained(aside)
         shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
-        write_json(os.path.join(aside, RECORD), record(NAME, args, describe(start), [], summary, clock()))
+        write_record(aside, record(PRETRAIN, args, describe(start), [], summary, clock()))
     shutil.rmtree(directory)
     print(f"wrote   {output}")
-    print(f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {plan.steps} steps, {held:.0f} bytes of cache per token, in {clock()} s")
+    print(
+        f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {plan.steps} steps, "
+        f"{cached_bytes:.0f} bytes of cache per token, in {clock()} s"
+    )
 
 
 def pretrain(args, clock, ranks) -> None:
-    start, output = args.start or os.path.join(args.run, "fused"), os.path.join(args.run, args.name)
-    directory = output + ".train"
-    refuse_overwrite(output, args.force)
-    data = read_record(os.path.join(args.run, "search.json"), "related/dha/search.py")["summary"]["data"]
-    before, tokenizer = steps_behind(start), load_tokenizer(start)
+    start = args.start or os.path.join(args.run, "fused")
+    directory = os.path.join(args.run, args.name) + ".train"
+    data = read(os.path.join(args.run, "search.json"), SEARCH)["summary"]["data"]
+    before, tokenizer = steps_before(start), load_tokenizer(start)
     if args.steps <= before:
-        raise UserError(f"--steps: expected more than the {before} that search and fusion took, found {args.steps}")
+        raise UserError(
+            f"--steps: expected more than the {before} steps of search and fusion, found {args.steps}"
+        )
     plan = training.make_plan(data, args.steps - before, args.warmup, args.print_every)
     ranks.say(f"reads   {start}")
     samples, heldout = training.load_data(data, tokenizer, ranks)
-    ranks.say(f"trains  {plan.steps} steps of {plan.batch} x {data['length']} tokens; {before} went before")
-    if ranks.first:
-        if args.force:
-            shutil.rmtree(directory, ignore_errors=True)
-        os.makedirs(directory, exist_ok=True)
-    torch.distributed.barrier()
+    ranks.say(f"trains  {plan.steps} steps of {plan.batch} x {data['length']} tokens, after {before} steps")
+    training.open_directory(directory, args.force, ranks)
     settings = data | {"start": fingerprint(start), "steps": plan.steps, "warmup": plan.warmup}
     job = training.begin(directory, settings, start, ranks, (data["lr"],))
     phase = training.LanguageModel(job, plan, heldout, args.heldout_every)
@@ -97,11 +110,12 @@ def pretrain(args, clock, ranks) -> None:
         return
     loss = phase.heldout_loss()
     if ranks.first:
-        finish(args, clock, start, before, data, plan, loss, tokenizer)
+        finish(args, clock, start, data, plan, loss)
 
 
 def main():
     args, clock = parse(), Clock()
+    claim(f"{PRETRAIN} --name {args.name}", args, os.path.join(args.run, args.name))
     with joined_ranks() as ranks:
         pretrain(args, clock, ranks)
 

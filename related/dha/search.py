@@ -1,34 +1,36 @@
-"""Search, the first phase of decoupled-head attention (DHA): which heads resemble each other, and which layers need many.
+"""Search, the first phase of decoupled-head attention (DHA): heads that are alike, layers that need many.
 
 Reads   an MHA Llama checkpoint and text
 Writes  RUN/search/         training checkpoints and metrics.jsonl
-        RUN/searched/       the model after search, an MHA checkpoint again: its operators folded into its heads
-        RUN/search.json     key and value groups of every layer, losses, budgets, redundancy, and the data all later steps use
-        RUN/cka.png         head similarity of the source (linear CKA, Appendix B.1)
+        RUN/searched/       the model after search, again MHA: its operators are folded into its heads
+        RUN/search.json     key and value groups of every layer, losses, head counts, data of later steps
+        RUN/cka.png         head similarity in the source model (linear CKA, Appendix B.1)
 
-    python -m related.dha.search                                                          # the embedded model
-    torchrun --nproc-per-node 8 -m related.dha.search --run-dir runs/dha-7b --model meta-llama/Llama-2-7b-hf --text c4 \\
-        --heldout FILE.txt --kv-heads 8 --steps 240 --batch 64 --length 4096 --sequences 80000 --lr 1e-4
+    python -m related.dha.search                                                # the demo model
+    torchrun --nproc-per-node 8 -m related.dha.search --run-dir runs/dha-7b \\
+        --model meta-llama/Llama-2-7b-hf --text c4 --heldout FILE.txt --kv-heads 8 \\
+        --steps 240 --batch 64 --length 4096 --sequences 80000 --lr 1e-4
 
-Every head starts to read a mixture of all heads of its layer, with factors that change nothing; the language-model loss trains
-factors and weights. How far the factors of two heads have then moved apart decides who shares a head (simulated annealing,
-Algorithm 4), how far those of a layer have, how many heads it keeps (Algorithm 5), keys and values apart. Published: 240 steps of
-64 x 4096 tokens at 1e-4 for weights and 1e-2 for factors, as in the second command; the defaults suit the embedded model. The same
-command again goes on where it was stopped.
+Every head starts to read a mixture of all heads of its layer, through factors that change nothing at first;
+the language-model loss trains factors and weights. Two heads whose factors stay close share a head (simulated
+annealing, Algorithm 4), and a layer whose factors spread keeps more heads (Algorithm 5), for keys and values
+separately. Published: 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights and 1e-2 for
+factors, as in the second command; the defaults suit the demo model. Run the same command again to resume.
 """
 
 import os
-import shutil
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import RECORD, record, refuse_overwrite, write_directory, write_json
-from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.artifacts import claim, record, write_directory, write_json, write_record
+from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
 from common.evaluate import all_logits
 from common.models import (
     DEMO,
+    Geometry,
     check_kv_heads,
     describe,
     geometry,
@@ -36,157 +38,252 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
-from common.reporting import plots
 from common.training.sharding import joined_ranks
-from related.dha import fusion, grouping, training
+from related.dha import fusion, grouping, similarity, training
+from related.dha.records import SEARCH
 
-NAME = "related/dha/search.py"
-DATA = ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch", "seed", "lr")  # the same for all that is compared
+DATA = (  # flags whose values hold for everything that is compared
+    "text",
+    "heldout",
+    "sequences",
+    "heldout_sequences",
+    "length",
+    "batch",
+    "tokens_per_microbatch",
+    "seed",
+    "lr",
+)
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
-    parser.add_argument("--model", default=DEMO, help="an MHA Llama: checkpoint directory, hub repository, or demo")
-    parser.add_argument("--kv-heads", type=positive, default=None, help="mean number of key heads, and of value heads, that a layer keeps (default: a quarter)")
-    parser.add_argument("--ladder", type=positive, nargs="+", default=None, metavar="N", help="numbers of heads that a layer may keep (default: half, once, twice --kv-heads)")
+    parser.add_argument(
+        "--model", default=DEMO, help="an MHA Llama: checkpoint directory, hub repository, or demo"
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=positive,
+        default=None,
+        help="key heads, and value heads, that a layer keeps on average (default: a quarter)",
+    )
+    parser.add_argument(
+        "--ladder",
+        type=positive,
+        nargs="+",
+        default=None,
+        metavar="N",
+        help="numbers of heads that a layer may keep (default: half, once and twice --kv-heads)",
+    )
     parser.add_argument("--walks", type=positive, default=50, help="annealing walks per layer (published: 1)")
-    parser.section("text, the same for all that is compared")
-    parser.add_argument("--text", default=DEMO, help="of training: c4, demo, or a .txt, .jsonl, .json.gz file")
-    parser.add_argument("--heldout", default=DEMO, help="of the losses that are compared")
-    parser.add_argument("--sequences", type=positive, default=4096, help="of the training text; more steps than that read them again")
-    parser.add_argument("--heldout-sequences", type=positive, default=32, help="of the held-out text")
-    parser.add_argument("--length", type=positive, default=256, help="tokens per sequence")
-    parser.add_argument("--batch", type=positive, default=8, help="sequences per step, all ranks together")
-    parser.add_argument("--tokens-per-microbatch", type=positive, default=2048, help="tokens in one row")
-    parser.add_argument("--seed", type=int, default=0, help="of batches and annealing")
+    add_data_flags(parser)
     parser.section("optimization")
-    parser.add_argument("--steps", type=positive, default=60, help="of search (published: 240)")
-    parser.add_argument("--lr", type=float, default=5e-4, help="of the weights, here and in all later steps (published: 1e-4)")
-    parser.add_argument("--operator-lr", type=float, default=1e-2, help="of the fusion operators")
-    parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps")
-    parser.add_argument("--heldout-every", type=positive, default=20, help="steps between held-out losses")
-    parser.add_argument("--print-every", type=positive, default=20, help="steps between printed lines; metrics.jsonl has all")
+    parser.add_argument("--steps", type=positive, default=60, help="steps of search (published: 240)")
+    parser.add_argument(
+        "--lr",
+        type=non_negative_float,
+        default=5e-4,
+        help="learning rate of the weights, in this and all later steps (published: 1e-4)",
+    )
+    parser.add_argument(
+        "--operator-lr", type=non_negative_float, default=1e-2, help="learning rate of the fusion operators"
+    )
+    training.add_logging_flags(parser, warmup=0.1, print_every=20)
     return parser.parse_args()
 
 
-@plots.drawing
-def cka_heatmaps(plt, similarity: dict[str, list], redundancies: dict[str, list], title: str):
-    """Rows: queries, keys, values; columns: layers, the redundancy above each. similarity: kind -> layers of [H, H]."""
-    layers = len(similarity["key"])
-    figure, axes = plt.subplots(len(similarity), layers, squeeze=False, layout="constrained", figsize=(1.7 * layers + 1.4, 1.9 * len(similarity) + 0.5))
-    for row, (kind, matrices) in zip(axes, similarity.items(), strict=True):
-        for layer, (axis, matrix) in enumerate(zip(row, matrices, strict=True)):
-            shown = axis.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"layer {layer}: {redundancies[kind][layer]:.3f}", fontsize=8)
-        row[0].set_ylabel(kind)
-    figure.colorbar(shown, ax=axes, shrink=0.6, label="linear CKA of two heads' weights")
-    figure.suptitle(title)
-    return figure
+def add_data_flags(parser) -> None:
+    """The flags named in DATA but for --lr."""
+    parser.section("text, the same for everything that is compared")
+    parser.add_argument(
+        "--text", default=DEMO, help="training text: c4, demo, or a .txt, .jsonl or .json.gz file"
+    )
+    parser.add_argument("--heldout", default=DEMO, help="text whose losses are compared")
+    parser.add_argument(
+        "--sequences",
+        type=positive,
+        default=4096,
+        help="training sequences; they repeat if the steps need more",
+    )
+    parser.add_argument("--heldout-sequences", type=positive, default=32, help="held-out sequences")
+    parser.add_argument("--length", type=positive, default=256, help="tokens per sequence, at least 2")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
+    parser.add_argument("--tokens-per-microbatch", type=positive, default=2048, help="tokens per packed row")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed of batches and annealing")
 
 
-@torch.no_grad()
-def head_similarity(model, head_dim: int) -> tuple[dict, dict]:
-    """CKA of the heads of every layer, "query", "key" and "value" -> [H, H] matrices, and their redundancies."""
-    similarity = {kind: [grouping.cka(getattr(layer.self_attn, f"{kind[0]}_proj").weight.view(-1, head_dim, model.config.hidden_size)) for layer in model.model.layers]
-                  for kind in ("query", "key", "value")}
-    return similarity, {kind: [round(grouping.redundancy(matrix), 5) for matrix in matrices] for kind, matrices in similarity.items()}
+@dataclass(frozen=True)
+class Budget:
+    """How many key heads, and how many value heads, a layer keeps on average, and the counts it may have."""
+
+    kv_heads: int
+    ladder: list[int]  # ascending
+
+
+def head_budget(args, shape: Geometry) -> Budget:
+    """The budget that the flags ask for. Raises UserError if no counts on the ladder meet it."""
+    kv_heads = args.kv_heads or max(shape.heads // 4, 1)
+    check_kv_heads(shape.kv_heads, kv_heads)
+    ladder = args.ladder
+    if ladder is None:
+        counts = {kv_heads // 2, kv_heads, 2 * kv_heads}
+        ladder = [count for count in counts if count and shape.heads % count == 0]
+    ladder = sorted(ladder)
+    if any(shape.heads % count for count in ladder):
+        raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
+    grouping.allocate([1.0] * shape.layers, ladder, kv_heads * shape.layers)
+    return Budget(kv_heads, ladder)
 
 
 def check_source(path: str, config) -> None:
-    """Raise UserError unless DHA, as the paper has it, applies to this model."""
+    """Raise UserError unless the model is an MHA Llama."""
     shape = geometry(config)
     if config.model_type != "llama":
-        raise UserError(f"{path}: expected model_type llama, found {config.model_type}: what is exported is a Llama with other attention")
+        raise UserError(
+            f"{path}: expected model_type llama, found {config.model_type}: "
+            "what is exported is a Llama with other attention"
+        )
     if shape.kv_heads != shape.heads:
-        raise UserError(f"{path}: expected a key and a value head per query head (MHA), found {shape.kv_heads} of {shape.heads}: fusion mixes the heads of query heads")
+        raise UserError(
+            f"{path}: expected a key and a value head per query head (MHA), found {shape.kv_heads} "
+            f"for {shape.heads} heads: fusion mixes the key and value heads of query heads"
+        )
 
 
-def choose(args, operators: dict, layers: int, heads: int, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
-    """Groups of keys and of values from the searched operators, and the figures behind them."""
+def check_texts(args, positions: int) -> None:
+    """Raise UserError for held-out text that is also trained on, or a length beyond the model's positions."""
+    if args.text == args.heldout and args.text not in (DEMO, "c4"):  # these two have a split of each kind
+        raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
+    if not 2 <= args.length <= positions:
+        raise UserError(
+            f"--length: expected 2 to {positions} tokens, the model's positions, found {args.length}"
+        )
+
+
+def choose_groups(args, operators: dict, shape: Geometry, budget: Budget) -> tuple[dict, dict]:
+    """Key and value groups of every layer from the operators after search, and the figures behind them."""
     groups, figures = {}, {}
     for kind in fusion.PROJECTIONS:
-        of_layers = [operators[f"{layer}_{kind}"] for layer in range(layers)]
-        losses = [float(fusion.layer_loss(operator.double())) for operator in of_layers]
-        given = grouping.allocate(losses, ladder, kv_heads * layers)
-        scores = [fusion.pair_losses(operator.double())[0] for operator in of_layers]
-        groups[kind] = [grouping.anneal(score, count, args.walks, args.seed) for score, count in zip(scores, given, strict=True)]
-        inside = [grouping.within(score.tolist(), of_layer) for score, of_layer in zip(scores, groups[kind], strict=True)]
-        expected = [float(score.sum()) / 2 * (heads // count - 1) / (heads - 1) for score, count in zip(scores, given, strict=True)]
-        figures[kind] = {"layer_loss": losses, "heads": given, "loss_within_groups": inside, "loss_within_random_groups": expected}
+        layers = [operators[f"{layer}_{kind}"].double() for layer in range(shape.layers)]
+        losses = [float(fusion.layer_loss(operator)) for operator in layers]
+        counts = grouping.allocate(losses, budget.ladder, budget.kv_heads * shape.layers)
+        groups[kind], within, random = [], [], []
+        for operator, count in zip(layers, counts, strict=True):
+            scores = fusion.pair_losses(operator)[0]  # one group holds all heads of the layer
+            chosen = grouping.anneal(scores, count, args.walks, args.seed)
+            groups[kind].append(chosen)
+            within.append(grouping.within(scores.tolist(), chosen))
+            random.append(grouping.within_random(scores, count))
+        figures[kind] = {
+            "layer_loss": losses,
+            "heads": counts,
+            "loss_within_groups": within,
+            "loss_within_random_groups": random,
+        }
     return groups, figures
 
 
-def finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, figures) -> None:
-    """Choose groups, fold the operators, and write, on the first rank."""
-    weights, operators, _, steps = training.last_weights(os.path.join(args.run, "search"))
-    layers, heads = described["layers"], described["heads"]
-    groups, chosen = choose(args, operators, layers, heads, kv_heads, ladder)
-    model = AutoModelForCausalLM.from_config(load_config(described["path"]), dtype=torch.float32).eval()
-    model.load_state_dict(fusion.combine_heads(weights, operators, whole, fusion.mix))
-    ended = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tuple:
+    """An MHA model with the operators folded into its heads, and the relative logit difference."""
+    folded = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    folded.load_state_dict(fusion.combine_heads(weights, operators, groups, fusion.mix))
+    ended = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     ended.load_state_dict(weights)
-    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    expected = all_logits(fusion.with_operators(ended, operators, whole), tokens)
-    folding = training.relative_difference(expected, all_logits(model, tokens), "searched/ against the model at the end of search")
+    tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    expected = all_logits(fusion.with_operators(ended, operators, groups), tokens)
+    name = "searched/ against the model at the end of search"
+    return folded, training.relative_difference(expected, all_logits(folded, tokens), name)
+
+
+def print_choice(choice: dict, budget: Budget) -> None:
+    """A line of losses and one of head counts, for keys and for values."""
+    layers = len(choice["key"]["heads"])
     print("            | " + " | ".join(f"layer {layer:5d}" for layer in range(layers)))
-    for kind, found in chosen.items():
-        print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in found["layer_loss"]))
-        print(f"{kind:5s} heads | " + " | ".join(f"{count:11d}" for count in found["heads"]) + f" | {sum(found['heads'])} of {kv_heads * layers}")
-    summary = {"steps": steps, "tokens": steps * args.batch * args.length, "kv_heads": kv_heads, "ladder": ladder, "unchanged_by_folding": folding, "data": data} | figures | chosen
-    written = record(NAME, args, described, [], summary, clock())
+    for kind, figures in choice.items():
+        counts = figures["heads"]
+        print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in figures["layer_loss"]))
+        columns = " | ".join(f"{count:11d}" for count in counts)
+        print(f"{kind:5s} heads | {columns} | {sum(counts)} of {budget.kv_heads * layers}")
+
+
+def finish(args, clock, description: dict, data: dict, budget: Budget, figures: dict) -> None:
+    """Choose groups, fold the operators, and write searched/ and search.json; called on the first rank."""
+    weights, operators, _, steps = training.last_weights(os.path.join(args.run, "search"))
+    config = load_config(description["path"])
+    shape = geometry(config)
+    groups, choice = choose_groups(args, operators, shape, budget)
+    whole = fusion.whole_layers(shape.layers, shape.heads)
+    model, folding = fold_operators(config, weights, operators, whole)
+    print_choice(choice, budget)
+    summary = {
+        "steps": steps,
+        "tokens": steps * data["batch"] * data["length"],
+        "kv_heads": budget.kv_heads,
+        "ladder": budget.ladder,
+        "unchanged_by_folding": folding,
+        "data": data,
+    }
     searched, output = os.path.join(args.run, "searched"), os.path.join(args.run, "search.json")
+    summary |= figures | choice
     with write_directory(searched) as aside:
         model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        write_json(os.path.join(aside, RECORD), written)
-    write_json(output, written | {"groups": groups})
+        load_tokenizer(description["path"]).save_pretrained(aside)
+        write_record(aside, record(SEARCH, args, description, [], summary, clock()))
+    search_record = record(SEARCH, args, description, [searched], summary, clock())
+    write_json(output, search_record | {"groups": groups})
     print(f"wrote   {searched}, {output}")
-    print(f"search: {steps} steps; the model unchanged at the start to {figures['unchanged_at_start']:.1e}, by folding to {folding:.1e}; "
-          f"key heads {chosen['key']['heads']}, value heads {chosen['value']['heads']} in {clock()} s")
+    print(
+        f"search: {steps} steps; relative logit difference with identity operators "
+        f"{figures['unchanged_at_start']:.1e}, after folding {folding:.1e}; "
+        f"key heads {choice['key']['heads']}, value heads {choice['value']['heads']}, in {clock()} s"
+    )
+
+
+def measure_source(args, path: str, shape: Geometry, heldout: list) -> dict:
+    """Draw the source's head similarity, check its identity operators, and return both figures."""
+    matrices, redundancies = similarity.head_similarity(load_model(path), shape.head_dim)
+    title = f"{args.model}: head similarity, and the redundancy of each layer"
+    similarity.cka_heatmaps(os.path.join(args.run, "cka.png"), matrices, redundancies, title)
+    whole = fusion.whole_layers(shape.layers, shape.heads)
+    start, tokens = fusion.starting_operators(whole, shape.head_dim), training.as_tokens(heldout[:2])
+    difference = training.check_unchanged(path, start, whole, tokens)
+    return {"redundancy": redundancies, "unchanged_at_start": difference}
 
 
 def search(args, clock, ranks) -> None:
-    directory, output = os.path.join(args.run, "search"), os.path.join(args.run, "search.json")
-    refuse_overwrite(output, args.force)
-    if args.text == args.heldout and args.text not in (DEMO, "c4"):
-        raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
+    directory = os.path.join(args.run, "search")
     path = resolve_model(args.model)
-    config, tokenizer = load_config(path), load_tokenizer(path)
+    config = load_config(path)
     check_source(path, config)
-    described, shape = describe(path, args.model), geometry(config)
-    kv_heads = args.kv_heads or max(shape.heads // 4, 1)
-    check_kv_heads(shape.kv_heads, kv_heads)
-    ladder = sorted(args.ladder or {rung for rung in (kv_heads // 2, kv_heads, 2 * kv_heads) if rung and shape.heads % rung == 0})
-    if any(shape.heads % rung for rung in ladder):
-        raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
-    grouping.allocate([1.0] * shape.layers, ladder, kv_heads * shape.layers)  # a budget that cannot be met is said before the search
+    check_texts(args, config.max_position_embeddings)
+    shape, description = geometry(config), describe(path, args.model)
+    budget = head_budget(args, shape)
 
-    data = {name: getattr(args, name) for name in DATA}
     ranks.say(f"reads   {path}")
-    samples, heldout = training.load_data(data, tokenizer, ranks)
-    whole = {kind: [[list(range(shape.heads))]] * shape.layers for kind in fusion.PROJECTIONS}
-    start, figures = fusion.starting_operators(whole, shape.head_dim), {}
-    if ranks.first:
-        if args.force:
-            shutil.rmtree(directory, ignore_errors=True)
-        os.makedirs(directory, exist_ok=True)
-        similarity, figures["redundancy"] = head_similarity(load_model(path), shape.head_dim)
-        cka_heatmaps(os.path.join(args.run, "cka.png"), similarity, figures["redundancy"], f"{args.model}: head similarity, and the redundancy of each layer")
-        figures["unchanged_at_start"] = training.prove_unchanged(path, start, whole, training.as_tokens(heldout[:2]))
-    torch.distributed.barrier()
+    data = {name: getattr(args, name) for name in DATA}
+    samples, heldout = training.load_data(data, load_tokenizer(path), ranks)
+    training.open_directory(directory, args.force, ranks)
+    figures = measure_source(args, path, shape, heldout) if ranks.first else {}
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
-    settings = data | {"model": described["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr, "warmup": plan.warmup}
+    settings = data | {
+        "model": description["fingerprint"],
+        "steps": args.steps,
+        "operator_lr": args.operator_lr,
+        "warmup": plan.warmup,
+    }
+    whole = fusion.whole_layers(shape.layers, shape.heads)
+    start = fusion.starting_operators(whole, shape.head_dim)
     job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
-    phase = training.Operating(job, plan, heldout, args.heldout_every, groups=whole)
-    if (job.step == plan.steps or training.train(job, phase, samples, plan)) and ranks.first:
-        finish(args, clock, described, data, whole, kv_heads, ladder, tokenizer, figures)
+    phase = training.Searching(job, plan, heldout, args.heldout_every, whole)
+    ended = job.step == plan.steps or training.train(job, phase, samples, plan)
+    if ended and ranks.first:
+        finish(args, clock, description, data, budget, figures)
 
 
 def main():
     args, clock = parse(), Clock()
+    claim(SEARCH, args, os.path.join(args.run, "search.json"))
     with joined_ranks() as ranks:
         search(args, clock, ranks)
 

@@ -1,0 +1,53 @@
+"""Models with fused heads: a stock Llama if GQA can express it, otherwise DhaForCausalLM (Appendix B.2)."""
+
+import copy
+
+import torch
+from transformers import LlamaForCausalLM
+
+from related.dha.modeling import DhaConfig, DhaForCausalLM
+
+
+def is_stock(groups: dict) -> bool:
+    """Whether GQA can express these heads: keys and values share groups, and every layer has as many."""
+    counts = {len(layer_groups) for layer_groups in groups["key"]}
+    return groups["key"] == groups["value"] and len(counts) == 1
+
+
+def fused_model(config, state: dict, groups: dict):
+    """The model of fused heads, a stock Llama if GQA can express it. config: MHA; state: fused tensors."""
+    config = copy.deepcopy(config)
+    kept = sum(len(layer_groups) for kind in groups for layer_groups in groups[kind])
+    config.num_key_value_heads = kept // (2 * config.num_hidden_layers)
+    if is_stock(groups):
+        model, state = LlamaForCausalLM(config), reorder_query_heads(state, groups["key"], config.head_dim)
+    else:
+        settings = config.to_dict() | {"key_groups": groups["key"], "value_groups": groups["value"]}
+        model = DhaForCausalLM(DhaConfig(**settings))
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def reorder_query_heads(state: dict, groups: list, head_dim: int) -> dict:
+    """The tensors with each group's query heads side by side, as GQA expects them. groups: per layer."""
+    state = dict(state)
+    for layer, layer_groups in enumerate(groups):
+        order = torch.tensor(layer_groups).flatten()
+        rows = (order[:, None] * head_dim + torch.arange(head_dim)).flatten()
+        prefix = f"model.layers.{layer}.self_attn."
+        for name in (f"{prefix}q_proj.weight", f"{prefix}q_proj.bias"):
+            if name in state:
+                state[name] = state[name][rows]
+        state[f"{prefix}o_proj.weight"] = state[f"{prefix}o_proj.weight"][:, rows]
+    return state
+
+
+@torch.no_grad()
+def cache_heads(model) -> dict[str, list[int]]:
+    """Key and value heads in the cache of each layer, counted after a forward pass."""
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    layers = model(input_ids=tokens, use_cache=True).past_key_values.layers
+    return {
+        "key": [layer.keys.shape[1] for layer in layers],
+        "value": [layer.values.shape[1] for layer in layers],
+    }

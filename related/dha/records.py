@@ -1,0 +1,131 @@
+"""What the records of this room hold, and one field of a search on the command line, for related/dha/run.sh:
+
+python -m related.dha.records --run runs/dha --print length
+"""
+
+import argparse
+import os
+
+from common.artifacts import read_record, sidecar_path
+from common.cli import UserError, run_stage, stage_parser
+from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STRING, Number, mismatch
+
+SEARCH, FUSE = "related/dha/search.py", "related/dha/fuse.py"
+PRETRAIN, COMPARE = "related/dha/pretrain.py", "related/dha/compare.py"
+RESERVED = ("search", "searched", "fusion", "fused", "calibration")  # other directories in RUN
+DATA = {  # what search fixes for everything that is compared
+    "text": STRING,
+    "heldout": STRING,
+    "sequences": COUNT,
+    "heldout_sequences": COUNT,
+    "length": Number(at_least=2, whole=True),
+    "batch": COUNT,
+    "tokens_per_microbatch": COUNT,
+    "seed": SIZE,
+    "lr": POSITIVE,
+    "tokens_sha256": DIGEST,
+}
+CHOICE = {
+    "layer_loss": [NUMBER],
+    "heads": [COUNT],
+    "loss_within_groups": [NUMBER],
+    "loss_within_random_groups": [NUMBER],
+}
+FIELDS = {  # stage -> what its record holds beside the fields of every record
+    SEARCH: {
+        "groups": {"key": [[[SIZE]]], "value": [[[SIZE]]]},
+        "summary": {"steps": COUNT, "kv_heads": COUNT, "data": DATA, "key": CHOICE, "value": CHOICE},
+    },
+    FUSE: {
+        "files": FILES,
+        "summary": {
+            "steps": COUNT,
+            "steps_so_far": COUNT,
+            "fusion_loss": POSITIVE,
+            "loss_ended": NUMBER,
+            "loss_fused": NUMBER,
+            "data": DATA,
+        },
+    },
+    PRETRAIN: {
+        "files": FILES,
+        "summary": {
+            "steps": COUNT,
+            "tokens": COUNT,
+            "heldout": [[NUMBER]],
+            "cache_bytes_per_token": POSITIVE,
+            "data": DATA,
+        },
+    },
+}
+
+
+def row_name(text: str) -> str:
+    """argparse type of a row's name, which is also the name of its directory in RUN."""
+    if os.path.basename(text) != text or text in ("", ".", "..", *RESERVED):
+        raise argparse.ArgumentTypeError(
+            f"expected a directory name other than {', '.join(RESERVED)}, found {text!r}"
+        )
+    return text
+
+
+def read(path: str, stage: str, model: dict | None = None) -> dict:
+    """The record of a DHA artifact, valid in every field. Raises UserError with file, expected and found."""
+    record = read_record(path, stage, model)
+    fault = mismatch(record, FIELDS[stage], "record")
+    if fault is None and stage == SEARCH:
+        faults = [find_group_fault(kind, record) for kind in ("key", "value")]
+        fault = next(filter(None, faults), None)
+    if fault is None and stage == PRETRAIN:
+        fault = find_curve_fault(record["summary"]["heldout"])
+    if fault:
+        raise UserError(f"{sidecar_path(path)}: {fault}; run {stage} again with --force")
+    return record
+
+
+def find_group_fault(kind: str, record: dict) -> str | None:
+    """Why a search's groups do not partition each layer's heads into the recorded number of equal groups."""
+    model, counts, layers = record["model"], record["summary"][kind]["heads"], record["groups"][kind]
+    if not len(layers) == len(counts) == model["layers"]:
+        return f"record.groups.{kind}: expected {model['layers']} layers, found {len(layers)}"
+    for index, (groups, count) in enumerate(zip(layers, counts, strict=True)):
+        place = f"record.groups.{kind}[{index}]"
+        sizes = [len(group) for group in groups]
+        if sizes != [model["heads"] // count] * count:
+            return f"{place}: expected {count} groups of {model['heads'] // count} heads, found sizes {sizes}"
+        heads = sorted(head for group in groups for head in group)
+        if heads != list(range(model["heads"])):
+            return f"{place}: expected each of heads 0 to {model['heads'] - 1} once, found {heads}"
+    return None
+
+
+def find_curve_fault(points: list) -> str | None:
+    """Why held-out losses are no list of [tokens, loss] pairs with rising tokens."""
+    if not points or any(len(point) != 2 for point in points):
+        return "record.summary.heldout: expected [tokens, loss] pairs, found others or none"
+    tokens = [point[0] for point in points]
+    if tokens != sorted(tokens):
+        return "record.summary.heldout: expected rising tokens, found others"
+    return None
+
+
+def main():
+    parser = stage_parser(__doc__)
+    parser.set_defaults(run="runs/dha")
+    names = ("model", "path", "text", "length", "kv-heads")
+    parser.add_argument("--print", choices=names, default="length", help="field of RUN/search.json to print")
+    args = parser.parse_args()
+    record = read(os.path.join(args.run, "search.json"), SEARCH)
+    data = record["summary"]["data"]
+    fields = {
+        "model": record["model"]["name"],
+        "path": record["model"]["path"],
+        "text": data["text"],
+        "length": data["length"],
+        "kv-heads": record["summary"]["kv_heads"],
+    }
+    print(fields[args.print])
+
+
+if __name__ == "__main__":
+    run_stage(main)
