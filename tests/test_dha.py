@@ -116,7 +116,7 @@ def test_fusion_loss_is_equation_7_in_the_scale_of_algorithm_3():
     assert float(fusion.fusion_loss(averages(operators))) < 1e-12
 
 
-def test_pair_losses_are_equation_6():
+def test_pair_losses_by_definition():
     operator = random_operators()["0_key"]
     losses = fusion.pair_losses(operator)
     assert losses.shape == (2, 4, 4)
@@ -350,6 +350,9 @@ def test_fused_heads_are_the_averaged_model_and_its_cache_holds_them_alone(optio
     assert type(fused) is DhaForCausalLM
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
     assert export.cache_heads(fused) == {"key": [2, 1, 4], "value": [1, 4, 2]}
+    export.check_cache(fused, {"key": [2, 1, 4], "value": [1, 4, 2]})
+    with pytest.raises(UserError, match="expected a cache of"):
+        export.check_cache(fused, {"key": [2, 1, 4], "value": [1, 2, 4]})
     assert cache_bytes_per_token(fused, tokens()[0]) == (7 + 7) * 8 * 4
     assert geometry(fused.config).kv_heads == 14 // (2 * 3)
     attention = fused.model.layers[0].self_attn

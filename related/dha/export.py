@@ -5,6 +5,7 @@ import copy
 import torch
 from transformers import LlamaForCausalLM
 
+from common.cli import UserError
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 
 
@@ -51,3 +52,10 @@ def cache_heads(model) -> dict[str, list[int]]:
         "key": [layer.keys.shape[1] for layer in layers],
         "value": [layer.values.shape[1] for layer in layers],
     }
+
+
+def check_cache(model, chosen: dict[str, list[int]]) -> None:
+    """Raise UserError unless the cache holds the chosen numbers of heads in every layer."""
+    cached = cache_heads(model)
+    if cached != chosen:
+        raise UserError(f"fused model: expected a cache of {chosen} heads, found {cached}")

@@ -123,10 +123,8 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
         )
     fused = export.fused_model(config, fusion.combine_heads(weights, operators, groups, fusion.fold), groups)
     figures = compare_models(config, weights, operators, groups, fused, tokens)
-    cached = export.cache_heads(fused)
     chosen = {kind: searched["summary"][kind]["heads"] for kind in groups}
-    if cached != chosen:
-        raise UserError(f"{output}: expected a cache of {chosen} heads, found {cached}")
+    export.check_cache(fused, chosen)
     data = searched["summary"]["data"]
     summary = {
         "steps": steps,
@@ -135,16 +133,16 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
         "fusion_loss": loss,
         "lambda": multiplier,
         "unchanged_at_start": unchanged,
-        "cache_heads": cached,
+        "cache_heads": chosen,
         "stock": export.is_stock(groups),
         "data": data,
+        **figures,
     }
-    summary |= figures
     with write_directory(output) as aside:
         fused.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
-        inputs = [os.path.join(args.run, "search.json")]
-        write_record(aside, record(FUSE, args, searched["model"], inputs, summary, clock()))
+        search_path = os.path.join(args.run, "search.json")
+        write_record(aside, record(FUSE, args, searched["model"], [search_path], summary, clock()))
     first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
     print_result(summary)
     print(f"wrote   {output}: {type(fused).__name__}")
