@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +13,23 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import evaluate
 from common.artifacts import read_layer, sha256
 from common.data.text import load_tokens
+from common.reporting import plots
 from common.training.checkpoints import steps_saved, whole_weights
 from conftest import (
     GROUPING,
     ROOT,
     TRAINING,
+    byte_tokenizer,
     calibrate_arguments,
     copy_run,
     evaluate_arguments,
     expect_error,
     run,
     save_tiny,
+    tiny_model,
 )
 
 LAYERS, HEADS, SIZE, TOKENS = 3, 8, 8, 512  # of the model and of the text of `inputs`; every token is sampled
@@ -96,6 +102,35 @@ def test_calibration_holds_sums_over_the_models_own_vectors(aligned_run, inputs)
         assert tensors["key.free"].all()
 
 
+def test_sampled_tokens_are_spread_evenly_over_the_text(inputs, tmp_path):
+    text = calibrate_arguments(inputs)[:-1]  # but for their number
+    run("01_calibrate.py", "--run", tmp_path, *text, 5)
+    positions = [0, 127, 255, 383, 511]
+    for index, vectors in enumerate(projected(inputs["model"], inputs)):
+        tensors = read_layer(str(tmp_path / "calibration"), index)
+        for kind in ("key", "value"):
+            expected = vectors[kind][positions].float()
+            torch.testing.assert_close(tensors[f"sample.{kind}"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_activations_that_overflow_are_named(inputs, tmp_path):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1e38)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    expect_error("NaN or Inf in the output of model.layers.1.self_attn.k_proj", "01_calibrate.py", "--run",
+                 tmp_path / "run", "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
+
+
+def test_the_defaults_are_the_papers(monkeypatch):
+    """Calibration on 128 sequences of 2048 tokens; Algorithm 2 with 200 starts of 3000 swaps."""
+    monkeypatch.setattr(sys, "argv", ["stage"])
+    calibrate, group = (runpy.run_path(str(ROOT / STAGES[number])) for number in ("01", "03"))
+    assert (calibrate["parse"]().sequences, calibrate["LENGTH"]) == (128, 2048)
+    assert (group["parse"]().restarts, group["parse"]().iterations) == (200, 3000)
+
+
 def test_similarities_can_be_recomputed_from_the_sampled_vectors(aligned_run):
     """Eq. 2, 3, 18, 19 and 22."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "pt")
@@ -116,6 +151,29 @@ def test_similarities_can_be_recomputed_from_the_sampled_vectors(aligned_run):
                     mean = (2 * products - energy[:, None] - energy) / TOKENS
                 stored = similarity.get_tensor(f"{kind}.{criterion}.{name}")[layer]
                 torch.testing.assert_close(stored, mean, rtol=1e-5, atol=1e-5)
+
+
+def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
+    """Figure 2: the cosines of evenly spaced layers, or of those asked for."""
+    similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
+    pictures = []
+    monkeypatch.setattr(plots, "heatmaps", lambda path, rows, layers, title: pictures.append((rows, layers)))
+    calibration = ["--calibration", aligned_run / "calibration"]
+    run("02_similarity.py", "--run", tmp_path / "all", *calibration)
+    run("02_similarity.py", "--run", tmp_path / "some", *calibration, "--layers-drawn", 2, 0)
+    for (rows, layers), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
+        assert list(layers) == expected
+        assert list(rows) == ["keys before", "keys after", "values before", "values after"]
+        for title, matrices in rows.items():
+            stored = similarity.get_tensor(title.replace("s ", ".cos."))
+            assert np.array_equal(np.stack(matrices), stored[list(layers)])
+    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", "02_similarity.py",
+                 "--run", tmp_path / "none", *calibration, "--layers-drawn", 3)
+    above = np.triu_indices(HEADS, 1)
+    summary = read(tmp_path / "all" / "similarity.json")["summary"]
+    for name, mean in summary.items():
+        matrices = similarity.get_tensor(name)
+        assert mean == pytest.approx(np.mean([matrix[above].mean() for matrix in matrices]), abs=1e-6)
 
 
 def test_energy_is_minus_the_share_that_a_merged_pair_of_heads_loses(aligned_run, inputs):
@@ -181,6 +239,16 @@ def test_the_default_is_a_quarter_of_the_heads_and_by_none_groups_adjacent_ones(
     similarity = aligned_run / "similarity.safetensors"
     run("03_group.py", "--run", tmp_path, "--similarity", similarity, "--by", "none")
     assert read(tmp_path / "groups.json")["groups"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * LAYERS
+
+
+def test_the_random_seed_decides_the_search(aligned_run, tmp_path):
+    chosen = []
+    for number, seed in enumerate((1, 1, 2)):
+        home, similarity = tmp_path / str(number), aligned_run / "similarity.safetensors"
+        run("03_group.py", "--run", home, "--similarity", similarity,
+            "--restarts", 1, "--iterations", 1, "--seed", seed)
+        chosen.append(read(home / "groups.json")["groups"])
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def mean_cosine(vectors: torch.Tensor, groups: list[list[int]]) -> float:
@@ -254,6 +322,22 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
     assert len(trained) == len(exported)
     for name, tensor in exported.items():
         assert torch.equal(trained[name], tensor), name
+
+
+def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    shutil.rmtree(home / "gqa")
+    run("06_export.py", "--run", home, "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
+
+
+@pytest.mark.parametrize("difference", [1.0, float("nan")])
+def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
+    home = copy_run(finished_run, tmp_path / "run")
+    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
+    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
+    assert digests(home / "gqa") == digests(finished_run / "gqa")
 
 
 STAGE_OUTPUTS = {
