@@ -128,9 +128,9 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
             return f"record.kv_heads: expected {kv_heads} as in its summary, found {record['kv_heads']}"
         return find_group_fault(record["groups"], model, kv_heads)
     if stage == "01_calibrate.py":
-        expected = {layer_file(index) for index in range(model["layers"])}
-        if record["files"].keys() != expected:
-            return f"record.files: expected one per layer ({len(expected)}), found {sorted(record['files'])[:3]} ..."
+        layers, files = model["layers"], record["files"]
+        if len(files) != layers or files.keys() != {layer_file(index) for index in range(layers)}:
+            return f"record.files: expected one per layer ({layers}), found {sorted(files)[:3]} ..."
     return None
 
 

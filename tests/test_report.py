@@ -1,6 +1,7 @@
-"""RUN/report.html: everything that the records say, on a page that stands by itself."""
+"""RUN/report.html: everything that the records say, on one self-contained page."""
 
 import base64
+import copy
 import html
 import json
 import re
@@ -12,52 +13,87 @@ import pytest
 from common.artifacts import write_json
 from common.cli import UserError, stage_parser
 from common.reporting import report
+from common.reporting.figures import cell, chart, rate
 
-MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 32}
-PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
-SUMMARIES = {
-    "calibration/stage.json": ("01_calibrate.py", {"tokens": 70001, "sequences": 70002, "length": 70003, "text": "<script>alert('x')</script>", "mean_squared_value": [0.4001, 0.4002]}),
-    "similarity.json": ("02_similarity.py", {"key.cos.before": 0.1003, "key.cos.after": 0.1004, "value.cos.before": 0.1005, "value.cos.after": 0.1006}),
-    "groups.json": ("03_group.py", {"kv_heads": 2, "by": "value", "score_found": [-3.001, -3.002]}),
-    "aligned/stage.json": ("04_align.py", {"kv_heads": 2, "max_logit_difference": 2.1e-06, "perplexity_source": 7.001, "perplexity_aligned": 7.002, "perplexity_merged": 9.003,
-                                           "within_group_cosine": [{"key_before": 0.2001, "key_after": 0.2002, "value_before": 0.2005, "value_after": 0.2006}, {"key_before": 0.2003, "key_after": 0.2004, "value_before": 0.2007, "value_after": 0.2008}]}),
-    "teacher/stage.json": ("05_prune_train.py", {"steps": 30, "batch": 31, "loss": 0.5001, "tokens": 90001}),
-    "train/stage.json": ("05_prune_train.py", {"steps": 32, "batch": 33, "loss": 0.6001, "tokens": 90002, "new": {"figure": 0.1234, "none": None, "flag": True}}),
-    "gqa/stage.json": ("06_export.py", {"kv_heads": 2, "dtype": "torch.float32", "max_logit_difference": 3.1e-07, "class": "LlamaForCausalLM"}),
+MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
+         "kv_heads": 4, "head_dim": 8, "hidden": 32}
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
+                         "RU5ErkJggg==")
+GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+CALIBRATION = next(part.record for part in report.PARTS if part.name == "calibration")
+SUMMARIES = {  # record -> stage and summary
+    CALIBRATION: ("01_calibrate.py", {
+        "tokens": 70001, "sequences": 70002, "length": 70003, "text": "<script>alert('x')</script>",
+        "sampled_tokens": 70004, "peak_memory_gib": 1.234, "mean_squared_value": [0.4001, 0.4002]}),
+    "similarity.json": ("02_similarity.py", {
+        "key.cos.before": 0.1003, "key.cos.after": 0.1004, "value.cos.before": 0.1005,
+        "value.cos.after": 0.1006, "key.dist.before": 0.1007, "key.dist.after": 0.1008,
+        "value.dist.before": 0.1009, "value.dist.after": 0.101}),
+    "groups.json": ("03_group.py", {
+        "kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-5.001, -5.002],
+        "score_found": [-3.001, -3.002]}),
+    "aligned/stage.json": ("04_align.py", {
+        "kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "cos", "merge": "closed-form",
+        "refit": False, "calibration_tokens": 70005, "max_logit_difference": 2.1e-06, "kl": 1.2e-11,
+        "perplexity_source": 7.001, "perplexity_aligned": 7.002, "perplexity_merged": 9.003,
+        "within_group_cosine": [
+            {"key_before": 0.2001, "key_after": 0.2002, "value_before": 0.2003, "value_after": 0.2004},
+            {"key_before": 0.2005, "key_after": 0.2006, "value_before": 0.2007, "value_after": 0.2008}]}),
+    "teacher/stage.json": ("05_prune_train.py", {
+        "steps": 30, "batch": 31, "lr": 3e-05, "loss": 0.5001, "tokens": 90001}),
+    "train/stage.json": ("05_prune_train.py", {
+        "steps": 32, "batch": 33, "lr": 4e-05, "loss": 0.6001, "tokens": 90002, "kv_heads": 2, "masks": "l0",
+        "merge": "mean", "new": {"figure": 0.1234, "none": None, "flag": True}}),
+    "gqa/stage.json": ("06_export.py", {
+        "kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM", "max_logit_difference": 3.1e-07,
+        "max_logit_difference_stored": 4.1e-07}),
     "eval.json": ("07_eval.py", {}),
 }
-BESIDE = {"groups.json": {"kv_heads": 2, "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]},
-          "eval.json": {"device": "cpu", "results": {
-              name: {"path": name, "heads": 4, "kv_heads": kv, "perplexity": 7.5, "cache_bytes_per_token": 1024.0 * kv, "macro_exact_match": rate, "macro_exact_match_stderr": 0.0123,
-                     "novel_figure": 0.4321, "tasks": {"piqa": {"questions": 8, "chance": 0.5, "exact_match": rate, "exact_match_stderr": 0.0234}}}
-              for name, rate, kv in (("teacher", 0.9876, 4), ("g<q>a", 0.8764, 2))}}}
 
-REQUIRED = {  # what records must hold beside the figures that these tests look for
-    "calibration/stage.json": {"summary": {"sampled_tokens": 64, "peak_memory_gib": 0.5},
-                               "files": {f"layer-{layer:05d}.safetensors": "ef" * 32 for layer in range(2)}},
-    "similarity.json": {"sha256": "ef" * 32, "summary": {f"{head}.dist.{when}": -1.0 for head in ("key", "value") for when in ("before", "after")}},
-    "groups.json": {"summary": {"criterion": "dist", "score_default": [-4.0, -4.0]}},
-    "aligned/stage.json": {"files": {}, "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]]],
-                           "summary": {"by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean", "refit": False, "calibration_tokens": 64, "kl": 0.0}},
-    "teacher/stage.json": {"files": {}, "summary": {"lr": 0.1}},
-    "train/stage.json": {"files": {}, "summary": {"lr": 0.1}},
-    "gqa/stage.json": {"files": {}, "summary": {"max_logit_difference_stored": 0.0}},
+
+def results(name: str, exact: float, kv_heads: int) -> dict:
+    scores = {"questions": 8, "chance": 0.5, "exact_match": exact, "exact_match_stderr": 0.0234}
+    averages = {"macro_exact_match": exact, "macro_exact_match_stderr": 0.0123, "macro_chance": 0.25}
+    return {name: {"path": "runs/x", "heads": 4, "kv_heads": kv_heads, "perplexity": 7.5, **averages,
+                   "cache_bytes_per_token": 1024.0 * kv_heads, "novel_figure": 0.4321,
+                   "tasks": {"piqa": scores}}}
+
+
+def files(*names: str) -> dict:
+    return {"files": dict.fromkeys(names, "98" * 32)}
+
+
+BESIDE = {  # what the stages put beside their summaries
+    CALIBRATION: files("layer-00000.safetensors", "layer-00001.safetensors"),
+    "similarity.json": {"sha256": "76" * 32},
+    "groups.json": {"kv_heads": 2, "groups": GROUPS},
+    "aligned/stage.json": {"groups": GROUPS} | files("model.safetensors"),
+    "teacher/stage.json": files("model.safetensors"),
+    "train/stage.json": files("metrics.jsonl"),
+    "gqa/stage.json": files("model.safetensors"),
+    "eval.json": {"device": "cpu", "results": results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)},
 }
+
+
+def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
+    stage, summary = SUMMARIES[artifact]
+    return copy.deepcopy({
+        "stage": stage, "arguments": {"run": run} | arguments, "model": MODEL,
+        "inputs": {"in.safetensors": "cd" * 32}, "packages": {"torch": "9.8.7"}, "commit": "ef" * 20,
+        "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00", "summary": summary} | BESIDE[artifact])
 
 
 def save(run, artifact: str, **arguments) -> None:
-    stage, summary = SUMMARIES[artifact]
-    required = REQUIRED.get(artifact, {})
-    summary = required.get("summary", {}) | summary
-    written = {"stage": stage, "arguments": {"run": str(run)} | arguments, "model": MODEL, "inputs": {"in.safetensors": "cd" * 32}, "packages": {"torch": "9.8.7"},
-               "commit": "ef" * 20, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
-    write_json(str(run / artifact), written | required | {"summary": summary} | BESIDE.get(artifact, {}))
+    write_json(str(run / artifact), record(artifact, str(run), **arguments))
 
 
 def save_metrics(run, steps: int) -> None:
-    lines = [{"step": step, "loss": 1 / step, "mask_mean": 0.5, "mask_target": 1 - step / steps, "mask_expected": 0.5} for step in range(1, steps + 1)]
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append(json.dumps({"step": step, "loss": 1 / step, "mask_mean": 0.5, "mask_expected": 0.5,
+                                 "mask_target": 1 - step / steps}) + "\n")
     (run / "train").mkdir(exist_ok=True)
-    (run / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99')  # the last one cut off
+    (run / "train" / "metrics.jsonl").write_text("".join(lines) + '{"step": 99')  # the last one is cut off
 
 
 @pytest.fixture
@@ -72,25 +108,32 @@ def whole(tmp_path):
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: text, ids, addresses and whether every element is closed by its own name."""
+    """The page as parsed: text, ids, addresses, table cells. Every element is closed by its own name."""
 
     def __init__(self, text: str):
         super().__init__()
         self.text, self.ids, self.addresses, self.tags, self.open = "", [], [], [], []
+        self.rows: list[list[str]] = []
         self.feed(text)
         self.close()
         assert self.open == []
+        self.text = " ".join(self.text.split())
 
-    def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
         self.tags.append(tag)
-        self.ids += [found["id"]] if "id" in found else []
-        self.addresses += [found[name] for name in ("src", "href", "data", "action", "srcset", "xlink:href") if name in found]
-        assert not [name for name in found if name.startswith("on")]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        fetching = ("src", "href", "data", "action", "srcset", "xlink:href")
+        self.addresses += [attributes[name] for name in fetching if name in attributes]
+        assert not [name for name in attributes if name.startswith("on")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
         if tag not in ("meta", "img"):
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
+    def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
 
     def handle_endtag(self, tag):
@@ -98,6 +141,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += f" {data}" if self.open[-1:] != ["style"] else ""
+        if self.open[-1:] in (["th"], ["td"]):
+            self.rows[-1][-1] += data
 
 
 def read(run) -> Page:
@@ -107,28 +152,49 @@ def read(run) -> Page:
         return Page(file.read())
 
 
-def shown(value) -> list[str]:
-    """The ways a summary's leaf may be read on the page."""
-    if isinstance(value, dict | list):
-        return [text for item in (value.values() if isinstance(value, dict) else value) for text in shown(item)]
-    if value is None or isinstance(value, bool):
-        return []
-    return [f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else value]
+def leaves(value) -> list[str]:
+    """The texts by which a summary's leaves are read on the page."""
+    if isinstance(value, dict):
+        return leaves(list(value.values()))
+    if isinstance(value, list):
+        return [text for item in value for text in leaves(item)]
+    return [cell(value)]
 
 
 def test_every_figure_of_every_stage_is_there(whole):
     page = read(whole)
-    for stage, summary in SUMMARIES.values():
-        assert stage in page.text and all(name in page.text for name in summary if name != "new")
-        for text in shown(summary):
-            assert text in page.text, (stage, text)
-    words = page.text.replace("\u00a0", " ")
-    for text in ("new.figure", "novel_figure", "0.4321", "98.8 ± 1.2%", "87.6 ± 1.2%", "87.6 ± 2.3%", "0 2 | 1 3", "cdcdcdcdcdcd", "efefefefefef", "9.8.7", "2026-01-02", "50.0% of the bytes"):
-        assert text in words, text
-    assert "cd" * 7 not in words and "<b>toy</b>: 4 → 2 key/value heads" in words and "not run yet" not in words.lower()
+    cells = {text for row in page.rows for text in row}
+    for artifact, (stage, summary) in SUMMARIES.items():
+        assert stage in page.text, artifact
+        assert all(text in cells for text in leaves(summary)), artifact
+    assert "Not run yet" not in page.text and "(missing)" not in page.text
+    assert "<b>toy</b>: 4 → 2 key/value heads" in page.text and "50.0% of the bytes" in page.text
+    assert ["new.figure", "0.1234"] in page.rows and ["new.flag", "yes"] in page.rows
+    assert ["commit", "ef" * 6] in page.rows and ["sha256 of in.safetensors", "cd" * 6] in page.rows
+    assert ["sha256 of gqa/model.safetensors", "98" * 6] in page.rows
+    assert ["torch", "9.8.7"] in page.rows and ["date", "2026-01-02T03:04:05+00:00"] in page.rows
 
 
-def test_the_page_stands_by_itself(whole):
+def test_scores_are_shown_by_task_and_checkpoint(whole):
+    rows = read(whole).rows
+    plus_minus = "\u00a0±\u00a0"
+    assert ["", "questions", "chance", "teacher", "g<q>a"] in rows
+    assert ["piqa", "8", "50.0%", f"98.8{plus_minus}2.3%", f"87.6{plus_minus}2.3%"] in rows
+    assert ["macro average", "", "25.0%", f"98.8{plus_minus}1.2%", f"87.6{plus_minus}1.2%"] in rows
+    assert ["novel_figure", "0.4321", "0.4321"] in rows  # what no other table shows
+    assert ["teacher", f"98.8{plus_minus}1.2%", "", "7.5", "4", "4,096"] in rows
+
+
+def test_figures_per_layer_are_rows(whole):
+    rows = read(whole).rows
+    assert ["layer", "score_default", "score_found", "groups"] in rows
+    assert ["0", "-5.001", "-3.001", "0\u00a02 | 1\u00a03"] in rows
+    assert ["layer", "key_before", "key_after", "value_before", "value_after"] in rows
+    assert ["1", "0.2005", "0.2006", "0.2007", "0.2008"] in rows
+    assert ["", "step 1", "step 5"] in rows and ["loss", "1", "0.2"] in rows
+
+
+def test_the_page_is_self_contained(whole):
     save(whole / "inner", "groups.json")
     page = read(whole)
     assert "script" not in page.tags and "link" not in page.tags and "b" not in page.tags
@@ -148,63 +214,159 @@ def test_same_records_same_bytes(whole):
 
 
 def test_a_half_finished_run(tmp_path):
-    """Without pictures, killed in training: curves from the metrics, the step it reached, and the commands that are left."""
+    """Without pictures, killed in training: curves from the metrics, its step, the commands that are left."""
     run = tmp_path / "a run"
     for artifact in list(SUMMARIES)[:4]:
         save(run, artifact, teacher="elsewhere/teacher" if artifact == "aligned/stage.json" else None)
     save_metrics(run, 4)
     page = read(run)
-    assert "Begun, not finished: step 4." in page.text and page.tags.count("polyline") == 3 and "img" not in page.tags
-    assert "Taken from elsewhere/teacher." in page.text
+    assert "Started, not finished: step 4." in page.text and "Taken from elsewhere/teacher." in page.text
+    assert page.tags.count("polyline") == 3 and "img" not in page.tags  # loss; target and expected mask
     for stage in ("06_export.py", "07_eval.py"):
         assert f"python {stage} --run {shlex.quote(str(run))}" in page.text
-    assert "similarity.png is not there" in page.text
+    assert "similarity.png is missing" in page.text
     save_metrics(run, 1)
     assert "step 1." in read(run).text
 
 
+def test_curves_have_the_scale_of_their_axes():
+    metrics = [{"step": step, "loss": loss, "kl": 4.0} for step, loss in ((10, 16.0), (20, 4.0), (30, 1.0))]
+    metrics[1] |= {"kl": 0.0}  # has no logarithm
+    drawn = chart(metrics, ("loss", "kl"), report.math.log)
+    assert drawn == {"lines": {"loss": "0.0,0.0 285.0,75.0 570.0,150.0", "kl": "0.0,75.0 570.0,75.0"},
+                     "steps": (10, 30), "range": ("1", "16")}
+    assert chart(metrics, ("loss",))["lines"]["loss"] == "0.0,0.0 285.0,120.0 570.0,150.0"
+    assert chart(metrics[:1], ("loss",)) is None and chart([], ("loss",)) is None
+
+
 def test_runs_inside_a_run(tmp_path):
-    save(tmp_path, "calibration/stage.json")
+    save(tmp_path, CALIBRATION)
     save(tmp_path / "rows" / "cos & dist", "groups.json", similarity="x")
     page = read(tmp_path)
-    assert "rows/cos & dist/" in page.text and "In inner runs: rows/cos & dist." in page.text and "score_found" in page.text
+    assert "rows/cos & dist/groups" in page.text and "score_found" in page.text
+    assert "In the runs inside this one: rows/cos & dist/." in page.text
     assert "#rows/cos%20%26%20dist/" in page.addresses and "rows/cos%20%26%20dist/groups" in page.ids
-    (tmp_path / "calibration/stage.json").unlink()
+    (tmp_path / CALIBRATION).unlink()
     assert "score_found" in read(tmp_path).text
 
 
-def test_the_command_gives_the_arguments_back(tmp_path):
+def test_the_command_reproduces_the_arguments(tmp_path):
     """Read by the shell's rules and by argparse, it is what the record says."""
     parser = stage_parser("")
-    for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float}, "--refit": {"action": "store_true"}, "--steps": {"type": int}, "--limit": {"type": int}}.items():
+    for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float},
+                          "--refit": {"action": "store_true"}, "--steps": {"type": int},
+                          "--limit": {"type": int}}.items():
         parser.add_argument(name, **options)
-    arguments = {"text": "it's <a> $text", "only": ["piqa", "siqa"], "lr": 1e-5, "refit": True, "steps": 0, "limit": None}
+    arguments = {"text": "it's <a> $text", "only": ["piqa", "siqa"], "lr": 1e-5, "refit": True, "steps": 0,
+                 "limit": None}
     for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
         save(tmp_path, artifact, **arguments)
         report.write(str(tmp_path))
-        commands = re.findall(r"<details>.*?<pre>(.*?)</pre>", (tmp_path / "report.html").read_text(), re.DOTALL)
-        words = shlex.split(html.unescape(next(command for command in commands if command.startswith(launcher))))
-        found = vars(parser.parse_args(words[words.index(SUMMARIES[artifact][0]) + 1:]))
-        assert found == arguments | {"run": str(tmp_path), "force": False}
+        page = (tmp_path / "report.html").read_text()
+        commands = re.findall(r"<details>.*?<pre>(.*?)</pre>", page, re.DOTALL)
+        words = shlex.split(html.unescape(next(text for text in commands if text.startswith(launcher))))
+        parsed = vars(parser.parse_args(words[words.index(SUMMARIES[artifact][0]) + 1:]))
+        assert parsed == arguments | {"run": str(tmp_path), "force": False}
 
 
-def test_time_counts_a_teacher_made_by_the_same_command_once(tmp_path):
-    def times(**seconds) -> str:
-        for name, (taken, date) in seconds.items():
-            save(tmp_path, f"{name}/stage.json")
-            path = tmp_path / name / "stage.json"
-            write_json(str(path), json.loads(path.read_text()) | {"seconds": taken, "date": f"2026-01-02T03:{date}+00:00"})
-        return re.search(r"([\d,]+) s in all", read(tmp_path).text)[1]
+@pytest.mark.parametrize(("train_seconds", "total"), [
+    (300, "300"),  # the student's command ran from 03:00:00 and made the teacher, which ended at 03:01:00
+    (200, "260"),  # it began at 03:01:40, after the teacher
+])
+def test_a_teacher_made_by_the_same_command_is_counted_once(train_seconds, total, tmp_path):
+    for name, seconds, end in (("teacher", 60, "01:00"), ("train", train_seconds, "05:00")):
+        made = record(f"{name}/stage.json") | {"seconds": seconds, "date": f"2026-01-02T03:{end}+00:00"}
+        write_json(str(tmp_path / name / "stage.json"), made)
+    assert re.search(r"([\d,]+) s in all", read(tmp_path).text)[1] == total
 
-    assert times(teacher=(60, "01:00"), train=(300, "05:00")) == "300"  # the command ran from 03:00:00
-    assert times(teacher=(60, "01:00"), train=(200, "05:00")) == "260"  # it began at 03:01:40, after the teacher
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "–"), (True, "yes"), (False, "no"), (12345, "12,345"), (0.123456, "0.1235"), (12345.6, "12,346"),
+    (float("nan"), "nan"), (float("inf"), "inf"), ("ab" * 32, "ab" * 6), ("abc", "abc"), ([], ""),
+    ([1, 2], "1\u00a02"), ([[0, 2], [1, 3]], "0\u00a02 | 1\u00a03"), ([1, [2], {"a": None}], "1 | 2 | a: –"),
+])
+def test_any_value_is_shown_as_text(value, text):
+    assert cell(value) == text
 
 
-def test_mistakes_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="expected a run directory with at least one stage's artifact, found none"):
+def test_rates_are_shown_in_percent_and_other_figures_as_they_are():
+    assert rate({"exact_match": 0.5, "exact_match_stderr": 0.01}, "exact_match") == "50.0\u00a0±\u00a01.0%"
+    assert rate({"loss": 0.5}, "loss") == "0.5" and rate({}, "exact_match") == "–"
+    assert rate({"exact_match": "many"}, "exact_match") == "many"
+
+
+# 17 values, a prime: fields at regular distances meet different ones. ... leaves the field out
+ODD = [..., None, True, -1, 0, 1.5, float("nan"), 10**400, "text", "\ud800", "a\nb", "", [], [None], {},
+       {"": [[]]}, {"a": {"b": 1}}]
+
+
+def paths_in(value, path: tuple = ()):
+    """The path of every field of a record, inner ones too."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from paths_in(item, (*path, key))
+
+
+def report_of_changed(artifact: str, path: tuple, odd, tmp_path) -> None:
+    """A record with one field replaced, or left out (...), gives the page or one line, nothing else."""
+    changed = record(artifact)
+    target = changed
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = odd
+    if odd is ...:
+        del target[path[-1]]
+    (tmp_path / artifact).write_text(json.dumps(changed))
+    try:
         report.write(str(tmp_path))
+    except UserError as error:
+        place = str(tmp_path / artifact).removesuffix("/stage.json")
+        assert place in str(error) and "\n" not in str(error), (path, odd)
+
+
+@pytest.mark.parametrize("artifact", SUMMARIES)
+def test_an_odd_record_gives_the_page_or_one_line(artifact, tmp_path):
+    """Every field in turn is replaced by one odd value."""
+    save(tmp_path, artifact)
+    for index, path in enumerate(paths_in(record(artifact))):
+        report_of_changed(artifact, path, ODD[index % len(ODD)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("artifact", SUMMARIES)
+def test_any_odd_record_gives_the_page_or_one_line(artifact, tmp_path):
+    """Every field in turn is replaced by every odd value."""
+    save(tmp_path, artifact)
+    for path in paths_in(record(artifact)):
+        for odd in ODD:
+            report_of_changed(artifact, path, odd, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"text"', b"7", b"[" * 100000])
+def test_a_damaged_record_is_named_in_one_line(content, tmp_path):
     save(tmp_path, "groups.json")
-    (tmp_path / "groups.json").write_text("{")
-    with pytest.raises(UserError, match="groups.json: expected the record of 03_group.py"):
+    (tmp_path / "groups.json").write_bytes(content)
+    with pytest.raises(UserError, match="groups.json: .*expected"):
+        report.write(str(tmp_path))
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("figures", [
+    {"step": 2, "loss": None, "mask_target": "x", "mask_expected": [1]},
+    {"step": 2, "loss": float("nan"), "mask_target": True},
+    {"step": 2, "mask_mean": {}, "other": {"a": 1}},
+    {"step": 10**30, "loss": 10**400},
+])
+def test_odd_metrics_are_shown_as_far_as_they_can_be(figures, tmp_path):
+    save(tmp_path, "train/stage.json")
+    save_metrics(tmp_path, 1)
+    path = tmp_path / "train" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 99', json.dumps(figures) + "\n"))
+    assert "training steps" in read(tmp_path).text
+
+
+def test_a_directory_without_artifacts_is_refused(tmp_path):
+    with pytest.raises(UserError, match="expected a run directory with a stage's artifact, found none"):
         report.write(str(tmp_path))
     assert not (tmp_path / "report.html").exists()
