@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from common.artifacts import record, refuse_overwrite, write_json, write_text
-from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.artifacts import claim, record, write_json, write_text
+from common.cli import Clock, UserError, non_negative, positive, run_stage, stage_parser
+from common.cli import device as device_flag
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
 from common.models import DEMO, describe, geometry, load_config, load_model, load_tokenizer, pick_device
@@ -40,6 +41,7 @@ from related.keychannels.channels import removed_count
 from related.keychannels.effects import Setting, layer_effects, summarize
 from related.keychannels.report import picture, tables
 
+STAGE = "related/keychannels/measure.py"
 CONVERTED = os.path.join("runs", "demo")  # the run whose checkpoints are measured by default
 PLAIN = None  # in the place of a choice (lambda, selector): the plain cache
 UNPRUNED = (0.0, "greedy+swap")  # the choice that removes nothing
@@ -52,7 +54,8 @@ def parse():
                         help="checkpoints: directories or hub names (default: the demo model's, see above)")
     parser.add_argument("--ratios", type=float, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7), metavar="X",
                         help="lambda: shares of the channels to remove")
-    parser.add_argument("--recent", type=int, default=32, help="last keys of the prompt that stay whole")
+    parser.add_argument("--recent", type=non_negative, default=32,
+                        help="last keys of the prompt that stay whole")
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
@@ -65,7 +68,7 @@ def parse():
     parser.section("resources")
     parser.add_argument("--batch", type=positive, default=16, help="texts per forward pass")
     parser.add_argument("--repeats", type=positive, default=10, help="turns of timing; the fastest counts")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", type=device_flag, default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="dtype of the forward passes")
     args = parser.parse_args()
@@ -84,9 +87,8 @@ def check_arguments(args) -> None:
     for flag, number in (("--sequences", args.sequences), ("--continuation", args.continuation)):
         if number < 2:
             raise UserError(f"{flag}: expected at least 2, found {number}")
-    if not 0 <= args.recent < args.prompt:
-        raise UserError(f"--recent: expected 0 or more and less than --prompt {args.prompt}, "
-                        f"found {args.recent}")
+    if args.recent >= args.prompt:
+        raise UserError(f"--recent: expected less than --prompt {args.prompt}, found {args.recent}")
     if args.observed > args.prompt:
         raise UserError(f"--observed: expected at most --prompt {args.prompt}, found {args.observed}")
 
@@ -152,7 +154,7 @@ def time_choice(setting: Setting, model, row: torch.Tensor, choice) -> tuple[flo
     return times[0], statistics.median(times[1:])
 
 
-def synchronize(device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -227,11 +229,11 @@ def closing_line(results: dict[str, dict]) -> str:
 def main():
     args, clock = parse(), Clock()
     output = os.path.join(args.run, "keychannels")
-    refuse_overwrite(output + ".json", args.force)
     setting = Setting(args.prompt, args.continuation, args.recent, args.observed, tuple(args.ratios))
     paths = [resolve_model(name) for name in args.model] if args.model else default_checkpoints()
     for path in paths:
         check_checkpoint(setting, path)
+    claim(STAGE, args, output + ".json")
     device, text = pick_device(args.device), args.text or ("c4" if args.model else DEMO)
     results = {path: measure(args, setting, path, text, device) for path in paths}
 
@@ -239,7 +241,7 @@ def main():
     write_text(output + ".md", shown + "\n")
     title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
     picture(output + ".png", results, title)
-    sidecar = record("related/keychannels/measure.py", args, results[paths[0]]["model"], [], {}, clock())
+    sidecar = record(STAGE, args, results[paths[0]]["model"], [], {}, clock())
     write_json(output + ".json", sidecar | {"device": device, "results": results})
     print(f"\n{shown}\n\nwrote   {output}.json, {output}.md")
     print(f"keychannels: {closing_line(results)}; in {clock()} s")
