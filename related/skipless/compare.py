@@ -1,34 +1,35 @@
-"""Skipless transformers without Q and P: what would be saved, whether it is exact, and what the matrices of a real model are like.
+"""Skipless transformers without Q and P: weights saved, exactness of folds, conditioning of real matrices.
 
-Reads   a checkpoint (--model) for its condition numbers; configs for the table of weights; a shape and a text to train on
-Writes  RUN/serial/, RUN/parallel/   two skipless models, trained by train.py; what stands there already is not trained again
+Reads   a checkpoint (--model) for its condition numbers; configs for the table of weights; a shape and a text
+        to train on
+Writes  RUN/serial/, RUN/parallel/   two skipless models trained as by train.py; skipped if they already exist
         RUN/compare.json, .md, .png  the tables and the picture
 
-    python -m related.skipless.compare                                                     # minutes on two cores
+    python -m related.skipless.compare                                            # minutes on two cores
     python -m related.skipless.compare --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
     python -m related.skipless.compare --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
-Exactness: random models (serial and parallel; MHA, GQA and MQA; with biases), models of the matrices of --shape, which are a real
-model's but make no sense without its norms, and the two trained ones, without Q, K, V and P, against themselves: largest difference of a logit over the largest logit, in float64, and with the weights stored in float32 and in bfloat16;
-and the share of the weights that are gone. "Itself" is the model that was not folded. What does not apply is refused, with the reason.
+Exactness: models are compared with themselves after removing Q, K, V or P. They are random (serial and
+parallel; MHA, GQA and MQA; with biases), or made of the matrices of --shape (a real model's, although its
+function needs its norms), or the two trained ones. The figure is the largest logit difference over the
+largest logit, in float64 and with weights stored in float32 and in bfloat16; "itself" is the model without
+a fold. A fold that does not apply is refused with the reason.
 
-Conditioning: a fold multiplies by T and by T^-1, and rounding grows with T's condition number. The sweep gives the trained serial
-model's Q ever worse ones and folds it all the same; fold.py refuses above --max-condition.
+Conditioning: a fold multiplies by T and by T^-1, and rounding errors grow with T's condition number. The
+sweep gives the trained serial model's Q ever larger ones and folds it all the same; fold.py refuses above
+--max-condition.
 """
 
-import copy
 import glob
-import math
 import os
-import signal
 import sys
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-from common.artifacts import read_record, record, refuse_overwrite, write_json, write_text
-from common.cli import Clock, UserError, run_stage, stage_parser
+from common.artifacts import claim, read_record, record, verify_files, write_json, write_text
+from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
+from common.cli import device as device_flag
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
 from common.layers import Layers
@@ -36,232 +37,207 @@ from common.models import (
     DEMO,
     SUPPORTED,
     describe,
+    geometry,
     load_config,
     load_model,
     load_tokenizer,
     pick_device,
     require_convertible,
 )
-from common.reporting.plots import drawing
+from common.records import FILES, POSITIVE, STRING, mismatch
+from common.reporting.tables import markdown_table
+from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
-from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, condition_numbers, fold, inverts
-from related.skipless.fold import TOLERANCE, exact_logits, relative_difference, rounded
+from related.skipless.algebra import MAX_CONDITION, condition_numbers
+from related.skipless.exactness import PRECISIONS, every_fold, random_model, sweep, transplanted
 from related.skipless.modeling import SkiplessConfig
-from related.skipless.train import skipless_config, train_skipless, training_flags
-from related.skipless.weights import count, rows
+from related.skipless.report import conditions_table, exactness_table, picture, sweep_table
+from related.skipless.training import (
+    TRAIN_STAGE,
+    check_length,
+    skipless_config,
+    train_skipless,
+    training_flags,
+)
+from related.skipless.weights import COLUMNS, cells, count
 
-CONFIGS = sorted(glob.glob(os.path.join(os.path.dirname(__file__), "configs", "*.json")))
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-KINDS = ("float64", *STORED)
-SWEEP = [10.0**power for power in range(0, 13, 2)]  # condition numbers
+STAGE = "related/skipless/compare.py"
+CONFIGS = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(__file__)), "configs", "*.json")))
+KINDS = ("serial", "parallel")
+CONDITIONS = [{STRING: POSITIVE}]
+TRAINED = {"files": FILES, "summary": {"conditions_before": CONDITIONS, "conditions_after": CONDITIONS}}
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=DEMO, help="checkpoint whose matrices are reported on")
-    parser.add_argument("--config", nargs="+", default=[], metavar="CONFIG", help="more rows of the table of weights: directories, hub names or .json files")
-    parser.add_argument("--shape", default=DEMO, metavar="MODEL", help="small checkpoint that gives the skipless models their shape and tokenizer")
-    parser.add_argument("--report-only", action="store_true", help="weights and condition numbers alone: no skipless model is made")
-    parser.add_argument("--max-condition", type=float, default=MAX_CONDITION, help="largest condition number of a matrix that is inverted")
-    parser.add_argument("--device", default="auto", help="of the condition numbers: auto, cpu or cuda")
+    parser.add_argument("--model", default=DEMO, help="checkpoint whose condition numbers are reported")
+    parser.add_argument("--config", nargs="+", default=[], metavar="CONFIG",
+                        help="more rows of the table of weights: directories, hub names or .json files")
+    parser.add_argument("--shape", default=DEMO, metavar="MODEL",
+                        help="small checkpoint that gives the skipless models their shape and tokenizer")
+    parser.add_argument("--report-only", action="store_true",
+                        help="only weights and condition numbers: make no skipless model")
+    parser.add_argument("--max-condition", type=positive_float, default=MAX_CONDITION,
+                        help="largest condition number of a matrix that is inverted")
+    parser.add_argument("--device", type=device_flag, default="auto",
+                        help="device for the condition numbers: auto, cpu, cuda or cuda:N")
     training_flags(parser)
     return parser.parse_args()
 
 
 def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
-    """Per layer the condition numbers of a checkpoint's square Q, K, V and P, one layer in memory at a time."""
-    found, layers = [], Layers(path, torch.float32, device, one_by_one=True)
-    for index in tqdm(range(layers.config.num_hidden_layers), desc="condition numbers", unit="layer", leave=False):
+    """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
+    conditions, layers = [], Layers(path, torch.float32, device, one_by_one=True)
+    numbers = range(layers.config.num_hidden_layers)
+    for index in tqdm(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:
-            found.append(condition_numbers(layer.self_attn))
-    return found
+            conditions.append(condition_numbers(layer.self_attn))
+    return conditions
 
 
-def random_model(config: SkiplessConfig, seed: int):
-    """Gaussian weights and biases, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=1.0 if parameter.ndim == 1 else parameter.shape[1] ** -0.5, generator=generator)
-    return model
+def count_all(args, config) -> dict:
+    """Name -> Weights of the checkpoint, the paper's configs and those of --config."""
+    configs = {args.model: config}
+    for path in (*CONFIGS, *args.config):
+        name = os.path.basename(path).removesuffix(".json")
+        configs[path if name in configs else name] = load_config(path)
+    return {name: count(config) for name, config in configs.items()}
 
 
-def transplanted(source, parallel: bool):
-    """A skipless model of a stock one's matrices, float64. Not its function: it shows folds of matrices as real training leaves them."""
-    state = source.state_dict()
-    config = skipless_config(source.config, parallel, attention_bias="model.layers.0.self_attn.q_proj.bias" in state)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    model.load_state_dict({name: state.get(name, torch.zeros_like(tensor)) for name, tensor in model.state_dict().items()})
-    return model
-
-
-def measured(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict[str, float]:
-    """A float64 model's differences from the reference logits, as it is and with its weights stored in fewer bits."""
-    models = {"float64": model} | {kind: rounded(model, dtype) for kind, dtype in STORED.items()}
-    return {kind: relative_difference(reference, exact_logits(found, tokens)) for kind, found in models.items()}
-
-
-def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> list[dict]:
-    """A model, float64, and its folds: differences of logits, and the condition number of the worst matrix inverted, or why it was refused."""
-    reference, parallel = exact_logits(model, tokens), model.config.parallel
-    common = {"model": name, "parallel": parallel, "kv_heads": model.config.num_key_value_heads}
-    lines = [common | {"remove": None, "parameters": model.num_parameters()} | measured(reference, model, tokens)]
-    for letter in PROJECTIONS:
-        try:
-            folded = fold(model, letter, max_condition)
-            found = measured(reference, folded, tokens)
-            if not found["float64"] <= TOLERANCE:
-                raise UserError(f"expected logits without {letter.upper()} to differ by at most {TOLERANCE:.0e}, found {found['float64']:.1e}")
-        except UserError as error:
-            lines.append(common | {"remove": letter, "refused": str(error)})
-            continue
-        worst = max(condition_numbers(layer.self_attn)[letter] for layer in model.model.layers) if inverts(letter, parallel) else None
-        lines.append(common | {"remove": letter, "gone": folded.config.removed, "parameters": folded.num_parameters(), "condition": worst} | found)
-    return lines
-
-
-@torch.no_grad()
-def sweep(model, tokens: torch.Tensor) -> list[dict]:
-    """Folds of Q out of a model whose every Q has been given a condition number: the differences that they make."""
-    lines = []
-    for condition in SWEEP:
-        spoilt = copy.deepcopy(model)
-        for layer in spoilt.model.layers:
-            weight = layer.self_attn.q_proj.weight
-            left, values, right = torch.linalg.svd(weight)
-            spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
-            weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
-        lines.append({"condition": condition} | measured(exact_logits(spoilt, tokens), fold(spoilt, "q", math.inf), tokens))
-    return lines
-
-
-@drawing
-def picture(plt, name: str, checkpoint: list[dict], trained: dict[str, dict] | None, swept: list[dict] | None, limit: float):
-    """Condition numbers by layer, of the checkpoint and of the trained models; and the differences that a condition number makes."""
-    figure, axes = plt.subplots(1, 3 if trained else 1, figsize=(15 if trained else 5.4, 3.8), layout="constrained", squeeze=False)
-    axes = axes[0]
-
-    def by_layer(axis, layers: list[dict], linestyle: str, label: str):
-        for number, letter in enumerate(PROJECTIONS):
-            if letter in layers[0]:
-                axis.plot([layer[letter] for layer in layers], color=f"C{number}", marker="o", markersize=3, linestyle=linestyle, label=f"{letter.upper()}{label}")
-        axis.set(xlabel="layer", ylabel="condition number")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(fontsize=8, ncols=2)
-
-    by_layer(axes[0], checkpoint, "-", "")
-    axes[0].set(title=name, yscale="log")
-    if trained:
-        for (kind, found), linestyle in zip(trained.items(), ("-", "--"), strict=True):
-            by_layer(axes[1], found["after"], linestyle, f", {kind}")
-        axes[1].set(title="skipless, trained from orthogonal matrices", ylim=(0, None))
-        for kind in reversed(KINDS):
-            axes[2].plot([line["condition"] for line in swept], [min(line[kind], 10) for line in swept], marker="o", markersize=3, label=kind)
-        axes[2].axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
-        axes[2].axhline(TOLERANCE, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
-        axes[2].set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5), xlabel="condition number of every Q", ylabel="logit difference, relative")
-        axes[2].legend(fontsize=8)
-    return figure
-
-
-def markdown(lines: list[tuple[str, ...]]) -> str:
-    """Rows of cells, the first a heading, as a Markdown table."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
-
-
-def exactness_table(lines: list[dict]) -> str:
-    """A row a model: its weights, then for itself and for each fold the three differences and the share of weights gone."""
-    table = [("model", "weights", "itself", *(letter.upper() for letter in PROJECTIONS))]
-    for name in dict.fromkeys(line["model"] for line in lines):
-        own, *folds = [line for line in lines if line["model"] == name]
-        cells = ["refused" if "refused" in line else f"{differences(line)}, {1 - line['parameters'] / own['parameters']:.0%}" for line in folds]
-        table.append((name, f"{own['parameters']:,}", differences(own), *cells))
-    reasons = dict.fromkeys(f"Refused: {line['refused']}." for line in lines if "refused" in line)
-    return "\n\n".join((markdown(table), *reasons))
-
-
-def differences(line: dict) -> str:
-    """"2e-14 / 2e-07 / 1e-02": exact, and stored in each of the dtypes."""
-    return " / ".join("0" if line[kind] == 0 else f"{line[kind]:.0e}" if line[kind] < 1 else "over 1" for kind in KINDS)
-
-
-def conditions_table(layers: list[dict]) -> str:
-    table = [("layer", *(letter.upper() for letter in PROJECTIONS))]
-    table += [(str(index), *(f"{found[letter]:.3g}" if letter in found else "not square" for letter in PROJECTIONS)) for index, found in enumerate(layers)]
-    return markdown(table)
-
-
-def sweep_table(lines: list[dict]) -> str:
-    return markdown([("condition of every Q", " / ".join(KINDS)), *((f"{line['condition']:.0e}", differences(line)) for line in lines)])
-
-
-def make_skipless(args, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
-    """Train, fold, spoil: lines of the exactness table, condition numbers before and after training, lines of the sweep."""
-    source = resolve_model(args.shape)
+def check_shape(source: str, length: int):
+    """The config of --shape. Raises UserError unless a model of this shape can be trained and folded."""
     config = load_config(source)
     require_convertible(source, config)
-    paths = {kind: os.path.join(args.run, kind) for kind in ("serial", "parallel")}
+    shape = geometry(config)
+    if shape.heads * shape.head_dim != shape.hidden:
+        raise UserError(f"--shape: expected a square Q, found {shape.heads} heads of {shape.head_dim} for "
+                        f"width {shape.hidden} in {source}")
+    check_length(length, source, config)
+    return config
+
+
+def train_missing(args, source: str, clock: Clock) -> None:
+    """Train the models that do not exist yet (with --force: both). Exits when a signal stops the training."""
+    missing = [kind for kind in KINDS if args.force or not os.path.isdir(os.path.join(args.run, kind))]
     with joined_ranks() as ranks:
-        for kind, path in paths.items():
-            if (args.force or not os.path.isdir(path)) and not train_skipless(args, source, kind == "parallel", ranks, clock):
-                sys.exit()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # training had signals wait for the end of a step
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    tokens, said = load_tokens(args.heldout, load_tokenizer(source), 4, args.length, split="heldout")
-    print(f"reads   {said}, for the differences")
-    heads, lines, trained = config.num_attention_heads, [], {}
-    for kind in paths:
-        for name, kv_heads in {"MHA": heads, "GQA": max(heads // 4, 2), "MQA": 1}.items():
-            shape = skipless_config(config, kind == "parallel", kv_heads, attention_bias=True, mlp_bias=True)
-            lines += every_fold(f"random {kind} {name}", random_model(shape, args.seed), tokens, args.max_condition)
-    stock = load_model(source, torch.float64)
-    for kind in paths:
-        lines += every_fold(f"{kind} of {args.shape}'s matrices", transplanted(stock, kind == "parallel"), tokens, args.max_condition)
-    for kind, path in paths.items():
+        finished = all(train_skipless(args, source, kind == "parallel", ranks, clock) for kind in missing)
+    if not finished:
+        sys.exit(STOPPED)
+
+
+def read_trained(path: str, model: dict) -> dict:
+    """The summary of a model trained with the shape of `model`. Raises UserError for others or if damaged."""
+    sidecar = read_record(path, TRAIN_STAGE, model)
+    fault = mismatch(sidecar, TRAINED, "record")
+    if fault:
+        raise UserError(f"{path}: {fault}; run {TRAIN_STAGE} again with --force")
+    verify_files(path, sidecar)
+    return sidecar["summary"]
+
+
+def head_counts(heads: int) -> dict[str, int]:
+    """Name -> key/value heads of the random models. No GQA where no number of them divides the heads."""
+    counts = {"MHA": heads}
+    for number in range(2, min(max(heads // 4, 2), heads - 1) + 1):
+        if heads % number == 0:
+            counts["GQA"] = number
+    return counts | {"MQA": 1}
+
+
+def fold_everything(args, source: str, config, tokens: torch.Tensor) -> list[dict]:
+    """Lines of the exactness table: random models, models of real matrices, trained models."""
+    lines, stock = [], load_model(source, torch.float64)
+    for kind in KINDS:
+        for name, kv_heads in head_counts(config.num_attention_heads).items():
+            biases = {"attention_bias": True, "mlp_bias": True}
+            model = random_model(skipless_config(config, kind == "parallel", kv_heads, **biases), args.seed)
+            lines += every_fold(f"random {kind} {name}", model, tokens, args.max_condition)
+    for kind in KINDS:
+        model = transplanted(stock, kind == "parallel")
+        lines += every_fold(f"{kind} of {args.shape}'s matrices", model, tokens, args.max_condition)
+    for kind in KINDS:
+        path = os.path.join(args.run, kind)
         print(f"reads   {path}")
-        model = load_model(path, torch.float64)
-        lines += every_fold(f"trained {kind}", model, tokens, args.max_condition)
-        made = read_record(path, "related/skipless/train.py")["summary"]
-        trained[kind] = {"before": made["conditions_before"], "after": made["conditions_after"]}
+        lines += every_fold(f"trained {kind}", load_model(path, torch.float64), tokens, args.max_condition)
+    return lines
+
+
+def make_skipless(args, source: str, config, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
+    """Lines of the exactness table, condition numbers before and after training, lines of the sweep."""
+    claim(TRAIN_STAGE, args)
+    model, trained = describe(source), {}
+    paths = {kind: os.path.join(args.run, kind) for kind in KINDS}
+    if not args.force:
+        for path in filter(os.path.isdir, paths.values()):
+            read_trained(path, model)  # refused before the other one is trained
+    train_missing(args, source, clock)
+    for kind, path in paths.items():
+        summary = read_trained(path, model)
+        trained[kind] = {"before": summary["conditions_before"], "after": summary["conditions_after"]}
+    tokens, text = load_tokens(args.heldout, load_tokenizer(source), 4, args.length, split="heldout")
+    print(f"reads   {text}, for the logit differences")
+    lines = fold_everything(args, source, config, tokens)
     return lines, trained, sweep(load_model(paths["serial"], torch.float64), tokens)
+
+
+def sections(args, weights: dict, conditions: list[dict], lines, swept) -> str:
+    """The Markdown report."""
+    rows = [cells(name, entry) for name, entry in weights.items()]
+    parts = {
+        "Weights of skipless models of these shapes, without biases and norms": markdown_table(COLUMNS, rows),
+        f"Condition numbers of {args.model}": conditions_table(conditions),
+    }
+    if lines:
+        title = f"Largest logit difference over the largest logit, {' / '.join(PRECISIONS)}"
+        parts[title] = exactness_table(lines)
+        parts["The same, with every Q of the trained serial model ill-conditioned"] = sweep_table(swept)
+    return "\n\n".join(f"{title}:\n\n{table}" for title, table in parts.items())
+
+
+def closing_line(name: str, conditions: list[dict], lines: list[dict] | None) -> str:
+    """How exact the folds were, and the worst condition number of the checkpoint."""
+    numbers = [(value, f"{letter.upper()} of layer {index}")
+               for index, layer in enumerate(conditions) for letter, value in layer.items()]
+    text = f"no attention matrix of {name} is square"
+    if numbers:
+        worst, place = max(numbers)
+        text = f"worst condition number of {name} {worst:.3g}, {place}"
+    if not lines:
+        return text
+    exact = [line["float64"] for line in lines if line["remove"] and "refused" not in line]
+    refused = sum("refused" in line for line in lines)
+    return f"{len(exact)} folds exact to {max(exact, default=0):.0e}, {refused} refused; {text}"
 
 
 def main():
     args, clock = parse(), Clock()
     output = os.path.join(args.run, "compare")
-    refuse_overwrite(output + ".json", args.force)
     path = resolve_model(args.model)
-    config = load_config(path)
-    if config.model_type not in (*SUPPORTED, SkiplessConfig.model_type):
-        raise UserError(f"{path}: expected model_type in {[*SUPPORTED, SkiplessConfig.model_type]}, found {config.model_type!r}")
-    configs = {os.path.splitext(os.path.basename(name))[0]: load_config(name) for name in (*CONFIGS, *args.config)}
-    weights = {name: count(found) for name, found in ({args.model: config} | configs).items()}
-    print(f"reads   {path}; {len(configs)} configs")
+    config, supported = load_config(path), (*SUPPORTED, SkiplessConfig.model_type)
+    if config.model_type not in supported:
+        raise UserError(f"{path}: expected model_type in {list(supported)}, found {config.model_type!r}")
+    weights = count_all(args, config)
+    lines = trained = swept = None
+    if not args.report_only:
+        source = resolve_model(args.shape)
+        shape = check_shape(source, args.length)
+    claim(STAGE, args, output + ".json")
+    print(f"reads   {path}; {len(weights) - 1} configs")
     conditions = checkpoint_conditions(path, pick_device(args.device))
-    lines, trained, swept = (None, None, None) if args.report_only else make_skipless(args, clock)
+    if not args.report_only:
+        lines, trained, swept = make_skipless(args, source, shape, clock)
 
-    parts = {"Weights of skipless models of these shapes, without biases and norms": markdown(rows(weights)),
-             f"Condition numbers of {args.model}": conditions_table(conditions)}
-    if lines:
-        parts |= {f"Largest logit difference over the largest logit, {' / '.join(KINDS)}": exactness_table(lines), "The same, where every Q of the trained serial model is spoilt": sweep_table(swept)}
+    report = sections(args, weights, conditions, lines, swept)
     os.makedirs(args.run, exist_ok=True)
-    write_text(output + ".md", "\n\n".join(f"{title}:\n\n{table}" for title, table in parts.items()) + "\n")
+    write_text(output + ".md", report + "\n")
     picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
-    found = {"weights": {name: vars(of) | {"total": of.total, "without_q_p": of.without_q_p, "folded": of.folded} for name, of in weights.items()},
-             "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
-    write_json(output + ".json", record("related/skipless/compare.py", args, describe(path, args.model), [], {}, clock()) | found)
-    print("\n" + "\n\n".join(f"{title}:\n\n{table}" for title, table in parts.items()) + f"\n\nwrote   {output}.json, .md")
-    worst = max((layer[letter], f"{letter.upper()} of layer {index}") for index, layer in enumerate(conditions) for letter in layer)
-    exact = ""
-    if lines:
-        folded = [line for line in lines if line["remove"] and "refused" not in line]
-        exact = (f"{len(folded)} folds exact to {max(line['float64'] for line in folded):.0e}, "
-                 f"{sum('refused' in line for line in lines)} refused; ")
-    print(f"compare: {exact}worst condition number of {args.model} {worst[0]:.3g}, {worst[1]}; in {clock()} s")
+    figures = {"weights": {name: entry.figures() for name, entry in weights.items()},
+               "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
+    sidecar = record(STAGE, args, describe(path, args.model), [], {}, clock())
+    write_json(output + ".json", sidecar | figures)
+    print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
+    print(f"compare: {closing_line(args.model, conditions, lines)}; in {clock()} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A Llama without skip connections and norms, serial or parallel, with or without its Q, K, V and P matrices.
 
-A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE, grouped queries and the gated FFN are
-Llama's own. A projection named in config.removed is the identity and has no weights. Importing this module registers the classes,
-so that AutoModelForCausalLM loads and saves such checkpoints like any other.
+A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE, grouped queries and
+the gated FFN are Llama's. A projection named in config.removed is the identity and has no weights. Importing
+this module registers the classes, so that AutoModelForCausalLM loads such checkpoints like any other.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 @strict
 class SkiplessConfig(LlamaConfig):
-    """LlamaConfig, and: parallel, whether attention stands beside the FFN; removed, names of attention projections that are not there."""
+    """LlamaConfig plus parallel (attention beside the FFN) and removed (names of absent projections)."""
 
     model_type = "skipless_llama"
 
@@ -28,7 +28,7 @@ class SkiplessConfig(LlamaConfig):
 
 
 class SkiplessLayer(LlamaDecoderLayer):
-    """One block. Its input reaches Q, K and V (parallel: the FFN, too) with nothing between that is not linear."""
+    """One block. Only linear maps lie between its input and Q, K and V (parallel: and the FFN)."""
 
     def __init__(self, config: SkiplessConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -43,14 +43,14 @@ class SkiplessLayer(LlamaDecoderLayer):
 
 
 class SkiplessModel(LlamaModel):
-    """Llama's decoder of skipless layers, without the last norm."""
+    """Llama's decoder with skipless layers and without the final norm."""
 
     config: SkiplessConfig
     _no_split_modules = ["SkiplessLayer"]
     _can_record_outputs = {"hidden_states": SkiplessLayer, "attentions": LlamaAttention}
 
     def __init__(self, config: SkiplessConfig):
-        LlamaPreTrainedModel.__init__(self, config)  # Llama's own would make its layers only for them to be replaced
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaModel's would build layers in vain
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(SkiplessLayer(config, index) for index in range(config.num_hidden_layers))
@@ -61,7 +61,7 @@ class SkiplessModel(LlamaModel):
 
 
 class SkiplessForCausalLM(LlamaForCausalLM):
-    """The language model; trained, saved, loaded and generating as any of transformers."""
+    """The language model: trained, saved, loaded and sampled from like any transformers model."""
 
     config: SkiplessConfig
 
