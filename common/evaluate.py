@@ -26,6 +26,11 @@ def mean_nll(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
     return float(torch.stack(losses).mean())
 
 
+def perplexity_of(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
+    """exp of the mean next-token loss of these logits."""
+    return math.exp(mean_nll(logits, tokens))
+
+
 def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     """Mean over tokens of KL(first || second), nats."""
     parts = []
@@ -36,8 +41,8 @@ def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 
 
 def max_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    """Largest absolute difference of two lists of logits."""
-    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+    """Largest absolute difference of two lists of logits; NaN where one of them holds a NaN."""
+    return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())
 
 
 @torch.no_grad()

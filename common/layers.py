@@ -41,6 +41,7 @@ class Layers:
 
     def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
         self.path, self.device, self.one_by_one = path, device, one_by_one
+        self.edits = []  # functions to apply to a decoder layer once it is read
         if one_by_one:
             return_freed_memory()
             with torch.device("meta"):
@@ -66,9 +67,27 @@ class Layers:
         yield module
         module.to("meta")
 
+    @contextlib.contextmanager
     def layer(self, index: int):
-        """A context with decoder layer `index`."""
-        return self.part(f"model.layers.{index}")
+        """A context with decoder layer `index`, edited."""
+        with self.part(f"model.layers.{index}") as layer:
+            for function in self.edits:
+                function(index, layer)
+            yield layer
+
+    def decoder_layers(self):
+        """Yield each decoder layer in turn; the last one yielded is the one in memory."""
+        for index in range(self.config.num_hidden_layers):
+            with self.layer(index) as layer:
+                yield layer
+
+    def edit(self, function) -> None:
+        """Change every decoder layer in place by function(index, layer): now, or one by one whenever it is read."""
+        if self.one_by_one:
+            self.edits.append(function)
+            return
+        for index, layer in enumerate(self.decoder_layers()):
+            function(index, layer)
 
     def embed(self, batches, directory: str | None) -> "Spool":
         """Token ids, [n, T] a batch, as hidden states before the first layer; kept in `directory` when one by one."""
@@ -94,9 +113,12 @@ class Layers:
     def logits(self, tokens: torch.Tensor, directory: str | None = None) -> list[torch.Tensor]:
         """Token ids [n, T] -> n logits [T, vocab], float32 on the CPU; hidden states wait in `directory` when one by one."""
         hidden = self.embed(tokens.split(1), directory)
-        for index in range(self.config.num_hidden_layers):
-            with self.layer(index) as layer:
-                self.advance(layer, hidden)
+        for layer in self.decoder_layers():
+            self.advance(layer, hidden)
+        return self.logits_of(hidden)
+
+    def logits_of(self, hidden: "Spool") -> list[torch.Tensor]:
+        """Hidden states after the last layer, one sequence a batch -> their logits [T, vocab], float32 on the CPU."""
         with self.head() as head:
             return [head(hidden[number])[0].float().cpu() for number in range(len(hidden))]
 
@@ -201,6 +223,12 @@ class CheckpointWriter:
             stored = {key: tensor.detach().to("cpu", self.dtype).contiguous() for key, tensor in tensors.items()}
             save_file(stored, os.path.join(self.directory, PART.format(len(self.shards))), metadata={"format": "pt"})
             self.shards.append(list(tensors))
+
+    def write_rest(self, layers: Layers) -> None:
+        """Write what is not a decoder layer: the embedding, norm and head of `layers`."""
+        for name in ("model.embed_tokens", "model.norm", "lm_head"):
+            with layers.part(name) as module:
+                self.write(name, module)
 
     def __exit__(self, kind, *error):
         if kind is not None:

@@ -20,7 +20,9 @@ def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and u by Algorithm 1: "cos" aligns unit-norm vectors (Eq. 7-9), "dist" raw ones (Eq. 20, 21)."""
+    """Q and u by Algorithm 1: criterion "cos" aligns unit-norm vectors, "dist" raw ones, "none" nothing."""
+    if criterion == "none":
+        return no_rotation(grams, groups)
     kind = CRITERIA[criterion]
     value_rotation = align_values(group_blocks(grams.value(kind), groups))
     key_rotation = align_keys(group_blocks(grams.key(kind), groups), free=grams.free)
@@ -44,10 +46,16 @@ def within_group_cosine(
     key_rotation: torch.Tensor,
     tokens: int,
 ) -> dict[str, float]:
-    """Mean cosine (Eq. 2, 3) over the pairs of heads within groups, "key" and "value", rotated by Q and u.
+    """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
 
-    tokens: N, what the Grams sum over.
+    tokens: N, what the Grams sum over. Returns key_before, key_after, value_before and value_after.
     """
-    value = value_overlap(group_blocks(grams.value("unit"), groups), value_rotation)
-    key = key_overlap(group_blocks(grams.key("unit"), groups), key_rotation)
-    return {"key": float(pair_mean(key).mean()) / tokens, "value": float(pair_mean(value).mean()) / tokens}
+    value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
+    no_value_rotation, no_key_rotation = no_rotation(grams, groups)
+    overlaps = {
+        "key_before": key_overlap(key, no_key_rotation),
+        "key_after": key_overlap(key, key_rotation),
+        "value_before": value_overlap(value, no_value_rotation),
+        "value_after": value_overlap(value, value_rotation),
+    }
+    return {name: float(pair_mean(overlap).mean()) / tokens for name, overlap in overlaps.items()}

@@ -56,32 +56,38 @@ class Moments:
 class Refit:
     """Text on its way through an original model and a merged one, layer by layer from the first.
 
-    targets, inputs: its hidden states before the first layer, for the original and the merged model:
-    sequences of batches [n, T, hidden] whose items are replaced. run(layer, hidden): a decoder layer of
-    either applied to them.
+    run(layer, hidden): a decoder layer of either applied to hidden states. The texts are sequences of batches
+    [n, T, hidden] before the first layer, whose items are replaced: targets for the original model, inputs
+    for the merged one, and unrefitted for the merged one as it would be without a refit. figures: of each
+    layer, the ridge chosen (None: W_O kept) and the error on held-out sequences before and after, as shares
+    of |y|^2.
     """
 
-    def __init__(self, run, targets, inputs):
-        self.run, self.targets, self.inputs = run, targets, inputs
+    def __init__(self, run, targets, inputs, unrefitted=()):
+        self.run, self.targets, self.inputs, self.unrefitted = run, targets, inputs, unrefitted
+        self.figures: list[dict] = []
         sizes = [len(targets[number]) for number in range(len(targets))]
         held_out = torch.arange(sum(sizes)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         held_out[-1] |= not held_out.any()
         self.held_out = held_out.split(sizes)
 
     @torch.no_grad()
-    def layer(self, original, merged) -> dict:
+    def layer(self, original, merged) -> None:
         """Refit o_proj of the decoder layer `merged` in place, and move on to the next layer.
 
-        original: the decoder layer to approximate, whatever its number of kv heads. Returns the ridge chosen
-        (None: W_O kept) and the error on held-out sequences before and after, as shares of |y|^2.
+        original: the decoder layer to approximate, whatever its number of kv heads.
         """
+        self._advance(merged, self.unrefitted)
         projection = merged.self_attn.o_proj
         fit, judge = self._moments(original, merged)
         weight, ridge, before, after = best_fit(projection.weight.double().cpu(), fit, judge)
         projection.weight.copy_(weight.to(projection.weight.dtype))
-        for number in range(len(self.inputs)):
-            self.inputs[number] = self.run(merged, self.inputs[number])
-        return {"ridge": ridge, "before": before, "after": after}
+        self._advance(merged, self.inputs)
+        self.figures.append({"ridge": ridge, "before": before, "after": after})
+
+    def _advance(self, layer, batches) -> None:
+        for number in range(len(batches)):
+            batches[number] = self.run(layer, batches[number])
 
     def _moments(self, original, merged) -> tuple[Moments, Moments]:
         """What to fit and what to judge by, of one layer; the original model's text moves on."""
