@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from common.cli import UserError, suggest
-from common.records import FILE_NAME, STRING, mismatch, shown
+from common.records import COUNT, FILE_NAME, STRING, Optional, mismatch, shown
 
 logging.set_verbosity_error()  # the stages print their own account of what they load
 logging.disable_progress_bar()
@@ -68,15 +68,15 @@ def resolve_model(name: str) -> str:
 
 
 def load_config(path: str):
-    """The config of a checkpoint. Raises UserError where there is none, or where a size in it is no positive integer."""
+    """The config of a checkpoint, or in a file. Raises UserError where there is none, or a size in it is no positive integer."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        with open(os.path.join(path, "config.json") if os.path.isdir(path) else path, encoding="utf-8") as file:
+            fault = mismatch(json.load(file), {name: Optional(COUNT) for name in SIZES}, "config.json")
+        config = None if fault else AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged file raises a different class for each kind of damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: {error}") from error
-    for name in SIZES:
-        size = getattr(config, name, None)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise UserError(f"{path}: expected a positive integer as {name} in config.json, found {size!r}")
+    if fault:
+        raise UserError(f"{path}: {fault}")
     return config
 
 

@@ -1,0 +1,323 @@
+"""Checkpoints: read as transformers reads them, whole or layer by layer, and refused in one line where they are damaged."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from common.artifacts import read_groups, read_record, read_tensors
+from common.cli import UserError
+from common.layers import Layers
+from common.models import (
+    fingerprint,
+    geometry,
+    load_config,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+    require_convertible,
+    resolve_model,
+    weight_files,
+)
+from conftest import byte_tokenizer, expect_error, run, save_tiny, tiny_model
+
+INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """The same tiny model in one file, in shards, and in a pickled file as older releases have it."""
+    home = tmp_path_factory.mktemp("checkpoints")
+    save_tiny(home / "whole")
+    tiny_model().save_pretrained(home / "shards", max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(home / "shards")
+    shutil.copytree(home / "whole", home / "bin")
+    torch.save(load_file(home / "whole" / "model.safetensors"), home / "bin" / "pytorch_model.bin")
+    os.remove(home / "bin" / "model.safetensors")
+    return home
+
+
+@pytest.fixture
+def copy(checkpoints, tmp_path):
+    def make(kind: str, name: str = "model") -> Path:
+        shutil.copytree(checkpoints / kind, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def refusal(action, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        action(*arguments)
+    return " ".join(str(refused.value).split())
+
+
+# -- what is read --
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
+def test_open_checkpoint_reads_what_transformers_loads(checkpoints, kind):
+    path, state = str(checkpoints / kind), tiny_model().state_dict()
+    tensors = open_checkpoint(path)
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name][:], state[name]) for name in state)
+    assert torch.equal(tensors[UP][3:5], state[UP][3:5])
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
+def test_other_files_beside_the_weights_change_nothing(copy, kind):
+    """Neither what is read nor the fingerprint: other safetensors, a second format, shards that no index names."""
+    path = copy(kind)
+    before, state = fingerprint(str(path)), tiny_model().state_dict()
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    for name in ("model_bf16.safetensors", "aaa.safetensors", "model-00001-of-00099.safetensors", "zzz.safetensors"):
+        save_file(other, path / name)
+    if kind != "bin":
+        torch.save(other, path / "pytorch_model.bin")
+    assert fingerprint(str(path)) == before
+    assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
+    with Layers(str(path), torch.float32, "cpu", one_by_one=True).layer(1) as layer:
+        assert torch.equal(layer.mlp.up_proj.weight, state[UP])
+    assert torch.equal(load_model(str(path)).state_dict()[UP], state[UP])
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
+def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
+    path = copy(kind)
+    before = fingerprint(str(path))
+    for name in ("config.json", *weight_files(str(path))):
+        content = (path / name).read_bytes()
+        for place in (0, len(content) // 2, len(content) - 1):
+            (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+            if name == INDEX:
+                continue  # a damaged index is refused before anything is hashed
+            assert fingerprint(str(path)) != before, (name, place)
+        (path / name).write_bytes(content)
+    assert fingerprint(str(path)) == before
+
+
+@pytest.mark.parametrize("name", ["m [1]", "m*", "m?x", "[a-z]", "m{1}", "mö"])
+def test_names_with_glob_characters_are_read(copy, name):
+    path = str(copy("shards", name))
+    assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
+    with Layers(path, torch.float32, "cpu", one_by_one=True).layer(0):
+        pass
+    assert resolve_model(path) == path
+
+
+# -- what is refused --
+
+
+def edit_index(path: Path, change) -> None:
+    index = json.loads((path / INDEX).read_text())
+    change(index["weight_map"])
+    (path / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "missing.safetensors",
+                                  "a\\b", "x\n.safetensors", "\ud800"])
+def test_an_index_names_only_files_beside_it(copy, name):
+    path = copy("shards")
+    save_file({UP: torch.zeros(64, 48)}, path.parent / "outside.safetensors")
+    (path / "a").mkdir()
+    save_file({UP: torch.zeros(64, 48)}, path / "a" / "b.safetensors")
+    edit_index(path, lambda weight_map: weight_map.update({UP: name}))
+    for action in (weight_files, fingerprint, open_checkpoint, load_model):
+        message = refusal(action, str(path))
+        assert f"{INDEX}: " in message and "expected" in message and message.isprintable()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b"\xff", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}',
+                                     b'{"weight_map": {}', b"[" * 100_000])
+def test_a_damaged_index_is_refused(copy, content):
+    path = copy("shards")
+    (path / INDEX).write_bytes(content)
+    for action in (fingerprint, open_checkpoint, load_model):
+        assert INDEX in refusal(action, str(path))
+
+
+class Command:
+    """An object whose unpickling runs a command."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("make", ["torch.save", "pickle"])
+def test_a_pickle_that_would_run_code_is_refused(copy, tmp_path, make):
+    path, trap = copy("bin"), tmp_path / "executed"
+    content = {UP: Command(trap)}
+    if make == "torch.save":
+        torch.save(content, path / "pytorch_model.bin")
+    else:
+        (path / "pytorch_model.bin").write_bytes(pickle.dumps(content, protocol=2))
+    for action in (open_checkpoint, load_model):
+        message = refusal(action, str(path))
+        assert str(path) in message and len(message) < 500
+    assert not trap.exists()
+
+
+def drop(path: Path, *names: str, **extra: torch.Tensor) -> None:
+    """Rewrite a checkpoint's only file without some tensors and with others."""
+    state = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if name not in names}
+    save_file(state | extra, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut(path: Path, keep: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+
+
+def edit_config(path: Path, **changes) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
+    "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
+    "an extra tensor": ("whole", lambda path: drop(path, **{"model.extra": torch.zeros(2)}), "found also 'model.extra'"),
+    "an extra bias": ("whole", lambda path: drop(path, **{UP.replace("weight", "bias"): torch.zeros(64)}), "found also"),
+    "fewer layers in the config": ("whole", lambda path: edit_config(path, num_hidden_layers=2), "found also 'model.layers.2."),
+    "more layers in the config": ("whole", lambda path: edit_config(path, num_hidden_layers=4), "expected a tensor model.layers.3."),
+    "another shape": ("whole", lambda path: drop(path, **{UP: torch.zeros(63, 48)}), UP),
+    "NaN": ("whole", lambda path: drop(path, **{UP: torch.full((64, 48), float("nan"))}), f"NaN or Inf in {UP}"),
+    "cut in the tensors": ("whole", lambda path: cut(path / "model.safetensors", 0.9), "model"),
+    "cut in the header": ("whole", lambda path: cut(path / "model.safetensors", 0.001), "model"),
+    "empty weights": ("whole", lambda path: cut(path / "model.safetensors", 0), "model"),
+    "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
+    "no weights": ("whole", lambda path: os.remove(path / "model.safetensors"), "expected weights (one of model.safetensors"),
+    "other weights only": ("whole", lambda path: os.rename(path / "model.safetensors", path / "m.safetensors"), "expected weights"),
+    "a cut pickle": ("bin", lambda path: cut(path / "pytorch_model.bin", 0.9), "model"),
+}
+
+
+def use_everything(path: str, one_by_one: bool) -> None:
+    layers = Layers(path, torch.float32, "cpu", one_by_one)
+    for name in ("model.embed_tokens", "model.norm", "lm_head", *(f"model.layers.{index}" for index in range(3))):
+        with layers.part(name):
+            pass
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage, one_by_one):
+    kind, action, expected = DAMAGES[damage]
+    path = copy(kind)
+    action(path)
+    message = refusal(use_everything, str(path), one_by_one)
+    assert expected in message and str(path) in message and len(message) < 800, message
+
+
+def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
+    path = copy("whole")
+    drop(path, **{f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)})
+    for one_by_one in (False, True):
+        use_everything(str(path), one_by_one)
+
+
+SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
+         "vocab_size", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_in_the_config_are_positive_integers(copy, name):
+    path = copy("whole")
+    for wrong in ("8", 8.5, 0, -8, True, [8], {"n": 8}):
+        edit_config(path, **{name: wrong})
+        message = refusal(load_config, str(path))
+        assert str(path) in message and name in message, message
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff", b"{", b'"x"', b"3", b"[" * 100_000, b'{"model_type": 3}',
+                                     b'{"model_type": "nonesuch"}', b"{}", b'{"model_type": ["llama"]}'])
+def test_a_damaged_config_is_refused(copy, content):
+    path = copy("whole")
+    (path / "config.json").write_bytes(content)
+    assert str(path) in refusal(load_config, str(path))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "gpt2"}, "expected model_type in ['llama', 'mistral', 'qwen2', 'qwen3'], found 'gpt2'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found partial_rotary_factor 0.5"),
+    ({"num_key_value_heads": 1}, "at least 2 key/value heads, found 1"),
+    ({"num_key_value_heads": 3}, "expected key/value heads that divide 8 heads, found 3"),
+    ({"num_key_value_heads": 16}, "expected key/value heads that divide 8 heads, found 16"),
+    ({"head_dim": 7}, "even"),
+])
+def test_models_the_method_does_not_apply_to(copy, changes, message):
+    path = copy("whole")
+    require_convertible(str(path), load_config(str(path)))
+    edit_config(path, **changes)
+    assert message in refusal(lambda: require_convertible(str(path), load_config(str(path))))
+
+
+def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
+    path = copy("whole")
+    edit_config(path, head_dim=None)
+    assert geometry(load_config(str(path))).head_dim == 48 // 8
+
+
+# -- tokenizers --
+
+
+def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
+    path = copy("whole")
+    assert load_tokenizer(str(path)).eos_token_id == 256
+    edit_config(path, vocab_size=256)
+    assert "expected token ids below the model's vocab_size 256, found a tokenizer with 256" in refusal(load_tokenizer, str(path))
+    edit_config(path, vocab_size=257)
+    load_tokenizer(str(path))
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
+    assert "end-of-sequence token, found none" in refusal(load_tokenizer, str(path))
+    (path / "tokenizer.json").write_text("{")
+    assert "cannot load a tokenizer" in refusal(load_tokenizer, str(path))
+
+
+# -- stage 1 --
+
+
+def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):
+    path, home = copy("whole"), tmp_path / "run"
+    common = ["--run", home, "--text", inputs["text"], "--sequences", 2]
+    expect_error("expected 1 to 256 tokens (the model's max_position_embeddings), found 257", "01_calibrate.py", *common,
+                 "--model", path, "--length", 257)
+    expect_error("expected a checkpoint directory, found a file", "01_calibrate.py", *common,
+                 "--model", path / "config.json")
+    expect_error("which has 0 GPUs, found cuda:7" if not torch.cuda.is_available() else "found cuda:77", "01_calibrate.py",
+                 *common, "--model", path, "--device", "cuda:7" if not torch.cuda.is_available() else "cuda:77")
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
+    expect_error("end-of-sequence token, found none", "01_calibrate.py", *common, "--model", path, "--length", 8)
+    (home.parent / "file").write_text("mine")
+    expect_error("file", "01_calibrate.py", *common[2:], "--run", home.parent / "file", "--model", path)
+    assert not home.exists() and (home.parent / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj", "o_proj"])
+def test_a_layer_of_zeros_goes_through_stages_1_to_3(tmp_path, inputs, part):
+    """It is like any other to the search: finite similarities, no energy to lose, valid groups."""
+    model = tiny_model()
+    getattr(model.model.layers[1].self_attn, part).weight.data.zero_()
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    home = tmp_path / "run"
+    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", inputs["text"], "--sequences", 2, "--length", 32)
+    run("02_similarity.py", "--run", home)
+    file, _ = read_tensors(str(home / "similarity.safetensors"), "02_similarity.py")
+    assert all(torch.isfinite(file.get_tensor(name)).all() for name in file.keys())
+    for by in ("value", "both", "energy"):
+        run("03_group.py", "--run", home, "--kv-heads", 4, "--by", by, "--restarts", 4, "--iterations", 20, "--force")
+        model_record = read_record(str(home / "calibration"), "01_calibrate.py")["model"]
+        assert read_groups(str(home / "groups.json"), model_record)[1].shape == (3, 4, 2)
