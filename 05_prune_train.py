@@ -1,36 +1,34 @@
-"""Stage 5: train. First a teacher (SFT of the untouched model), then the student: L0 masks move each head from its own
-key/value projection to its group's, while KL + BiLD keep it close to the teacher (Eq. 27-31).
+"""Stage 5: train. First a teacher (SFT of the untouched model), then the student: L0 masks move each head
+from its own key/value projection to its group's, while KL + BiLD keep it close to the teacher (Eq. 27-31).
 
-Reads   RUN/aligned/, RUN/merged/ (of either --merge of 04_align.py), the model that stage 1 read, the eight tasks'
-        training sets
-Writes  RUN/teacher/   an ordinary checkpoint with the source's heads; skipped if it already exists
-        RUN/train/     checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/ (where it is
-                       installed); stage.json when it is done
+Reads   RUN/aligned/ and RUN/merged/ of 04_align.py, the source model, the training sets of the eight tasks
+Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
+        RUN/train/    checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/
+                      (where it is installed); stage.json when it is done
 
-    torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b     # one node of 8 GPUs
-    torchrun --nproc-per-node 2 05_prune_train.py                              # the demo model, minutes on two cores
-    python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10     # a single process works too
-    python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB           # what it will take; trains nothing
+    torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
+    torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
+    python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
+    python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
 
---masks off trains merged/ itself, without masks and the L0 term: the short way where merged/ is close to its source
-already. Where merging changed W_Q and W_O too (--merge closed-form), a mask blends its whole head: W_Q, W_K, W_V and W_O.
+After 80% of the steps every mask is 0: the student is saved, rebuilt as the GQA model it has become, and
+trained on. Where merging changed W_Q and W_O too (--merge closed-form), a mask blends its whole head: W_Q,
+W_K, W_V and W_O. --masks off trains merged/ itself, without masks and L0 term: shorter, where merged/ is
+close to its source. With torchrun --nnodes N, RUN lies on a disk that all nodes share; weights are sharded
+within a node and replicated over nodes.
 
-With torchrun --nnodes N, RUN lies on a disk that all nodes share; weights are sharded within a node and replicated over
-nodes. After 80% of the steps the masks are gone: the student is saved, built anew as the GQA model it has become, and
-trained on.
-
-The same command resumes from the last whole checkpoint; a run that was killed ends as if it had not been, to the bit, at
-the same number of processes. SIGTERM and Ctrl-C save at the end of the step and exit with 75 (torchrun: 1), so that
-"05 && 06" goes no further; torchrun waits 30 s for that: give it --shutdown-timeout 600 where a save takes longer.
---force moves train/ and teacher/ aside (to train.old-1/, teacher.old-1/, ...) and begins anew; a teacher named by
---teacher stays. Flags left out take the published values (Appendix A), or for the demo model values that suit its size.
+The same command resumes from the last whole checkpoint; at the same number of processes, a run that was
+killed ends bit-identical to one that was not. SIGTERM and Ctrl-C save at the end of the step and exit with 75
+(torchrun exits with 1), so that "05 && 06" stops there. torchrun waits 30 s for that save: where it takes
+longer, pass --shutdown-timeout 600. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts
+anew; a teacher named by --teacher stays. Flags left out take the published values (Appendix A), or for the
+demo model values that suit its size.
 """
 
 import argparse
-import gc
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -61,47 +59,50 @@ from common.data.tasks import TASKS
 from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer
 from common.reporting import plots
 from common.training import budget, checkpoints, distill
-from common.training.engine import METRICS, STOPPED, Job, Plan, read_metrics, train
-from common.training.inputs import Pair, load_samples, read_pair, samples_digest
-from common.training.sharding import Execution, Ranks, build, joined_ranks
+from common.training.engine import STOPPED, Job, Plan, train
+from common.training.inputs import Pair, describe_samples, load_samples, read_pair
+from common.training.metrics import METRICS, read_metrics, summarize
+from common.training.sharding import Execution, Ranks, build, free_memory, joined_ranks
 
 STAGE = "05_prune_train.py"
+ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.section("what is trained on what")
-    parser.add_argument("--tasks", default=None, metavar="DIR",
-                        help="TASK.train.jsonl files, or hub (default: hub; the demo's own tasks for the demo model)")
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--teacher", default=None, metavar="DIR",
-                        help="the SFT teacher, to share between runs; made there if missing (default: RUN/teacher)")
+    parser.add_argument("--tasks", metavar="DIR",
+                        help="TASK.train.jsonl files, or hub (default: hub; the demo's for the demo model)")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
+                        help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--teacher", metavar="DIR",
+                        help="share this SFT teacher between runs; made if missing (default: RUN/teacher)")
     parser.add_argument("--masks", choices=("l0", "off"), default="l0",
                         help="l0: as in the paper; off: train the merged model directly")
     parser.section("length of the two phases")
-    parser.add_argument("--teacher-epochs", type=positive_float, default=None, help="SFT passes over the training sets (published: 2)")
-    parser.add_argument("--teacher-steps", type=positive, default=None, help="instead of --teacher-epochs")
-    parser.add_argument("--epochs", type=positive_float, default=None,
-                        help="pruning passes (published: 5, 10, 15 for a half, a quarter, an eighth of the kv heads)")
-    parser.add_argument("--steps", type=positive, default=None, help="instead of --epochs")
-    add_optimization_flags(parser)
+    parser.add_argument("--teacher-epochs", type=positive_float,
+                        help="SFT passes over the training sets (published: 2)")
+    parser.add_argument("--teacher-steps", type=positive, help="instead of --teacher-epochs")
+    parser.add_argument("--epochs", type=positive_float,
+                        help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads)")
+    parser.add_argument("--steps", type=positive, help="instead of --epochs")
+    add_training_flags(parser)
     add_execution_flags(parser)
     return parser.parse_args()
 
 
-def add_optimization_flags(parser) -> None:
+def add_training_flags(parser) -> None:
     parser.section("optimization")
-    parser.add_argument("--lr", type=positive_float, default=None, help="student's peak learning rate (published: 1e-5)")
+    parser.add_argument("--lr", type=positive_float, help="student's peak learning rate (published: 1e-5)")
     parser.add_argument("--merged-lr-factor", type=positive_float, default=1.0,
-                        help="learning rate of the new shared projections, times --lr (the authors' code: 2)")
-    parser.add_argument("--mask-lr", type=positive_float, default=None, help="learning rate of log alpha (published: 1e-2)")
-    parser.add_argument("--l0-weight", type=non_negative_float, default=None, help="weight of Eq. 29 in Eq. 31 (published: 1)")
-    parser.add_argument("--batch", type=positive, default=None,
-                        help="samples per pruning step, all ranks together (published: 64)")
-    parser.add_argument("--warmup", type=positive, default=None, help="warm-up steps of pruning (published: 32)")
-    parser.add_argument("--teacher-lr", type=positive_float, default=None, help="published: 1e-5")
-    parser.add_argument("--teacher-batch", type=positive, default=None, help="published: 128")
-    parser.add_argument("--teacher-warmup", type=positive, default=None, help="published: 16")
+                        help="learning rate of the shared projections, times --lr (the authors' code: 2)")
+    parser.add_argument("--mask-lr", type=positive_float, help="learning rate of log alpha (published: 1e-2)")
+    parser.add_argument("--l0-weight", type=non_negative_float, help="of Eq. 29 in Eq. 31 (published: 1)")
+    parser.add_argument("--batch", type=positive, help="samples per step, all ranks together (published: 64)")
+    parser.add_argument("--warmup", type=positive, help="warm-up steps (published: 32)")
+    parser.add_argument("--teacher-lr", type=positive_float, help="learning rate of SFT (published: 1e-5)")
+    parser.add_argument("--teacher-batch", type=positive, help="samples per step of SFT (published: 128)")
+    parser.add_argument("--teacher-warmup", type=positive, help="warm-up steps of SFT (published: 16)")
     parser.add_argument("--clip", type=non_negative_float, default=1.0, help="largest gradient norm, 0: any")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as Eq. 30 reads")
@@ -110,20 +111,21 @@ def add_optimization_flags(parser) -> None:
 
 def add_execution_flags(parser) -> None:
     parser.section("how it runs")
-    parser.add_argument("--tokens-per-microbatch", type=positive, default=None,
+    parser.add_argument("--tokens-per-microbatch", type=positive,
                         help="tokens packed into one row (default: 4096; 2048 on a CPU)")
-    parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens whose logits exist at a time")
-    parser.add_argument("--attention", choices=("packed", "sdpa", "eager", "flash_attention_2"), default="packed",
+    parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens per chunk of logits")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="packed",
                         help="packed: torch's fused kernel sample by sample; the others are transformers'")
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=None,
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
                         help="activation checkpointing of every layer (default: on GPUs)")
-    parser.add_argument("--save-minutes", type=non_negative_float, default=20, help="longest time between checkpoints")
-    parser.add_argument("--save-steps", type=positive, default=None,
-                        help="steps between checkpoints, beside --save-minutes (default: none)")
+    parser.add_argument("--save-minutes", type=non_negative_float, default=20,
+                        help="longest time between checkpoints")
+    parser.add_argument("--save-steps", type=positive, help="steps between checkpoints as well")
     parser.add_argument("--print-every", type=positive, default=1,
                         help="steps between printed lines; metrics.jsonl has all")
-    parser.add_argument("--plan", default=None, metavar="COUNTxDEVICE",
-                        help=f"print memory, operations and time on that hardware, and exit ({', '.join(budget.HARDWARE)})")
+    parser.add_argument("--plan", metavar="COUNTxDEVICE",
+                        help=f"print memory, operations and time on that hardware, and exit; devices: "
+                             f"{', '.join(budget.HARDWARE)}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Run:
 
 def set_defaults(args, demo: bool) -> None:
     """The published value, or the demo model's, for each flag that was left out."""
-    for name, value in (distill.PUBLISHED_SETTINGS | (distill.DEMO_SETTINGS if demo else {})).items():
+    for name, value in (distill.DEMO_SETTINGS if demo else distill.PUBLISHED_SETTINGS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
@@ -157,43 +159,33 @@ def set_defaults(args, demo: bool) -> None:
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         args.teacher_steps = distill.DEMO_TEACHER_STEPS
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("--attention: expected the package flash-attn for flash_attention_2, found none that works here")
+        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
 
 
-def make_plans(args, pair: Pair, samples: list, cuda: bool) -> tuple[Plan, Plan]:
-    """The numbers of both phases: the teacher's and the student's."""
-    count, group_size = len(samples), pair.model["kv_heads"] // pair.kv_heads
-    common = {"clip": args.clip, "seed": args.seed, "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048),
-              "save_steps": args.save_steps, "save_minutes": args.save_minutes, "print_every": args.print_every}
+def make_plans(args, pair: Pair, samples: int, cuda: bool) -> dict[str, Plan]:
+    """The numbers of both phases, "teacher" and "student"."""
+    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
+              "save_minutes": args.save_minutes, "print_every": args.print_every,
+              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
     epochs = args.teacher_epochs or distill.TEACHER_EPOCHS
-    teacher_steps = args.teacher_steps or distill.epochs_to_steps(epochs, count, args.teacher_batch)
-    teacher = Plan(steps=teacher_steps, batch=args.teacher_batch, warmup=args.teacher_warmup, **common)
-    if args.steps:
-        steps = args.steps
-    elif args.epochs:
-        steps = distill.epochs_to_steps(args.epochs, count, args.batch)
-    else:
-        steps = distill.published_steps(group_size, count, args.batch)
+    teacher_steps = args.teacher_steps or distill.epochs_to_steps(epochs, samples, args.teacher_batch)
+    steps = args.steps
+    if not steps:
+        epochs = args.epochs or distill.published_epochs(pair.model["kv_heads"] // pair.kv_heads)
+        steps = distill.epochs_to_steps(epochs, samples, args.batch)
     if steps < 2 and args.masks == "l0":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
-    return teacher, Plan(steps=steps, batch=args.batch, warmup=args.warmup, **common)
+    return {"teacher": Plan(teacher_steps, args.teacher_batch, args.teacher_warmup, **common),
+            "student": Plan(steps, args.batch, args.warmup, **common)}
 
 
-def print_plan(run: Run, plans: tuple[Plan, Plan]) -> None:
-    """What both phases take on --plan's hardware, from configs alone. Raises UserError when one does not fit."""
-    args, pair = run.args, run.pair
-    cluster = budget.parse_hardware(args.plan)
-    lengths, answers = [len(sample) for sample in run.samples], [len(sample.answer) for sample in run.samples]
-    config = load_config(pair.model["path"])
-    workload = budget.Workload(config, lengths, answers, args.loss_chunk, run.execution.recompute)
+def print_plan(run: Run, plans: dict[str, Plan]) -> None:
+    """What both phases take on --plan's hardware. Raises UserError when one does not fit."""
+    args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
+    workload = budget.Workload.of(config, run.samples, args.loss_chunk, run.execution.recompute)
     student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else ())
-    fits, hours = True, 0.0
-    for title, kind, plan in (("teacher", None, plans[0]), (f"pruning {pair.title}", student, plans[1])):
-        lines, phase_hours, phase_fits = budget.report(title, workload, kind, plan, cluster)
-        print("\n".join(lines))
-        fits, hours = fits and phase_fits, hours + phase_hours
-    if not fits:
-        raise UserError(f"--plan: expected {args.plan} to hold both phases, found that it does not; see above")
+    phases = [("teacher", None, plans["teacher"]), (f"pruning {pair.title}", student, plans["student"])]
+    hours = budget.print_phases(workload, phases, args.plan)
     print(f"05_prune_train: {hours:.2g} h on {args.plan}, the teacher included")
 
 
@@ -202,14 +194,13 @@ def start_anew(run: Run) -> None:
     if run.ranks.first:
         teacher = [] if run.args.teacher else [run.teacher, run.teacher + ".train"]
         for path in (run.directory, *teacher):
-            moved = move_aside(path)
-            if moved:
-                print(f"moved   {path} to {moved}")
+            if os.path.lexists(path):
+                print(f"moved   {path} to {move_aside(path)}", flush=True)
     dist.barrier()
 
 
 def read_teacher(run: Run) -> bool:
-    """Whether the teacher exists already, checked to be the fine-tuned source model."""
+    """Whether there is a teacher already, checked to be the fine-tuned source model, unchanged."""
     if not os.path.lexists(run.teacher):
         return False
     if not os.path.isdir(run.teacher):
@@ -229,10 +220,13 @@ def last_checkpoint(directory: str, plan: Plan, ranks) -> str | None:
 
 
 def train_teacher(run: Run, plan: Plan) -> bool:
-    """SFT of the untouched source model; writes teacher/ and removes its checkpoints. False when stopped by a signal."""
+    """SFT of the untouched source model, then teacher/ is written. False when stopped by a signal."""
     source, directory, ranks = run.pair.model["path"], run.teacher + ".train", run.ranks
-    ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    settings = plan.to_resume() | {"lr": run.args.teacher_lr, "samples": len(run.samples), "samples_sha256": samples_digest(run.samples)}
+    if run.args.teacher:  # another run may be making it, too
+        parent, name = os.path.split(os.path.abspath(run.teacher))
+        claim(name, argparse.Namespace(run=parent))
+    ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
+    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | describe_samples(run.samples)
     checkpoints.begin(directory, settings, ranks)
     saved = last_checkpoint(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
@@ -248,13 +242,13 @@ def train_teacher(run: Run, plan: Plan) -> bool:
 
 
 def write_teacher(run: Run, directory: str, settings: dict) -> None:
-    """teacher/ from the last checkpoint in `directory`, which goes."""
+    """Write teacher/ from the last checkpoint in `directory`, which is then removed."""
     source = run.pair.model["path"]
     config = load_config(source)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
     lines = read_metrics(os.path.join(directory, METRICS))
-    summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
+    summary = settings | summarize(lines)
     with write_directory(run.teacher) as aside:
         model.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
@@ -265,66 +259,61 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
 
 
 def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
-    """What a resumed training of the student must share: flags, samples and the three checkpoints it starts from."""
+    """What a resumed training must share: flags, samples and the checkpoints it starts from."""
     pair = run.pair
-    shared = {"masks": run.args.masks, "merge": pair.merge, "kv_heads": pair.kv_heads,
-              "samples": len(run.samples), "samples_sha256": samples_digest(run.samples)}
-    starts = {"aligned": fingerprint(pair.aligned), "merged": fingerprint(pair.merged), "teacher": fingerprint(run.teacher)}
-    return plan.to_resume() | asdict(settings) | shared | starts
+    losses = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
+    shared = {"masks": run.args.masks, "merge": pair.merge, "kv_heads": pair.kv_heads}
+    starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
+    starts = {name: fingerprint(path) for name, path in starts.items()}
+    return plan.to_resume() | losses | shared | describe_samples(run.samples) | starts
 
 
 def train_student(run: Run, plan: Plan) -> bool:
     """Distillation from the teacher, with masks and then as a GQA model. False when stopped by a signal."""
     args, ranks, pair = run.args, run.ranks, run.pair
-    settings = distill.Settings(args.lr, args.merged_lr_factor, args.mask_lr, args.l0_weight, args.kl_on, args.loss_chunk,
-                                args.seed)
+    settings = distill.Settings(args.lr, args.merged_lr_factor, args.mask_lr, args.l0_weight,
+                                args.kl_on, args.loss_chunk, args.seed)
     recorded = student_settings(run, plan, settings)
     checkpoints.begin(run.directory, recorded, ranks)
     if os.path.exists(os.path.join(run.directory, RECORD)):
-        ranks.say(f"05_prune_train: {run.directory} is finished; --force begins anew")
+        ranks.say(f"05_prune_train: {run.directory} is finished; --force starts anew")
         return True
-    ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks.world} {ranks.device.type}")
-    frozen = build(load_config(run.teacher), ranks, replace(run.execution, weights=run.execution.compute, recompute=False),
-                   lambda name: (run.teacher, name)).eval().requires_grad_(False)
-    setup, saved = distill.Setup(run.directory, ranks, run.execution), last_checkpoint(run.directory, plan, ranks)
-    start, switch = checkpoints.step_of(saved) if saved else 0, distill.switch_step(plan.steps) if args.masks == "l0" else 0
+    ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
+    teacher = distill.frozen(run.teacher, ranks, run.execution)
+    setup = distill.Setup(run.directory, ranks, run.execution)
+    saved = last_checkpoint(run.directory, plan, ranks)
+    start = checkpoints.step_of(saved) if saved else 0
+    switch = distill.switch_step(plan.steps) if args.masks == "l0" else 0
 
     if start < switch:  # every head moves from its own projection to its group's, masks from 1 to 0
         job = distill.masked_job(pair, settings, setup, saved)
-        phase = distill.MaskedDistillation(job.trainee, frozen, plan.steps, settings)
+        phase = distill.MaskedDistillation(job.trainee, teacher, plan.steps, settings)
         if not train(job, phase, run.samples, plan, switch):
             return False
         del job, phase
         free_memory(ranks)
         start, saved = switch, checkpoints.steps_saved(run.directory)[-1]
-        ranks.say(f"switch  after step {switch}: every mask is 0; built anew with {pair.kv_heads} kv heads from {saved}")
+        ranks.say(f"switch  after step {switch}: every mask is 0; rebuilt with {pair.kv_heads} kv heads")
 
     job = distill.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
-    if not train(job, distill.Distillation(job.trainee, frozen, settings), run.samples, plan):
+    if not train(job, distill.Distillation(job.trainee, teacher, settings), run.samples, plan):
         return False
     if ranks.first:
         write_student(run, plan, recorded)
     return True
 
 
-def free_memory(ranks) -> None:
-    """Modules refer to themselves: what nobody refers to any more goes now, not some time later."""
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def write_student(run: Run, plan: Plan, settings: dict) -> None:
     """curves.png and, last of all, the record of a finished training."""
     pair, directory = run.pair, run.directory
     lines = read_metrics(os.path.join(directory, METRICS))
+    summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    summary = settings | {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
     inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged, run.teacher)]
     write_record(directory, record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
-    print(f"05_prune_train: {plan.steps} steps, {summary['tokens']} tokens, distillation loss {lines[0]['loss']:.3f} at the start, "
-          f"{lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")
+    print(f"05_prune_train: {plan.steps} steps, {summary['tokens']} tokens, distillation loss "
+          f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")
 
 
 def prune_train(args, clock: Clock, ranks) -> int:
@@ -336,17 +325,19 @@ def prune_train(args, clock: Clock, ranks) -> int:
     execution = Execution(compute=torch.bfloat16 if cuda else torch.float32, attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
     run = Run(args, ranks, pair, samples, execution, clock)
-    teacher_plan, plan = make_plans(args, pair, samples, cuda)
+    plans = make_plans(args, pair, len(samples), cuda)
     if args.plan:
-        print_plan(run, (teacher_plan, plan))
+        print_plan(run, plans)
         return 0
+
+    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving or writing
     if args.force:
         start_anew(run)
-    if read_teacher(run):
+    if has_teacher:
         ranks.say(f"reads   {run.teacher}: the teacher exists already")
-    elif not train_teacher(run, teacher_plan):
+    elif not train_teacher(run, plans["teacher"]):
         return STOPPED
-    return 0 if train_student(run, plan) else STOPPED
+    return 0 if train_student(run, plans["student"]) else STOPPED
 
 
 def main() -> int:

@@ -1,12 +1,14 @@
-"""Where to start pruning from: held-out loss of every way to merge, right after merging and after short distillations.
+"""Where to start pruning from: held-out loss of every way to merge, right after merging and after short
+distillations.
 
     python -m bench.merging                                    # the embedded model
     python -m bench.merging --model DIR --text train.txt --heldout heldout.txt --name NAME
 
-Stages 1 to 4 make each start; each is then distilled from the untouched model by stage 5's own loop, with masks and without, on
-calibration text (KL on every token, BiLD on the last of each sample), and its loss on held-out text is taken. Starts: mean-pool;
-paper (values by distance, rotations, means); closed form on the paper's, adjacent and energy groups; with the output refit.
-Writes OUT/merging.json, merging.md and merging.png; what stands there already is not made again.
+Stages 1 to 4 make each start; each is then distilled from the untouched model by stage 5's own loop, with
+masks and without, on calibration text (KL on every token, BiLD on the last of each sample), and its loss on
+held-out text is taken. Starts: mean-pool; paper (values by distance, rotations, means); closed form on the
+paper's, adjacent and energy groups; with the output refit. Writes OUT/merging.json, merging.md and
+merging.png; what stands there already is not made again.
 """
 
 import argparse

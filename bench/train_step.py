@@ -1,13 +1,15 @@
-"""A pruning step of stage 5 against its floor, and packed rows against one sample per row, side by side in one run.
+"""A pruning step of stage 5 against its floor, and packed rows against one sample per row, side by side in
+one run.
 
     python -m bench.train_step                        # a small Llama on a CPU, under 50 s on two cores
     python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192
 
-The floor is what no distillation can do without, as plain transformers does it on the same packed rows: the teacher's forward
-pass, forward and backward of the unpatched model under its own cross-entropy, and the optimizer. Ours is the whole step: the
-masks drawn, blended projections, KL + BiLD, gradients of masks and weights, clipping, the optimizer. step_over_floor is taken
-with masks; gqa_step_over_floor is that of the last fifth of training. Samples are as long as the paper's: 126 tokens in the
-mean. Last line: JSON, medians of paired steps.
+The floor is what no distillation can do without, as plain transformers does it on the same packed rows: the
+teacher's forward pass, forward and backward of the unpatched model under its own cross-entropy, and the
+optimizer. Ours is the whole step: the masks drawn, blended projections, KL + BiLD, gradients of masks and
+weights, clipping, the optimizer. step_over_floor is taken with masks; gqa_step_over_floor is that of the
+last fifth of training. Samples are as long as the paper's: 126 tokens in the mean. Last line: JSON, medians
+of paired steps.
 """
 
 import argparse
@@ -51,7 +53,9 @@ def parse():
 
 
 def random_samples(count: int, vocab: int) -> list[Sample]:
-    """Lengths spread as those of the eight tasks: 126 tokens in the mean, a few of many hundreds, short answers."""
+    """Lengths spread as those of the eight tasks: 126 tokens in the mean, a few of many hundreds, short
+    answers.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(count).exponential_(1 / 96, generator=generator) + 24
     answers = torch.randint(2, 13, (count,), generator=generator)

@@ -27,7 +27,7 @@ from common.reporting.figures import (
     score_tables,
     steps_table,
 )
-from common.training.engine import read_metrics
+from common.training.metrics import read_metrics
 
 
 class Part(NamedTuple):

@@ -1,7 +1,9 @@
-"""What training costs, from configs alone: memory per rank, floating-point operations per step, time on given hardware.
+"""What training costs, from configs alone: memory per rank, floating-point operations per step, time on
+given hardware.
 
-Weights, gradients and optimizer are counted exactly. Activations are counted tensor by tensor for a Llama layer as
-transformers computes it; buffers of the allocator, of nccl and of CUDA itself are not counted, hence USABLE.
+Weights, gradients and optimizer are counted exactly. Activations are counted tensor by tensor for a Llama
+layer as transformers computes it; buffers of the allocator, of nccl and of CUDA itself are not counted,
+hence USABLE.
 """
 
 import copy
@@ -14,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from common.cli import UserError
 from common.method import masks
 
-USABLE = 0.9  # share of a device's memory: the rest is the CUDA context, nccl's buffers and the allocator's gaps
+USABLE = 0.9  # share of a device's memory: the rest is CUDA's context, nccl's buffers, the allocator's gaps
 EFFICIENCY = 0.4  # share of peak that well-fed dense training reaches on these devices
-LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in KL or BiLD and its gradient, teacher included
+LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ HARDWARE = {  # data sheets: dense bf16 with float32 accumulation
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bf16 operations/s of a device by the name CUDA gives it ("NVIDIA A100-SXM4-80GB"); None when it is not known."""
+    """bf16 operations/s of a device by the name CUDA gives it ("NVIDIA A100-SXM4-80GB"); None when it is
+    not known.
+    """
     for name, hardware in HARDWARE.items():
         if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
             return hardware.flops
@@ -65,7 +69,9 @@ def parse_hardware(text: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Student:
-    """A model being pruned: its shared heads, and the projections that masks blend (none: GQA from the start)."""
+    """A model being pruned: its shared heads, and the projections that masks blend (none: GQA from the
+    start).
+    """
 
     kv_heads: int
     blended: tuple[str, ...] = masks.KEY_VALUE
@@ -81,10 +87,17 @@ class Workload:
     chunk: int  # tokens whose logits exist at a time
     recompute: bool  # activation checkpointing
 
+    @classmethod
+    def of(cls, config, samples, chunk: int, recompute: bool) -> "Workload":
+        lengths, answers = [len(sample) for sample in samples], [len(sample.answer) for sample in samples]
+        return cls(config, lengths, answers, chunk, recompute)
+
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a model: all of them, those of one layer, and those outside the layers (embedding, head, norm)."""
+    """Parameters of a model: all of them, those of one layer, and those outside the layers (embedding,
+    head, norm).
+    """
 
     whole: int
     layer: int
@@ -108,7 +121,8 @@ def size(config, student: Student | None = None) -> Size:
 def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
     """Multiply-adds of one forward pass, times two: matrix products alone.
 
-    tokens: all of them; attended: (query, key) pairs of each layer and head; predicted: tokens whose logits are formed.
+    tokens: all of them; attended: (query, key) pairs of each layer and head; predicted: tokens whose logits
+    are formed.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
@@ -119,33 +133,37 @@ def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
 
 
 def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Bytes that the backward pass of one layer needs, and those of its input alone. compute: bytes per number."""
+    """Bytes that the backward pass of one layer needs, and those of its input alone. compute: bytes per
+    number.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim
     wide = 4 if compute < 4 else 0  # a norm's own float32 copy of its input
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input, output less what is shared
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    matrices = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # the blended one; shared heads are repeated, too
+    matrices = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # the blend; repeated shared heads
     blend = compute * hidden * width * sum(matrices[name] for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(work: Workload, student: Student | None, world: int, row: int, compute: int = 2) -> dict[str, float]:
+def memory(work: Workload, student: Student | None, world: int, row: int, compute: int = 2) -> dict:
     """Bytes per rank at the worst moment of a step, by what they hold; "total" is their sum.
 
-    student: None for plain fine-tuning, else there is a frozen teacher of the same config in `compute` beside it; world:
-    ranks that share the weights; row: tokens of a row; compute: bytes per number of the forward pass.
+    student: None for plain fine-tuning, else there is a frozen teacher of the same config in `compute`
+    beside it; world: ranks that share the weights; row: tokens of a row; compute: bytes per number of the
+    forward pass.
     """
     config, layers = work.config, work.config.num_hidden_layers
     trained, source = size(config, student), size(config)
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
     activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
-    gathered = 2 if world > 1 else 1  # layers whose weights are whole at once: one computes, the next is on its way
+    gathered = 2 if world > 1 else 1  # layers whole at once: one computes, the next is on its way
     teacher = compute * (source.whole / world + source.root + gathered * source.layer)
     parts = {
         "parameters": 4 * trained.whole / world + compute * (trained.root + gathered * trained.layer),
-        "gradients": 4 * trained.whole / world + (compute + 4) * max(trained.root, trained.layer),  # one whole, being reduced
+        # sharded, but for the one that is being reduced
+        "gradients": 4 * trained.whole / world + (compute + 4) * max(trained.root, trained.layer),
         "optimizer": 8 * trained.whole / world,
         "activations": activations,
         "teacher": teacher if student else 0,
@@ -155,7 +173,9 @@ def memory(work: Workload, student: Student | None, world: int, row: int, comput
 
 
 def seconds(flops: float, traffic: float, cluster: Cluster) -> float:
-    """Expected time of a step: computing at EFFICIENCY of peak, or moving `traffic` bytes per rank if that takes longer."""
+    """Expected time of a step: computing at EFFICIENCY of peak, or moving `traffic` bytes per rank if that
+    takes longer.
+    """
     return max(flops / (cluster.world * cluster.device.flops * EFFICIENCY), traffic / cluster.device.link)
 
 
@@ -171,7 +191,9 @@ class Step:
 
 
 def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -> Step:
-    """The cost of a step of fine-tuning (student None) or of distillation. plan: its batch and tokens_per_microbatch."""
+    """The cost of a step of fine-tuning (student None) or of distillation. plan: its batch and
+    tokens_per_microbatch.
+    """
     count, world = len(work.lengths), cluster.world
     tokens = plan.batch * sum(work.lengths) / count
     predicted = tokens if student else plan.batch * sum(work.answers) / count
@@ -181,13 +203,15 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
     row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(work.lengths))))
     rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
     trained, source = size(work.config, student).whole, size(work.config).whole
-    moved = 2 * 2 * trained + 4 * trained + (2 * source if student else 0)  # gather twice, reduce once; the teacher
+    moved = 2 * 2 * trained + 4 * trained  # gathered twice, reduced once
+    if student:
+        moved += 2 * source  # the teacher is gathered once
     traffic = rows * moved * (world > 1)
     return Step(rows, row, useful, traffic, seconds(useful + forward * work.recompute, traffic, cluster))
 
 
-def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple[list[str], float, bool]:
-    """Lines that say what a phase takes, its hours, and whether it fits."""
+def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple:
+    """(lines that say what a phase takes, its hours, whether it fits)."""
     step = step_cost(work, student, plan, cluster)
     need = memory(work, student, cluster.world, step.row)
     limit = USABLE * cluster.device.memory * 2**30
@@ -207,4 +231,20 @@ def report(title: str, work: Workload, student: Student | None, plan, cluster: C
         advice = "more ranks, or devices with more memory"
     else:
         advice = "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
-    return [*lines, f"  does NOT fit: {(need['total'] - limit) / 2**30:.1f} GiB too much; try {advice}"], hours, False
+    excess = (need["total"] - limit) / 2**30
+    return [*lines, f"  does NOT fit: {excess:.1f} GiB too much; try {advice}"], hours, False
+
+
+def print_phases(work: Workload, phases: list[tuple], hardware: str) -> float:
+    """Print the report of each (title, student, plan) on "8xA100-80GB"; returns the hours of all.
+
+    Raises UserError when one does not fit.
+    """
+    cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
+    for title, student, plan in phases:
+        lines, phase_hours, fits = report(title, work, student, plan, cluster)
+        print("\n".join(lines))
+        hours, all_fit = hours + phase_hours, all_fit and fits
+    if not all_fit:
+        raise UserError(f"--plan: expected {hardware} to hold all phases, found that it does not; see above")
+    return hours

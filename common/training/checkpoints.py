@@ -1,10 +1,11 @@
 """Training checkpoints: sharded, written aside and renamed, the last two kept, each file with its sha256.
 
-A checkpoint step-N/ holds one tensor per name: weights.X for a parameter X of the trainee, optimizer.state.X.Y for what
-AdamW remembers of it. Learning rates and the like are not in it: they follow from the step.
+A checkpoint step-N/ holds one tensor per name: weights.X for a parameter X of the trainee,
+optimizer.state.X.Y for what AdamW remembers of it. Learning rates and the like are not in it: they follow
+from the step.
 
-torch.distributed.checkpoint describes its shards in a pickle, .metadata. Ours is unpickled with the few classes that
-describe tensors and nothing else, so reading a checkpoint never runs code that lies in it.
+torch.distributed.checkpoint describes its shards in a pickle, .metadata. Ours is unpickled with the few
+classes that describe tensors and nothing else, so reading a checkpoint never runs code that lies in it.
 """
 
 import json
@@ -28,8 +29,10 @@ DIGESTS = "sha256.json"  # file name -> digest, of every other file of a checkpo
 SETTINGS = "plan.json"  # what a training was begun with
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 METADATA = {  # all that .metadata needs; its tensors carry dtypes, which are attributes of torch
-    "torch.distributed.checkpoint.metadata": {"Metadata", "TensorStorageMetadata", "TensorProperties", "StorageMeta",
-                                              "ChunkStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "StorageMeta", "ChunkStorageMetadata",
+        "MetadataIndex", "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -46,10 +49,11 @@ def begin(directory: str, settings: dict, ranks) -> None:
     path = os.path.join(directory, SETTINGS)
     if os.path.exists(path):
         before = _read_settings(path)
-        changed = [f"{name} {before.get(name)} -> {value}" for name, value in settings.items() if before.get(name) != value]
+        changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
-            raise UserError(f"{directory} was begun with other settings ({', '.join(changed)}): give the same, "
-                            "or --force to begin anew")
+            changes = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
+            raise UserError(f"{directory} was begun with other settings ({changes}): give the same, or "
+                            "--force to start anew")
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
@@ -61,9 +65,10 @@ def _read_settings(path: str) -> dict:
             settings = json.load(file)
     except ValueError as error:
         raise UserError(f"{path}: expected the settings of a training, found no JSON ({error}); "
-                        "--force begins anew") from error
+                        "--force starts anew") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: expected the settings of a training, found {type(settings).__name__}; --force begins anew")
+        raise UserError(f"{path}: expected the settings of a training, found {type(settings).__name__}; "
+                        "--force starts anew")
     return settings
 
 
@@ -91,7 +96,9 @@ def save(job) -> None:
     dist.barrier()
     weights, optimizer_state = get_state_dict(job.trainee, job.optimizer, options=FLAT)
     tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_state.items() if name.startswith("state.")}
+    for name, tensor in optimizer_state.items():
+        if name.startswith("state."):
+            tensors[f"optimizer.{name}"] = tensor
     try:
         dcp.save(tensors, checkpoint_id=aside)
         _write_digests(aside, rank)
@@ -100,8 +107,8 @@ def save(job) -> None:
         failures = getattr(error, "failures", {}).values()
         reason = str(next(iter(failures))[0] if failures else error).split("\n")[0]
         free = shutil.disk_usage(directory).free / 2**30
-        raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); the checkpoints before it are "
-                        f"whole, and the same command resumes from the last") from error
+        raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); the checkpoints "
+                        f"before it are whole, and the same command resumes from the last") from error
     if rank == 0:
         shutil.rmtree(path, ignore_errors=True)  # of a run that fell back to an earlier step: the same bytes
         os.rename(aside, path)
@@ -124,7 +131,9 @@ def _write_digests(path: str, rank: int) -> None:
 
 
 def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files (each rank reads a share of them); None when all are as they were written."""
+    """What is wrong with a checkpoint's files (each rank reads a share of them); None when all are as they
+    were written.
+    """
     try:
         with open(os.path.join(path, DIGESTS), encoding="utf-8") as file:
             digests = dict(json.load(file))
@@ -144,7 +153,8 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
 def newest(directory: str, ranks) -> str | None:
     """The newest whole checkpoint, None where there are none. All ranks call it.
 
-    A damaged one is renamed to step-N.damaged-1 with a line that says so. Raises UserError when all are damaged.
+    A damaged one is renamed to step-N.damaged-1 with a line that says so. Raises UserError when all are
+    damaged.
     """
     saved = steps_saved(directory)
     dist.barrier()
@@ -158,7 +168,8 @@ def newest(directory: str, ranks) -> str | None:
             name = os.path.basename(move_aside(path, "damaged"))
             ranks.say(f"damaged {path}: {fault}; moved to {name}, the one before it is used")
     if saved:
-        raise UserError(f"{directory}: expected a whole checkpoint, found {len(saved)} damaged; --force begins anew")
+        raise UserError(f"{directory}: expected a whole checkpoint, found {len(saved)} damaged; "
+                        "--force starts anew")
     return None
 
 
@@ -166,35 +177,42 @@ class _Unpickler(pickle.Unpickler):
     """Knows the classes of METADATA and torch's dtypes. Anything else is refused before it is imported."""
 
     def find_class(self, module: str, name: str):
-        allowed = name in METADATA.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        if not allowed:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
         return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader of checkpoint files, with .metadata unpickled by _Unpickler; shards it reads with weights_only."""
+    """torch's reader of checkpoint files, with .metadata unpickled by _Unpickler; shards it reads with
+    weights_only.
+    """
 
     def read_metadata(self, *args, **kwargs):
-        """The checkpoint's metadata. Raises UserError for a file that holds more than descriptions of tensors."""
+        """The checkpoint's metadata. Raises UserError for a file that holds more than descriptions of
+        tensors.
+        """
         path = os.path.join(self.path, ".metadata")
         try:
             with open(path, "rb") as file:
                 metadata = _Unpickler(file).load()
             for entry in metadata.storage_data.values():
-                if os.path.basename(entry.relative_path) != entry.relative_path or entry.transform_descriptors:
-                    raise ValueError(f"it names {entry.relative_path!r}, which is not a file of it")
+                name = entry.relative_path
+                if os.path.basename(name) != name or entry.transform_descriptors:
+                    raise ValueError(f"it names {name!r}, which is not a plain file of this checkpoint")
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle raises whatever it likes
-            raise UserError(f"{path}: expected the description of a training checkpoint, found that {error}") from error
+            raise UserError(f"{path}: expected the description of a training checkpoint, found that "
+                            f"{error}") from error
         return metadata
 
 
 def load(job, path: str, stored_name=lambda name: name) -> None:
-    """Fill weights, replicated parameters, optimizer and step of a Job from a checkpoint written at any world size.
+    """Fill weights, replicated parameters, optimizer and step of a Job from a checkpoint written at any
+    world size.
 
-    stored_name: a parameter's name in the trainee -> its name in the checkpoint. What the trainee does not have is not
-    read. Raises UserError for a checkpoint without a tensor that it does have.
+    stored_name: a parameter's name in the trainee -> its name in the checkpoint. What the trainee does not
+    have is not read. Raises UserError for a checkpoint without a tensor that it does have.
     """
     trainee, optimizer = job.trainee, job.optimizer
     weights, optimizer_state = get_state_dict(trainee, optimizer, options=FLAT)
@@ -206,15 +224,17 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     if missing:
         raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
     dcp.load(stored, storage_reader=reader)
-    set_state_dict(trainee, optimizer, options=FLAT,
-                   model_state_dict={name: stored[f"weights.{stored_name(name)}"] for name in weights},
-                   optim_state_dict=optimizer_state | {name: stored[f"optimizer.{stored_name(name)}"] for name in states})
+    weights = {name: stored[f"weights.{stored_name(name)}"] for name in weights}
+    states = {name: stored[f"optimizer.{stored_name(name)}"] for name in states}
+    set_state_dict(trainee, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state | states,
+                   options=FLAT)
     job.step = step_of(path)
 
 
 def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint, unsharded, on the CPU: those of the language model under its own names, or, with
-    part="replicated", the parameters beside it. Raises UserError for a damaged checkpoint."""
+    """All weights of a checkpoint, unsharded, on the CPU: those of the language model under its own names,
+    or, with part="replicated", the parameters beside it. Raises UserError for a damaged checkpoint.
+    """
     fault = damage(path)
     if fault:
         raise UserError(f"{path}: expected a whole training checkpoint, found that {fault}")
@@ -224,6 +244,6 @@ def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
         if key.startswith(prefix):
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what we want here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

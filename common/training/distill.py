@@ -1,7 +1,9 @@
-"""The phases of stage 5 and their settings: SFT of the teacher, distillation (Eq. 30), distillation with masks (Eq. 31)."""
+"""The phases of stage 5 and their settings: SFT of the teacher, distillation (Eq. 30), distillation with
+masks (Eq. 31).
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +14,12 @@ from common.models import load_config
 from common.training import budget, checkpoints
 from common.training.engine import Job, Phase, make_optimizer
 from common.training.inputs import Pair
-from common.training.sharding import Execution, Ranks, build
+from common.training.sharding import Execution, Ranks, Trainee, build
 
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones, no decay
-# A mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7, so Adam's usual eps of 1e-8 would show. While z
-# is exactly 1 they come from Eq. 29 alone and are as small again; with the usual memory of 1000 steps a mask that the loss
-# once held open would then never close.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones
+# A mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7, so Adam's usual eps of 1e-8 would
+# show. While z is exactly 1 they come from Eq. 29 alone and are as small again; with the usual memory of
+# 1000 steps a mask that the loss once held open would then never close.
 MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Appendix A)
@@ -43,12 +45,14 @@ class Settings:
     seed: int = 0  # of the mask noise
 
 
-def published_steps(group_size: int, samples: int, batch: int) -> int:
-    """Pruning steps of the published number of epochs. Raises UserError for a group size that the paper does not have."""
+def published_epochs(group_size: int) -> int:
+    """Pruning passes over the training sets. Raises UserError for a group size that the paper does not
+    have.
+    """
     if group_size not in EPOCHS:
-        raise UserError(f"--epochs: none is published for {group_size} kv heads a group (published: "
-                        f"{', '.join(map(str, EPOCHS))}); give --epochs or --steps")
-    return epochs_to_steps(EPOCHS[group_size], samples, batch)
+        raise UserError(f"--epochs: none is published for groups of {group_size} kv heads (published: groups "
+                        f"of {', '.join(map(str, EPOCHS))}); give --epochs or --steps")
+    return EPOCHS[group_size]
 
 
 def epochs_to_steps(epochs: float, samples: int, batch: int) -> int:
@@ -116,7 +120,8 @@ class Distillation(Phase):
             return sum(terms.values())
 
         chunk = self.settings.loss_chunk
-        pieces = [("prompt", at) for at in row.prompt_at.split(chunk)] + [("answer", at) for at in row.answer_at.split(chunk)]
+        pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
+        pieces += [("answer", at) for at in row.answer_at.split(chunk)]
         return self.student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), parts
 
     def flops(self, row):
@@ -126,10 +131,11 @@ class Distillation(Phase):
 
 
 class MaskedDistillation(Distillation):
-    """Eq. 31: Eq. 30 for a student whose heads are blended by masks z, + the L0 term that moves the masks from 1 to 0.
+    """Eq. 31: Eq. 30 for a student whose heads are blended by masks z, + the L0 term that moves the masks
+    from 1 to 0.
 
-    z is drawn from log_alpha once a step, the same on every rank, and is a leaf: the rows of all ranks add up dL/dz, and
-    end_step hands it on to log_alpha.
+    z is drawn from log_alpha once a step, the same on every rank, and is a leaf: the rows of all ranks add
+    up dL/dz, and end_step hands it on to log_alpha.
     """
 
     def __init__(self, student, teacher, steps: int, settings: Settings):
@@ -165,21 +171,27 @@ def teacher_optimizer(trainee, lr: float) -> torch.optim.AdamW:
 
 
 def masked_optimizer(student, settings: Settings) -> torch.optim.AdamW:
-    """AdamW for masked distillation: the weights, the shared projections and the masks, each at its own rate."""
-    merged = {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM}
-    special = {r"\.merged\.": merged, r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **MASK_ADAM}}
-    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, special)
+    """AdamW for masked distillation: the weights, the shared projections and the masks, each at its own
+    rate.
+    """
+    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
+        r"\.merged\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
+        r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **MASK_ADAM},
+    })
 
 
 def gqa_optimizer(student, settings: Settings, blended: tuple[str, ...]) -> torch.optim.AdamW:
     """AdamW after the switch: what was a shared projection (the `blended` ones) keeps its rate."""
-    merged = {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM}
-    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {rf"\.({'|'.join(blended)})\.": merged})
+    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
+        rf"\.({'|'.join(blended)})\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
+    })
 
 
 def start_of_masked(aligned: str, merged: str):
-    """sources of `build` for a masked student: X.k_proj.original.Y is X.k_proj.Y of aligned/, X.k_proj.merged.Y that of
-    merged/, and every other name is its own in aligned/. masks.blended_name is the way back, after the switch."""
+    """sources of `build` for a masked student: X.k_proj.original.Y is X.k_proj.Y of aligned/,
+    X.k_proj.merged.Y that of merged/, and every other name is its own in aligned/. masks.blended_name is
+    the way back, after the switch.
+    """
 
     def source(name: str) -> tuple[str, str]:
         directory = merged if ".merged." in name else aligned
@@ -203,8 +215,9 @@ class Setup:
 
 
 def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None = None) -> Job:
-    """The masked student: the aligned model, every blended projection about to move to that of merged/, all masks open;
-    or as the checkpoint `saved` has it."""
+    """The masked student: the aligned model, every blended projection about to move to that of merged/, all
+    masks open; or as the checkpoint `saved` has it.
+    """
     student = build(
         load_config(pair.aligned), setup.ranks, setup.execution,
         sources=None if saved else start_of_masked(pair.aligned, pair.merged),
@@ -218,9 +231,11 @@ def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None =
 
 
 def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, switched: bool) -> Job:
-    """The student as a GQA model, which it is with every mask at 0: as merged/ or the checkpoint `saved` has it.
+    """The student as a GQA model, which it is with every mask at 0: as merged/ or the checkpoint `saved`
+    has it.
 
-    switched: `saved` is the masked student's last checkpoint. What masks needed is then neither read nor kept.
+    switched: `saved` is the masked student's last checkpoint. What masks needed is then neither read nor
+    kept.
     """
     student = build(load_config(pair.merged), setup.ranks, setup.execution,
                     sources=None if saved else lambda name: (pair.merged, name))
@@ -229,3 +244,10 @@ def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, swi
         stored_name = (lambda name: masks.blended_name(name, pair.blended)) if switched else lambda name: name
         checkpoints.load(job, saved, stored_name)
     return job
+
+
+def frozen(path: str, ranks: Ranks, execution: Execution) -> Trainee:
+    """The teacher: sharded, without gradients, its weights in the dtype of the computation."""
+    execution = replace(execution, weights=execution.compute, recompute=False)
+    teacher = build(load_config(path), ranks, execution, lambda name: (path, name))
+    return teacher.eval().requires_grad_(False)

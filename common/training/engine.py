@@ -1,10 +1,7 @@
 """The training loop: one plain loop for every phase. What is trained and how it is judged are given to it."""
 
 import contextlib
-import datetime
-import json
 import math
-import os
 import re
 import signal
 import time
@@ -13,15 +10,12 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from common.artifacts import write_text
 from common.cli import UserError
 from common.training import checkpoints
-from common.training.budget import peak_flops
+from common.training.metrics import Metrics
 from common.training.packing import batch_indices, rows_of_step
 from common.training.sharding import Ranks, Trainee, sum_over_ranks
 
-SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the line printed per step
-METRICS = "metrics.jsonl"
 STOPPED = 75  # exit code of a training that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
@@ -48,7 +42,9 @@ class Plan:
 
 @dataclass
 class Job:
-    """A training under way: what is trained, how it is updated, where its checkpoints lie, and the steps done."""
+    """A training under way: what is trained, how it is updated, where its checkpoints lie, and the steps
+    done.
+    """
 
     trainee: Trainee
     optimizer: torch.optim.Optimizer  # each group carries its peak learning rate as "initial_lr"
@@ -68,15 +64,21 @@ class Phase:
         raise NotImplementedError
 
     def flops(self, row) -> float:
-        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 if not known."""
+        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 if not
+        known.
+        """
         return 0.0
 
     def leaves(self, trainee: Trainee) -> list[torch.Tensor]:
-        """Tensors that every rank holds whole and rows add gradients to: those gradients are summed over ranks."""
+        """Tensors that every rank holds whole and rows add gradients to: those gradients are summed over
+        ranks.
+        """
         return list(trainee.replicated.values())
 
     def end_step(self, step: int) -> dict:
-        """After all gradients are summed: add those that rows do not give. Returns figures for metrics.jsonl."""
+        """After all gradients are summed: add those that rows do not give. Returns figures for
+        metrics.jsonl.
+        """
         return {}
 
     def after_update(self, step: int) -> None:
@@ -84,29 +86,35 @@ class Phase:
 
 
 def learning_rate(step: int, plan: Plan) -> float:
-    """Share of the peak at step `step` (from 0): linear warm-up, then a cosine to plan.final_share at the last step."""
+    """Share of the peak at step `step` (from 0): linear warm-up, then a cosine to plan.final_share at the
+    last step.
+    """
     if step < plan.warmup:
         return (step + 1) / plan.warmup
     cosine = 0.5 * (1 + math.cos(math.pi * (step - plan.warmup) / max(1, plan.steps - plan.warmup)))
     return plan.final_share + (1 - plan.final_share) * cosine
 
 
-def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None) -> torch.optim.AdamW:
+def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None):
     """AdamW over all parameters of a trainee, the replicated ones included.
 
-    special: pattern -> options of the parameters whose name it matches (the first pattern counts); `options` are those
-    of the rest, the first group. Options are AdamW's, with the peak learning rate as "initial_lr".
+    special: pattern -> options of the parameters whose name it matches (the first pattern counts);
+    `options` are those of the rest, the first group. Options are AdamW's, with the peak learning rate as
+    "initial_lr".
     """
-    groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | (special or {})).items()}
+    special = special or {}
+    groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | special).items()}
     for name, parameter in trainee.named_parameters():
-        pattern = next((pattern for pattern in special or {} if re.search(pattern, name)), "")
+        pattern = next((pattern for pattern in special if re.search(pattern, name)), "")
         groups[pattern]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
     return torch.optim.AdamW(filled, lr=options["initial_lr"])
 
 
 class Signals:
-    """Turns SIGTERM and SIGINT into a note for the length of a block, so that a step and its checkpoint end whole."""
+    """Turns SIGTERM and SIGINT into a note for the length of a block, so that a step and its checkpoint end
+    whole.
+    """
 
     def __enter__(self):
         self.asked: int | None = None
@@ -119,15 +127,16 @@ class Signals:
     def __exit__(self, error, *_) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if self.asked and error is None:  # too late for a step to answer: those who handled it before this block do
+        if self.asked and error is None:  # too late for a step: the handler before this block answers
             signal.raise_signal(self.asked)
 
 
 def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None) -> bool:
-    """Run a phase's steps from job.step to `until` (default: plan.steps), saving at the end and as often as the plan says.
+    """Run a phase's steps from job.step to `until` (default: plan.steps), saving at the end and as often as
+    the plan says.
 
-    Writes checkpoints and metrics.jsonl (a line per step) in job.directory. Returns False when SIGTERM or SIGINT stopped
-    it, after saving. Raises UserError on a non-finite loss or gradient, before the update.
+    Writes checkpoints and metrics.jsonl (a line per step) in job.directory. Returns False when SIGTERM or
+    SIGINT stopped it, after saving. Raises UserError on a non-finite loss or gradient, before the update.
     """
     until = until or plan.steps
     metrics = Metrics(job, plan)
@@ -139,7 +148,7 @@ def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None =
             job.step += 1
             ended = time.perf_counter()
             metrics.write({"step": job.step} | figures | {"seconds": round(ended - began, 4)})
-            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # one clock decides for all ranks
+            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # by one clock
             stop, late = on_any_rank(bool(signals.asked), late)
             if stop or late or job.step == until or (plan.save_steps and job.step % plan.save_steps == 0):
                 checkpoints.save(job)
@@ -202,104 +211,13 @@ def clip_gradients(trainee, clip: float) -> float:
 
 
 def _refuse_non_finite(rank_loss: float, norm: float, batch: list[int], job: Job) -> None:
-    """Every rank raises UserError, naming the ranks whose loss it was and their samples. The last checkpoint stays."""
+    """Every rank raises UserError, naming the ranks whose loss it was and their samples. The last
+    checkpoint stays.
+    """
     losses = [None] * job.ranks.world
     dist.all_gather_object(losses, rank_loss)
     faults = [f"rank {rank}: loss {loss}, samples {batch[rank :: job.ranks.world]}"
               for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     fault = "; ".join(faults) or f"a gradient of norm {norm}, samples {batch}"
-    raise UserError(f"step {job.step + 1}: expected a finite loss, found {fault}; the last checkpoint is kept")
-
-
-class Metrics:
-    """metrics.jsonl and, where tensorboard is installed, its event files; and the line printed per step.
-
-    After a resume all of them go on where the checkpoint was.
-    """
-
-    def __init__(self, job: Job, plan: Plan):
-        self.path, self.plan, self.ranks = os.path.join(job.directory, METRICS), plan, job.ranks
-        self.start, self.began, self.events = job.step, time.perf_counter(), None
-        cuda = self.ranks.device.type == "cuda"
-        self.peak = peak_flops(torch.cuda.get_device_name(self.ranks.device)) if cuda else None
-        if not self.ranks.first:
-            return
-        kept = [line for line in read_metrics(self.path) if line["step"] <= job.step]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            with self.optional():
-                self.events = SummaryWriter(os.path.join(job.directory, "tensorboard"), purge_step=job.step + 1)
-
-    @contextlib.contextmanager
-    def optional(self):
-        """TensorBoard is a convenience: where it cannot be written a line says so, and training goes on without."""
-        try:
-            yield
-        except Exception as error:  # its writer raises what its thread met, of any class
-            self.events = None
-            print(f"warning: TensorBoard files cannot be written ({error}); metrics.jsonl has all figures", flush=True)
-
-    def write(self, figures: dict) -> None:
-        """A step's figures as a line of metrics.jsonl, as TensorBoard scalars and, every so many steps, on the screen."""
-        if not self.ranks.first:
-            return
-        figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
-        flops = figures.pop("flops")
-        if self.peak:
-            figures["mfu"] = round(flops / figures["seconds"] / self.ranks.world / self.peak, 4)
-        if self.ranks.device.type == "cuda":
-            figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
-        if self.events:
-            with self.optional():
-                for name, number in figures.items():
-                    if isinstance(number, (int, float)) and name != "step":
-                        self.events.add_scalar(name, number, figures["step"])
-        if figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps:
-            self.show(figures)
-
-    def show(self, figures: dict) -> None:
-        """The printed line of a step."""
-        step, seconds = figures["step"], time.perf_counter() - self.began
-        left = seconds / (step - self.start) * (self.plan.steps - step)
-        columns = [f"step {step:5d}/{self.plan.steps}"]
-        columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
-        columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
-        if "mfu" in figures:
-            columns.append(f"MFU {figures['mfu']:.1%}")
-        columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
-        print(" | ".join(columns), flush=True)
-
-    def close(self) -> None:
-        if self.events:
-            with self.optional():
-                self.events.close()
-
-
-def read_metrics(path: str) -> list[dict]:
-    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out.
-
-    Raises UserError for a line that is not a JSON object with a step.
-    """
-    if not os.path.exists(path):
-        return []
-    lines = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            lines.append(_metrics_line(line, f"{path} line {number}"))
-    return lines
-
-
-def _metrics_line(line: bytes, place: str) -> dict:
-    try:
-        figures = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place}: expected a step's figures as JSON, found a damaged line ({error})") from error
-    if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
-        raise UserError(f"{place}: expected a step's figures, found {line[:40]!r}")
-    return figures
+    raise UserError(f"step {job.step + 1}: expected a finite loss, found {fault}; "
+                    "the last checkpoint is kept")

@@ -1,4 +1,6 @@
-"""What training starts from: the pair of checkpoints that stage 4 left, and the tokenized samples, both checked."""
+"""What training starts from: the pair of checkpoints that stage 4 left, and the tokenized samples, both
+checked.
+"""
 
 import array
 import hashlib
@@ -29,8 +31,9 @@ class Pair:
 
 
 def read_pair(run: str, ranks) -> Pair:
-    """The pair in a run directory. Raises UserError unless both are as stage 4 wrote them, for one grouping, and the source
-    model is as stage 1 read it."""
+    """The pair in a run directory. Raises UserError unless both are as stage 4 wrote them, for one
+    grouping, and the source model is as stage 1 read it.
+    """
     aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
     aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
     check_input(merged_record, aligned)
@@ -46,8 +49,8 @@ def read_pair(run: str, ranks) -> Pair:
 def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sample]:
     """The training sets of the tasks, tokenized, one task after another.
 
-    source: of `load_task`; model: directory of the checkpoint that gives tokenizer and positions. Raises UserError for a
-    sample that the model has no positions for, or that has no prompt.
+    source: of `load_task`; model: directory of the checkpoint that gives tokenizer and positions. Raises
+    UserError for a sample that the model has no positions for, or that has no prompt.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     samples = []
@@ -58,17 +61,17 @@ def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sampl
             if not sample.prompt:
                 raise UserError(f"{origin} row {number}: expected a prompt, found none")
             if len(sample) > positions:
-                raise UserError(f"{origin} row {number}: expected at most {positions} tokens, the model's positions, "
-                                f"found {len(sample)}")
+                raise UserError(f"{origin} row {number}: expected at most {positions} tokens (the model's "
+                                f"positions), found {len(sample)}")
             samples.append(sample)
         ranks.say(f"reads   {origin}: {len(examples)} samples")
     return samples
 
 
-def samples_digest(samples: list[Sample]) -> str:
-    """A sha256 of the token ids of all samples in their order: other training data has another."""
+def describe_samples(samples: list[Sample]) -> dict:
+    """The number of samples and a sha256 of all token ids in their order: other training data has another."""
     digest = hashlib.sha256()
     for sample in samples:
         for part in (sample.prompt, sample.answer):
             digest.update(array.array("q", (len(part), *part)).tobytes())
-    return digest.hexdigest()
+    return {"samples": len(samples), "samples_sha256": digest.hexdigest()}

@@ -1,4 +1,5 @@
-"""Batches: which samples step t holds, how a rank packs its share into rows, and what each token weighs in the loss.
+"""Batches: which samples step t holds, how a rank packs its share into rows, and what each token weighs in
+the loss.
 
 Everything here is a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
 """
@@ -16,7 +17,8 @@ from common.models import window_mask
 
 @functools.lru_cache(maxsize=2)
 def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(samples, generator=generator)
 
 
 def batch_indices(step: int, batch: int, samples: int, seed: int) -> list[int]:
@@ -46,11 +48,12 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 class Row:
     """One micro-batch: samples end to end in a single sequence of T tokens.
 
-    position_ids restart at every sample: attention does not cross samples, by `packed_attention` or, under transformers'
-    own implementations, by the block-diagonal mask they derive from the restarts.
-    Weights belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) / global
-    batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss. targets: the next
-    token, 0 where nothing is predicted. The positions of either part are listed apart, since they carry other losses.
+    position_ids restart at every sample: attention does not cross samples, by `packed_attention` or, under
+    transformers' own implementations, by the block-diagonal mask they derive from the restarts. Weights
+    belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) /
+    global batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss.
+    targets: the next token, 0 where nothing is predicted. The positions of either part are listed apart,
+    since they carry other losses.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -64,16 +67,18 @@ class Row:
     lengths: tuple[int, ...]  # tokens of each sample
 
     def to(self, device) -> "Row":
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "lengths"}
-        return replace(self, **moved)
+        tensors = [field.name for field in fields(self) if field.name != "lengths"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
-def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, sliding_window=None, **kwargs):
+def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, sliding_window=None,
+                     **kwargs):
     """Causal attention of each sample of a row by itself, with torch's fused kernel and without a T x T mask.
 
-    query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built with
-    attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward. None: one sample.
-    sliding_window: positions that a token sees, its own included; None for all. Only a sample that is longer needs a mask.
+    query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
+    with attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward.
+    None: one sample. sliding_window: positions that a token sees, its own included; None for all. Only a
+    sample that is longer needs a mask.
     """
     parts = (states.split(sample_lengths or query.shape[2], dim=2) for states in (query, key, value))
     alone = []
@@ -87,7 +92,9 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def _shares(tokens: int, batch: int) -> list[float]:
-    """The weight of each of a part's predicted tokens: together 1 / batch. None for a part that predicts nothing."""
+    """The weight of each of a part's predicted tokens: together 1 / batch. None for a part that predicts
+    nothing.
+    """
     return [1 / tokens / batch for _ in range(tokens)]
 
 
@@ -103,14 +110,15 @@ def build_row(samples: list[Sample], batch: int) -> Row:
         prompt_weight += [*_shares(prompt, batch), *[0] * (answer + 1)]
         answer_weight += [*[0] * prompt, *_shares(answer, batch), 0]
         all_weight += [*_shares(prompt + answer, batch), 0]
-    weights = [torch.tensor(weight, dtype=torch.float32) for weight in (prompt_weight, answer_weight, all_weight)]
+    lists = (prompt_weight, answer_weight, all_weight)
+    weights = [torch.tensor(weight, dtype=torch.float32) for weight in lists]
     return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets), *weights,
                *(weight.nonzero()[:, 0] for weight in weights[:2]), tuple(map(len, samples)))
 
 
 def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
-    """This rank's rows of a step. Every rank gets the same number (a row that predicts nothing where it has fewer),
-    because sharded layers communicate in step.
+    """This rank's rows of a step. Every rank gets the same number (a row that predicts nothing where it has
+    fewer), because sharded layers communicate in step.
 
     plan: its batch (samples over all ranks), seed and tokens_per_microbatch; ranks: its rank and world.
     """
@@ -125,7 +133,9 @@ def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
 
 
 def idle_row(sample: Sample) -> Row:
-    """A row that predicts nothing: its rank takes part in the communication of a step and adds nothing to the loss."""
+    """A row that predicts nothing: its rank takes part in the communication of a step and adds nothing to
+    the loss.
+    """
     row = build_row([sample], 1)
     for weight in (row.prompt_weight, row.answer_weight, row.all_weight):
         weight.zero_()

@@ -1,7 +1,9 @@
 """FSDP2: the process group, models built without memory, sharded, and filled from safetensors row by row."""
 
 import contextlib
+import gc
 import os
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,9 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.world} {self.device.type}"
 
     @property
     def first(self) -> bool:
@@ -60,30 +65,37 @@ def init_ranks() -> Ranks:
 
 @contextlib.contextmanager
 def joined_ranks():
-    """init_ranks for a block. The ranks leave it together, so that none exits while the first is still writing.
+    """init_ranks for a block. The ranks leave it together, so that none exits while the first is still
+    writing.
 
-    After an error a rank among others does not wait for them: they may be waiting for it in another collective.
+    Outside of training steps SIGTERM is answered as Ctrl-C is: KeyboardInterrupt. After an error a rank
+    among others does not wait for them: they may be waiting for it in another collective.
     """
-    ranks = init_ranks()
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield ranks
-        dist.barrier()
-    except BaseException:
-        if ranks.world == 1:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+        ranks = init_ranks()
+        try:
+            yield ranks
+            dist.barrier()
+        except BaseException:
+            if ranks.world == 1:
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 class Trainee(nn.Module):
     """The root that FSDP shards: a causal language model, and parameters that every rank holds whole.
 
-    replicated: a few hundred float32 numbers beside the sharded weights (the masks' log_alpha, say), by name. What the
-    rows of a step add to their gradients is summed over ranks by `sum_over_ranks`; optimizers and checkpoints know them
-    as replicated.NAME.
+    replicated: a few hundred float32 numbers beside the sharded weights (the masks' log_alpha, say), by
+    name. What the rows of a step add to their gradients is summed over ranks by `sum_over_ranks`;
+    optimizers and checkpoints know them as replicated.NAME.
 
-    forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden], lm_head), so
-    that logits are formed where the loss wants them, a chunk at a time. Without head_loss it returns the hidden states.
+    forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden],
+    lm_head), so that logits are formed where the loss wants them, a chunk at a time. Without head_loss it
+    returns the hidden states.
     """
 
     def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
@@ -96,7 +108,9 @@ class Trainee(nn.Module):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
         packed = self.net.config._attn_implementation == "packed"
         options = {"sample_lengths": row.lengths} if packed else {}
-        output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options)
+        output = self.net.model(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
+        )
         hidden = output.last_hidden_state[0]
         return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
 
@@ -113,8 +127,9 @@ def sum_over_ranks(leaves) -> None:
 
 
 def device_mesh(ranks: Ranks):
-    """One node: weights sharded over all ranks. Several: sharded within a node and replicated over nodes (HSDP), so that
-    only gradients, reduced within their node first, travel between nodes."""
+    """One node: weights sharded over all ranks. Several: sharded within a node and replicated over nodes
+    (HSDP), so that only gradients, reduced within their node first, travel between nodes.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
     if local == ranks.world:
         return init_device_mesh(ranks.device.type, (ranks.world,))
@@ -125,12 +140,14 @@ def device_mesh(ranks: Ranks):
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
     """A sharded Trainee, its gradients reduced in float32.
 
-    sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from; without it
-    all are left for checkpoints.load to fill. prepare(model) changes the modules before they are sharded. replicated:
-    name -> initial value of the parameters that every rank holds whole.
+    sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from;
+    without it all are left for checkpoints.load to fill. prepare(model) changes the modules before they are
+    sharded. replicated: name -> initial value of the parameters that every rank holds whole.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=execution.weights, attn_implementation=execution.attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=execution.weights, attn_implementation=execution.attention
+        )
         if prepare:
             prepare(model)
         trainee = Trainee(model, replicated)
@@ -139,7 +156,8 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     for layer in model.model.layers:
         fully_shard(layer, **options)
     ignored = set(trainee.replicated.parameters())
-    fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)  # lm_head stays for the loss
+    # lm_head stays gathered for the loss
+    fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)
     trainee.to_empty(device=ranks.device)
     model.tie_weights()
     with torch.no_grad():
@@ -155,13 +173,17 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 
 
 def recompute_layers(model) -> None:
-    """Activation checkpointing of every decoder layer, by the name that this version of transformers has for it."""
+    """Activation checkpointing of every decoder layer, by the name that this version of transformers has
+    for it.
+    """
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def first_row(rows: int, parts: int, part: int) -> int:
-    """Where FSDP's Shard(0) of a tensor begins: as torch.chunk cuts it, in pieces of equal size but for the last ones."""
+    """Where FSDP's Shard(0) of a tensor begins: as torch.chunk cuts it, in pieces of equal size but for the
+    last ones.
+    """
     return min(part * -(-rows // parts), rows)
 
 
@@ -193,8 +215,16 @@ def load_rows(model, sources) -> None:
         stored = opened[directory][key]
         shape = tuple(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
         if shape != tuple(parameter.shape):
-            raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, found {list(shape)}")
+            raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, "
+                            f"found {list(shape)}")
         rows = local_rows(parameter)
         if rows.start < rows.stop:  # a rank may hold no rows of a small tensor
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(stored[rows])
+
+
+def free_memory(ranks: Ranks) -> None:
+    """Modules refer to themselves: what nothing else refers to any more goes now, not some time later."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from common.artifacts import check_input, claim, record, write_json, write_text
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.reporting import plots
 from common.reporting.tables import markdown_table
-from common.training.engine import read_metrics
+from common.training.metrics import read_metrics
 from related.dha import training
 from related.dha.records import COMPARE, FUSE, PRETRAIN, SEARCH, read, row_name
 

@@ -38,7 +38,7 @@ from common.artifacts import (
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
 from common.models import load_config, load_tokenizer
-from common.training.engine import read_metrics
+from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import export, fusion, training
 from related.dha.records import FUSE, SEARCH, read

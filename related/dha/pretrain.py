@@ -25,7 +25,7 @@ from common.artifacts import RECORD, claim, record, write_directory, write_recor
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.models import describe, fingerprint, load_config, load_tokenizer
-from common.training.engine import read_metrics
+from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
 from related.dha.records import FUSE, PRETRAIN, SEARCH, read, row_name

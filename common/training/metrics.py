@@ -1,0 +1,129 @@
+"""What training tells: metrics.jsonl (a line per step), TensorBoard where it is installed, and the printed
+lines.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import time
+
+import torch
+
+from common.artifacts import write_text
+from common.cli import UserError
+from common.training.budget import peak_flops
+
+METRICS = "metrics.jsonl"
+SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the printed line
+
+
+class Metrics:
+    """metrics.jsonl and, where tensorboard is installed, its event files; and the line printed per step.
+
+    After a resume all of them go on where the checkpoint was.
+    """
+
+    def __init__(self, job, plan):
+        self.path, self.plan, self.ranks = os.path.join(job.directory, METRICS), plan, job.ranks
+        self.start, self.began, self.events = job.step, time.perf_counter(), None
+        cuda = self.ranks.device.type == "cuda"
+        self.peak = peak_flops(torch.cuda.get_device_name(self.ranks.device)) if cuda else None
+        if not self.ranks.first:
+            return
+        kept = [line for line in read_metrics(self.path) if line["step"] <= job.step]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            with self.optional():
+                directory = os.path.join(job.directory, "tensorboard")
+                self.events = SummaryWriter(directory, purge_step=job.step + 1)
+
+    @contextlib.contextmanager
+    def optional(self):
+        """TensorBoard is a convenience: where it cannot be written a line says so, and training goes on
+        without.
+        """
+        try:
+            yield
+        except Exception as error:  # its writer raises what its thread met, of any class
+            self.events = None
+            print(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all", flush=True)
+
+    def write(self, figures: dict) -> None:
+        """A step's figures as a line of metrics.jsonl, as TensorBoard scalars and, every so many steps, on
+        the screen.
+        """
+        if not self.ranks.first:
+            return
+        figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
+        flops = figures.pop("flops")
+        if self.peak:
+            figures["mfu"] = round(flops / figures["seconds"] / self.ranks.world / self.peak, 4)
+        if self.ranks.device.type == "cuda":
+            figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(figures) + "\n")
+        if self.events:
+            with self.optional():
+                for name, number in figures.items():
+                    if isinstance(number, (int, float)) and name != "step":
+                        self.events.add_scalar(name, number, figures["step"])
+        if figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps:
+            self.show(figures)
+
+    def show(self, figures: dict) -> None:
+        """The printed line of a step."""
+        step, seconds = figures["step"], time.perf_counter() - self.began
+        left = seconds / (step - self.start) * (self.plan.steps - step)
+        columns = [f"step {step:5d}/{self.plan.steps}"]
+        columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
+        columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
+        if "mfu" in figures:
+            columns.append(f"MFU {figures['mfu']:.1%}")
+        columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
+        print(" | ".join(columns), flush=True)
+
+    def close(self) -> None:
+        if self.events:
+            with self.optional():
+                self.events.close()
+
+
+def read_metrics(path: str) -> list[dict]:
+    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out.
+
+    Raises UserError for a line that is not a JSON object with a step.
+    """
+    if not os.path.exists(path):
+        return []
+    lines = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            lines.append(_metrics_line(line, f"{path} line {number}"))
+    return lines
+
+
+def _metrics_line(line: bytes, place: str) -> dict:
+    try:
+        figures = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: expected a step's figures, found no JSON ({error})") from error
+    if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
+        raise UserError(f"{place}: expected a step's figures, found {line[:40]!r}")
+    return figures
+
+
+def summarize(lines: list[dict]) -> dict:
+    """The last loss and the tokens of a phase, from the lines of its metrics.jsonl.
+
+    Raises UserError when there are none, or one without loss or tokens.
+    """
+    try:
+        return {"loss": float(lines[-1]["loss"]), "tokens": int(sum(line["tokens"] for line in lines))}
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{METRICS}: expected loss and tokens of every step, found none of one ({error}); "
+                        "--force starts anew") from error
