@@ -69,9 +69,14 @@ def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sampl
 
 
 def describe_samples(samples: list[Sample]) -> dict:
-    """The number of samples and a sha256 of all token ids in their order: other training data has another."""
+    """What a training's settings say of its data: the number of samples, and their digest."""
+    return {"samples": len(samples), "samples_sha256": samples_digest(samples)}
+
+
+def samples_digest(samples: list[Sample]) -> str:
+    """A sha256 of the token ids of all samples in their order: other training data has another."""
     digest = hashlib.sha256()
     for sample in samples:
         for part in (sample.prompt, sample.answer):
             digest.update(array.array("q", (len(part), *part)).tobytes())
-    return {"samples": len(samples), "samples_sha256": digest.hexdigest()}
+    return digest.hexdigest()
