@@ -1,15 +1,32 @@
-"""What a figure was measured on."""
+"""What the benches share: timing a call, and the machine that a figure was measured on."""
 
 import os
 import platform
+import time
 
 import torch
 
 
+def timed(device: str, function, *arguments):
+    """What the call returns, and its seconds, including the work that it queued on the device."""
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = function(*arguments)
+    if cuda:
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
 def machine(device: str) -> str:
-    """The device's name, or the processor's and its cores; and torch's version."""
+    """The name of the device, or of the processor with its cores and threads; and torch's version."""
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    name = platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        name = models[0] if models else name
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    return f"{name}, {cores} cores, {threads} threads, torch {torch.__version__}"

@@ -7,6 +7,7 @@ absent or null.
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 
@@ -25,7 +26,7 @@ class Number:
         kinds = int if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        return self.at_least <= value and -math.inf < value < math.inf
+        return self.at_least <= value and abs(value) <= sys.float_info.max  # an integer may be larger
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from common.reporting.figures import (
     cell,
     chart,
     figure_tables,
+    is_number,
     rate,
     record_figures,
     score_tables,
@@ -85,6 +86,7 @@ def template() -> Template:
     environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"cell": cell, "rate": rate}
+    environment.tests["finite"] = is_number
     return environment.get_template("report.html")
 
 
