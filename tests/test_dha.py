@@ -17,6 +17,7 @@ from common.cli import UserError
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
 from common.method.fuse import merge_model
 from common.models import Geometry, geometry
+from common.training.engine import learning_rate
 from conftest import ROOT, byte_tokenizer, expect_error, run, save_tiny, tiny_model
 from related.dha import compare, export, fusion, grouping, pretrain, records, search, similarity, training
 from related.dha.modeling import DhaConfig, DhaForCausalLM
@@ -591,6 +592,13 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
     assert step == 12 and multiplier == float(phase.multiplier.detach())
     assert all(torch.equal(operators[name], phase.operators[name]) for name in phase.operators)
     assert weights.keys() == tiny_model().state_dict().keys()
+
+
+def test_learning_rates_end_at_a_tenth_of_their_peak():
+    plan = training.make_plan(DATA, 40, 0.1, 100)
+    rates = [learning_rate(step, plan) for step in range(41)]
+    assert plan.warmup == 4 and rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[22] == pytest.approx(0.55) and rates[40] == pytest.approx(0.1)  # half way, and the end
 
 
 def test_training_stops_where_it_is_done_and_asks_every_so_many_steps(monkeypatch):

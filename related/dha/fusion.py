@@ -105,10 +105,8 @@ def set_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, l
         for kind, name in PROJECTIONS.items():
             projection, operator = getattr(layer.self_attn, name), operators[f"{index}_{kind}"]
             members = torch.tensor(groups[kind][index], device=operator.device)
-            projection.fusion = (
-                operator,
-                members,
-            )  # a tuple: the module would register a bare nn.Parameter as its own
+            # in a tuple: a bare nn.Parameter would be registered among the projection's own parameters
+            projection.fusion = operator, members
 
 
 def with_operators(model, operators: dict[str, torch.Tensor], groups: dict[str, list]):
