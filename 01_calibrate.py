@@ -1,19 +1,20 @@
 """Stage 1: run text through the model and keep the statistics of its key and value heads.
 
 Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text
-Writes  RUN/calibration/: per layer a safetensors file with the Gram matrices of all heads, raw and unit-norm, keys before
-        RoPE; what closed-form merging needs (query energies, Grams of W_O); and --sample-tokens raw head vectors,
-        from which Eq. 2-22 can be recomputed directly
+Writes  RUN/calibration/: per layer a safetensors file with the Gram matrices of all heads, raw and unit-norm,
+        keys before RoPE; what closed-form merging needs (query energies, Grams of W_O); and --sample-tokens
+        raw head vectors, from which Eq. 2-22 can be recomputed directly
 
-    python 01_calibrate.py                                                     # the demo model, made on first use
+    python 01_calibrate.py                                              # the demo model, made on first use
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
-    python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64     # seconds on a CPU
-    python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise                              # 7B in 6 GiB of memory
+    python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64   # seconds
+    python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 6 GiB of memory
 
-The default is the paper's calibration: 128 sequences of 2048 tokens of C4, or as many tokens as the model has positions
-if those are fewer. No cache is stored: a 7B model's statistics take 5 GB instead of 128 GiB. The text passes through
-one layer after the other; with --layerwise only that layer is in memory, and hidden states wait in a temporary file in
-RUN (sequences x length x hidden x 4 bytes). Both ways write the same bytes.
+The default is the paper's calibration: 128 sequences of 2048 tokens of C4, or as many tokens as the model has
+positions if those are fewer. No cache is stored: a 7B model's statistics take 5 GB instead of 128 GiB. The
+text passes through one layer after the other; with --layerwise only that layer is in memory, and hidden
+states wait in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both ways write the same
+bytes.
 """
 
 import os
@@ -47,7 +48,7 @@ def parse():
     parser.section("input")
     parser.add_argument("--model", default=DEMO, help="checkpoint directory, hub repository, or demo")
     parser.add_argument("--text", default=None,
-                        help="c4, demo, or a .txt, .jsonl, .json.gz file (default: c4; demo for the demo model)")
+                        help="c4, demo, or a .txt, .jsonl or .json.gz file (default: c4; for demo: demo)")
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help=f"tokens per sequence (default: {LENGTH}, or the model's positions if fewer)")
@@ -64,7 +65,7 @@ def parse():
 
 
 class Collector:
-    """Forward hooks on one layer's q_proj, k_proj and v_proj that sum each batch in LayerStats and keep sampled vectors."""
+    """Forward hooks on one layer's q_proj, k_proj and v_proj: they sum batches and keep sampled vectors."""
 
     def __init__(self, layer, name: str, shape: Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
@@ -106,7 +107,7 @@ class Collector:
 
 
 def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
-    """Yield each layer's tensors, from one pass of the text through the model. tokens: [sequences, length]."""
+    """Yield each layer's tensors from one pass of the text, [sequences, length], through the model."""
     batches, length = tokens.split(args.batch), tokens.shape[1]
     samples = min(args.sample_tokens, tokens.numel())
     sampled = torch.linspace(0, tokens.numel() - 1, samples).long().unique()
@@ -156,8 +157,8 @@ def main():
         }
         write_record(aside, record("01_calibrate.py", args, model, [], summary, clock()))
     print(f"wrote   {output}")
-    print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads in {clock()} s, "
-          f"at most {summary['peak_memory_gib']} GiB of host memory")
+    print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
+          f"in {clock()} s, at most {summary['peak_memory_gib']} GiB of host memory")
 
 
 if __name__ == "__main__":

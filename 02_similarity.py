@@ -1,16 +1,16 @@
 """Stage 2: how similar any two heads of a layer are, and how similar an orthogonal map can make them.
 
 Reads   RUN/calibration/
-Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, heads, heads] over the
-        source's key/value heads, and energy, minus what merging a pair in closed form would lose
+Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over the
+        source's H key/value heads, and energy, minus what merging a pair in closed form would lose
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
     python 02_similarity.py --run runs/llama2-7b
     python 02_similarity.py                       # a second on a CPU for the demo model
 
-cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 prints the norm, the
-authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair (Qwen3: a
-sign flip where the key norm allows no other rotation).
+cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 prints the norm,
+the authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair
+(Qwen3: a sign flip where the key norm allows no other rotation).
 """
 
 import os
@@ -39,7 +39,7 @@ def parse():
 
 
 def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
-    """Layers to draw: the requested ones, or four evenly spaced. Raises UserError for one that the model lacks."""
+    """Layers to draw: the requested ones (UserError for one that the model lacks), or four evenly spaced."""
     if requested is None:
         return sorted({round(i * (layers - 1) / 3) for i in range(4)})
     for layer in requested:
@@ -49,7 +49,7 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
 
 
 def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
-    """Name -> [H, H] over the source's kv heads of one layer: similarities before and after alignment, and energy."""
+    """Name -> [H, H] over one layer's source kv heads: similarity before and after alignment; energy."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
@@ -70,7 +70,10 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
     print("mean over the pairs of heads of a layer, before -> after alignment")
     print("layer | " + " | ".join(f"{name.replace('.', ' '):^20s}" for name in COLUMNS))
     for layer in range(layers):
-        cells = [f"{means[f'{name}.before'][layer]:8.4f} -> {means[f'{name}.after'][layer]:8.4f}" for name in COLUMNS]
+        cells = []
+        for name in COLUMNS:
+            before, after = means[f"{name}.before"][layer], means[f"{name}.after"][layer]
+            cells.append(f"{before:8.4f} -> {after:8.4f}")
         print(f"{layer:5d} | " + " | ".join(cells))
     print(f"energy that merging a pair loses, values and keys, as shares of a layer's: mean "
           f"{-float(means['energy'].mean()):.4f}")
@@ -105,7 +108,8 @@ def main():
             rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
     title = "Similarity of heads, before and after alignment"
     plots.heatmaps(os.path.join(args.run, "similarity.png"), rows, drawn, title)
-    print(f"02_similarity: mean cosine of two heads, keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
+    print(f"02_similarity: mean cosine of two heads, "
+          f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")
 
 

@@ -1,4 +1,4 @@
-"""Stage 3: decide which key/value heads of each layer share one. (In a GQA source each takes its query heads with it.)
+"""Stage 3: decide which key/value heads of each layer become one; in a GQA source their query heads follow.
 
 Reads   RUN/similarity.safetensors
 Writes  RUN/groups.json: per layer, kv_heads groups of the source's key/value heads, with their scores
@@ -6,10 +6,10 @@ Writes  RUN/groups.json: per layer, kv_heads groups of the source's key/value he
     python 03_group.py --run runs/llama2-7b --kv-heads 8 --by value --criterion dist
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
 
-The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23, 24).
-Algorithm 2 as published: random starts, random swaps, only improvements are kept. For groups of two the exact optimum is
-printed beside the result. --by none takes adjacent heads; --by energy (minus the energy that merging a pair loses) is
-made for 04_align.py --merge closed-form.
+The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23,
+24). Algorithm 2 as published: random starts, random swaps, only improvements are kept. For groups of two the
+exact optimum is printed beside the result. --by none takes adjacent heads; --by energy (minus the energy that
+merging a pair loses) is made for 04_align.py --merge closed-form.
 """
 
 import os
@@ -24,13 +24,14 @@ from common.models import check_kv_heads
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--similarity", default=None, metavar="FILE", help="default: RUN/similarity.safetensors")
+    parser.add_argument("--similarity", default=None, metavar="FILE",
+                        help="default: RUN/similarity.safetensors")
     parser.section("grouping")
     parser.add_argument("--kv-heads", type=positive, default=None,
                         help="groups per layer (default: a quarter of the source's kv heads)")
     parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value",
-                        help="similarity that decides; both: keys and values, each scaled by its spread over a "
-                             "layer's pairs; energy: least loss in closed-form merging")
+                        help="similarity that decides; both: keys and values, each scaled by its spread over "
+                             "a layer's pairs; energy: least loss in closed-form merging")
     parser.add_argument("--criterion", choices=("cos", "dist"), default="dist",
                         help="cosine or squared distance; not used by energy")
     parser.section("search")
@@ -42,14 +43,17 @@ def parse():
 
 
 def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dict]:
-    """The similarity [layers, H, H] that decides, and its file's record. Raises UserError if the two disagree in shape."""
+    """The similarity [layers, H, H] that decides, and the record of its file.
+
+    Raises UserError unless it is finite and of the shape that the record's model gives.
+    """
     file, similarity = read_tensors(path, "02_similarity.py")
-    layers, source_kv_heads = similarity["model"]["layers"], similarity["model"]["kv_heads"]
+    shape = similarity["model"]["layers"], similarity["model"]["kv_heads"], similarity["model"]["kv_heads"]
 
     def matrix(name: str) -> np.ndarray:
         values = file.get_tensor(name).numpy()
-        if values.shape != (layers, source_kv_heads, source_kv_heads) or not np.isfinite(values).all():
-            raise UserError(f"{path}: expected finite {name} of shape {[layers, source_kv_heads, source_kv_heads]}, "
+        if values.shape != shape or not np.isfinite(values).all():
+            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
                             f"found {list(values.shape)}; run 02_similarity.py again with --force")
         return values
 
@@ -71,7 +75,8 @@ def main():
     layers, source_kv_heads = model["layers"], model["kv_heads"]
     kv_heads = args.kv_heads or max(source_kv_heads // 4, 1)
     check_kv_heads(source_kv_heads, kv_heads)
-    print(f"reads   {source}: {model['path']}, {layers} layers, {source_kv_heads} key/value heads -> {kv_heads}")
+    print(f"reads   {source}: {model['path']}, {layers} layers, "
+          f"{source_kv_heads} key/value heads -> {kv_heads}")
 
     adjacent = default_groups(layers, source_kv_heads, kv_heads)
     groups = adjacent

@@ -1,14 +1,15 @@
-"""Stage 6: write the trained student as a stock checkpoint of its family (LlamaForCausalLM, ...) with fewer key/value heads.
+"""Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
 Reads   RUN/train/ (finished by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and README.md, its model card. It loads without
-        this repository
+Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and README.md, its model
+        card. It loads without this repository
 
     python 06_export.py --run runs/llama2-7b
     python 06_export.py                          # seconds on a CPU for the demo model
 
-The stock model takes every trained tensor under its own name; a missing or an extra one stops the export. The checkpoint
-is loaded back with plain AutoModelForCausalLM and its logits are compared with the student's own at z = 0.
+The stock model takes every trained tensor under its own name; a missing or an extra one stops the export. The
+checkpoint is loaded back with plain AutoModelForCausalLM and its logits are compared with the student's own
+at z = 0.
 """
 
 import copy
@@ -30,11 +31,13 @@ from common.artifacts import (
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference
 from common.method import masks
-from common.models import check_finite, geometry, load_config, load_model, save_tokenizer
+from common.models import geometry, load_config, load_model, save_tokenizer
 from common.reporting import model_card
 from common.training.checkpoints import step_of, steps_saved, whole_weights
+from common.weights import check_finite
 
-LOGIT_TOLERANCE = 1e-5  # of the largest logit: student and export run the same float32 products, shaped differently
+# of the largest logit: student and export compute the same float32 products, shaped differently
+LOGIT_TOLERANCE = 1e-5
 
 
 def parse():
@@ -45,7 +48,10 @@ def parse():
 
 
 def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
-    """The records of train/ and aligned/. Raises UserError unless both are whole and the student was trained from them."""
+    """The records of train/ and aligned/.
+
+    Raises UserError unless both are whole and the student was trained from this aligned/ and merged/.
+    """
     trained, alignment = read_record(training, "05_prune_train.py"), read_record(aligned, "04_align.py")
     if "kv_heads" not in trained["summary"]:
         raise UserError(f"{training}: expected a trained student, found a teacher")
@@ -63,7 +69,7 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
 
 
 def last_weights(training: str, steps: int) -> dict[str, torch.Tensor]:
-    """The weights after the last step, by name. Raises UserError where that checkpoint is missing or not finite."""
+    """The weights after the last step, by name. Raises UserError where they are missing or not finite."""
     saved = steps_saved(training)
     if not saved or step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
@@ -74,7 +80,10 @@ def last_weights(training: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model, weights: dict[str, torch.Tensor], left_out: str | None = None) -> None:
-    """Fill a model; left_out marks parameters that may stay as they are. Raises UserError for other missing or extra names."""
+    """Fill a model by name; parameters with `left_out` in their name may stay as they are.
+
+    Raises UserError for other missing names, and for extra ones.
+    """
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if left_out is None or left_out not in name]
     if missing or unexpected:
@@ -96,7 +105,8 @@ def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -
 @torch.no_grad()
 def main():
     args, clock = parse(), Clock()
-    training, aligned, merged, output = (os.path.join(args.run, name) for name in ("train", "aligned", "merged", "gqa"))
+    names = ("train", "aligned", "merged", "gqa")
+    training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     claim("06_export.py", args, output)
     trained, alignment = read_records(training, aligned, merged)
     kv_heads = trained["summary"]["kv_heads"]
@@ -115,8 +125,8 @@ def main():
     difference = max_difference(expected, all_logits(model, tokens))
     allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
     if not difference <= allowed:  # also refuses NaN
-        raise UserError(f"the exported model differs from the student: max |logit difference| expected <= {allowed:.0e}, "
-                        f"found {difference:.2e}; nothing was written")
+        raise UserError("the exported model differs from the student: max |logit difference| "
+                        f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
 
     with write_directory(output) as aside:
         model.to(dtype).save_pretrained(aside)
@@ -132,7 +142,8 @@ def main():
         }
         export = record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
         write_record(aside, export)
-        model_card.write(aside, output, alignment, trained, export)  # no part of the record: stage 7 adds the scores
+        # not among the record's files: stage 7 adds the scores
+        model_card.write(aside, output, alignment, trained, export)
     print(f"check   student at z = 0 against export: max |logit difference| {difference:.2e}; "
           f"loaded back from {dtype}: {stored:.2e}")
     print(f"wrote   {output}")

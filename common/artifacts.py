@@ -1,8 +1,8 @@
 """What passes between stages: tensors or JSON, each with a record of its origin.
 
-X.safetensors has a sidecar X.json with the sha256 of the tensors; a directory artifact holds its record in stage.json, with the sha256
-of every other file in it. A record is written last, so an artifact whose record is missing or differs from its
-content was cut off or changed. common/records.py says what the records hold.
+X.safetensors has a sidecar X.json with the sha256 of the tensors; a directory artifact holds its record in
+stage.json, with the sha256 of every other file in it. A record is written last, so an artifact whose record
+is missing or differs from its content was cut off or changed. common/records.py says what the records hold.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ RECORD = "stage.json"  # the record inside a directory artifact
 
 
 def claim(stage: str, args, *outputs: str) -> None:
-    """Begin a stage: lock it for this run directory until the process or run_stage ends, and refuse existing outputs.
+    """Begin a stage: refuse existing outputs, and lock the stage in this run directory until run_stage ends.
 
-    Under torchrun the first rank does so for all. Raises UserError when another process runs the stage in args.run, when
-    an output exists and --force is off, or when an output is a symbolic link.
+    Under torchrun the first rank does so for all. Raises UserError when another process runs the stage in
+    args.run, when an output exists and --force is off, or when an output is a symbolic link.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -64,9 +64,10 @@ def release(lock) -> None:
 
 
 def refuse_overwrite(path: str, force: bool) -> None:
-    """Raise UserError when path exists and force is off, or when it is a symbolic link. Call it before any work."""
+    """Raise UserError when path exists and force is off, or is a symbolic link. Call it before any work."""
     if os.path.islink(path):
-        raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; remove it first")
+        raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; "
+                        "remove it first")
     if os.path.exists(path) and not force:
         raise UserError(f"{path} exists already; give --force to replace it")
 
@@ -91,15 +92,15 @@ def check_input(record: dict, path: str) -> None:
     """Raise UserError unless the artifact at `path` is one that this record names among its inputs."""
     if digest(path) not in record["inputs"].values():
         inputs = ", ".join(record["inputs"]) or "none"
-        raise UserError(f"{path}: expected the artifact that {record['stage']} read (its inputs: {inputs}), found another; "
-                        f"run {record['stage']} again with --force")
+        stage = record["stage"]
+        raise UserError(f"{path}: expected the artifact that {stage} read (its inputs: {inputs}), found another; "
+                        f"run {stage} again with --force")
 
 
 def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
     """The record of an artifact: the stage, its inputs, settings and versions, and its key figures."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False
-    )
+    source = os.path.dirname(__file__)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False)
     return {
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
@@ -139,11 +140,12 @@ def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:
     """Write one layer's file of a calibration directory."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, os.path.join(directory, layer_file(index)))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, os.path.join(directory, layer_file(index)))
 
 
 def write_record(directory: str, record: dict) -> None:
-    """Write stage.json with the sha256 of every other file in the directory. Call it after the last of them is written."""
+    """Write stage.json with the sha256 of every other file in the directory, which must be written by then."""
     names = [name for name in files_in(directory) if name != RECORD]
     files = {name: sha256(os.path.join(directory, name)) for name in names}
     write_json(os.path.join(directory, RECORD), record | {"files": files})
@@ -161,8 +163,8 @@ def files_in(directory: str) -> list[str]:
 def write_directory(path: str):
     """An empty directory to fill, PATH.tmp, which takes its name when the block ends without an error.
 
-    A previous directory keeps its content until then: it is moved aside under a free name and removed once the new one is
-    in place. Raises UserError when path is a file or a symbolic link.
+    A previous directory keeps its content until then: it is moved aside under a free name and removed once
+    the new one is in place. Raises UserError when path is a file or a symbolic link.
     """
     if os.path.islink(path) or os.path.isfile(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
@@ -212,7 +214,7 @@ def sidecar_path(path: str) -> str:
 def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     """The record of an artifact, valid in every field, written by `stage`, and for `model` when one is given.
 
-    path: a .safetensors file, a .json artifact or a directory. Raises UserError with file, expected and found.
+    path: a .safetensors file, a .json artifact or a directory. Raises UserError with file, expected, found.
     """
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
@@ -220,11 +222,12 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     try:
         with open(sidecar, encoding="utf-8") as file:
             record = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # UTF-8 and JSON errors are ValueErrors
         raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
                         f"run {stage} again") from error
     if isinstance(record, dict) and isinstance(record.get("stage"), str) and record["stage"] != stage:
-        raise UserError(f"{path}: expected an artifact of {stage}, found one of {shown(record['stage'])[1:-1]}")
+        other = shown(record["stage"])[1:-1]
+        raise UserError(f"{path}: expected an artifact of {stage}, found one of {other}")
     fault = find_fault(record, stage)
     if fault:
         raise UserError(f"{sidecar}: {fault}; run {stage} again")
@@ -234,9 +237,10 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
 
 
 def check_same_model(path: str, expected: dict, actual: dict) -> None:
-    """Raise UserError when an artifact was made from another model, or its record contradicts the model's geometry."""
+    """Raise UserError when an artifact is of another model, or its record contradicts the model's geometry."""
     if expected["fingerprint"] != actual["fingerprint"]:
-        raise UserError(f"{path}: expected an artifact of model {expected['path']} ({expected['fingerprint'][:12]}), "
+        raise UserError(f"{path}: expected an artifact of model {expected['path']} "
+                        f"({expected['fingerprint'][:12]}), "
                         f"found one of {actual['path']} ({actual['fingerprint'][:12]})")
     for name in ("layers", "heads", "kv_heads", "head_dim", "hidden"):
         if expected[name] != actual[name]:
@@ -246,25 +250,25 @@ def check_same_model(path: str, expected: dict, actual: dict) -> None:
 def verify_files(path: str, record: dict) -> None:
     """Raise UserError unless a directory artifact's files are, byte for byte, those that its record names."""
     for name, expected in record["files"].items():
-        file = os.path.join(path, name)
+        file, stage = os.path.join(path, name), record["stage"]
         if not os.path.isfile(file):
-            raise UserError(f"{file}: expected as {record['stage']} wrote it, found none; run it again with --force")
+            raise UserError(f"{file}: expected as {stage} wrote it, found none; run it again with --force")
         if sha256(file) != expected:
-            raise UserError(f"{file}: its content is not what {RECORD} records (a write was cut off, or the file was "
-                            f"changed); run {record['stage']} again with --force")
+            raise UserError(f"{file}: its content is not what {RECORD} records (a write was cut off, or the "
+                            f"file was changed); run {stage} again with --force")
 
 
 def read_tensors(path: str, stage: str):
-    """An open safetensors file and its record. Raises UserError when truncated, changed, foreign or missing."""
+    """An open safetensors file and its record. Raises UserError if truncated, changed, foreign or missing."""
     record = read_record(path, stage)
     if sha256(path) != record["sha256"]:
-        raise UserError(f"{path}: its content is not what {sidecar_path(path)} records (a write was cut off, or the "
-                        f"file was changed); run {stage} again with --force")
+        raise UserError(f"{path}: its content is not what {sidecar_path(path)} records (a write was cut off, "
+                        f"or the file was changed); run {stage} again with --force")
     return open_tensors(path), record
 
 
 def read_calibration(path: str) -> dict:
-    """The record of a calibration directory, with its files verified and their shapes checked against its model."""
+    """The record of a calibration directory. Its files are verified, and their shapes."""
     record = read_record(path, "01_calibrate.py")
     verify_files(path, record)
     model = record["model"]
@@ -272,14 +276,15 @@ def read_calibration(path: str) -> dict:
     for index in range(model["layers"]):
         shape = open_tensors(os.path.join(path, layer_file(index))).get_slice("key.raw").get_shape()
         if shape != expected:
-            raise UserError(f"{path}: expected key.raw of shape {expected} for the model in its record, found {shape}")
+            raise UserError(f"{path}: expected key.raw of shape {expected} for the model in its record, "
+                            f"found {shape}")
     return record
 
 
 def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
     """Copies of one layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
 
-    Copies, because memory-mapped tensors would stay resident, and are aligned to 8 bytes where complex kernels assume 16.
+    Copies, because memory-mapped tensors stay resident and are aligned to 8 bytes; complex kernels need 16.
     """
     file = open_tensors(os.path.join(path, layer_file(index)))
     return {name: file.get_tensor(name).clone() for name in file.keys()}
@@ -290,10 +295,11 @@ def open_tensors(path: str):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: expected a safetensors file, found none that can be read: {error}") from error
+        raise UserError(f"{path}: expected a safetensors file, found none that can be read: "
+                        f"{error}") from error
 
 
 def read_groups(path: str, model: dict) -> tuple[dict, torch.Tensor]:
-    """The record of groups.json and its groups, int64 [layers, G, D]: a valid partition of this model's kv heads."""
+    """The record of groups.json and its groups: int64 [layers, G, D], a partition of this model's kv heads."""
     record = read_record(path, "03_group.py", model)
     return record, torch.tensor(record["groups"])

@@ -18,11 +18,11 @@ cleanup = contextlib.ExitStack()  # what run_stage undoes when the stage ends: i
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Shown as one line (what, where, expected, found); the process exits with 2."""
+    """A mistake that the user can correct: one line (what, where, expected, found) and exit code 2."""
 
 
 def suggest(name: str, known) -> str:
-    """"; did you mean X?" for the known name closest to `name` or beginning with it, ignoring case; "" where none is."""
+    """"; did you mean X?" for the known name closest to `name` or beginning with it; "" where none is."""
     names = {other.lstrip("-").lower(): other for other in known}  # dashes alone are no similarity
     name = name.lstrip("-").lower()
     near = difflib.get_close_matches(name, names, n=1)
@@ -31,7 +31,13 @@ def suggest(name: str, known) -> str:
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
-def number_type(kind: type, description: str, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf):
+def number_type(
+    kind: type,
+    description: str,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    above: float = -math.inf,
+):
     """An argparse type: a finite number of a kind, at_least <= number <= at_most and above < number."""
 
     def parse(text: str):
@@ -63,7 +69,8 @@ def choice(names):
 
     def parse(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, found {text}{suggest(text, names)}")
+            expected = ", ".join(names)
+            raise argparse.ArgumentTypeError(f"expected one of {expected}, found {text}{suggest(text, names)}")
         return text
 
     parse.metavar = f"{{{','.join(names)}}}"
@@ -76,7 +83,8 @@ def device(text: str) -> str:
         raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:N, found {text}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text.startswith("cuda") and int(text.partition(":")[2] or 0) >= gpus:
-        raise argparse.ArgumentTypeError(f"expected a device of this machine, which has {gpus} GPUs, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, which has {gpus} GPUs, "
+                                         f"found {text}")
     return text
 
 
@@ -87,12 +95,11 @@ def manual(prog: str) -> argparse.HelpFormatter:
 
 
 class StageParser(argparse.ArgumentParser):
-    """argparse with flags in sections; every mistake is one line: what, expected, found, and a suggestion for a typo."""
+    """argparse with flags in sections, where a mistake is one line: what, expected, found, a suggestion."""
 
     def __init__(self, doc: str):
-        super().__init__(
-            description=doc, usage="%(prog)s [flags]", formatter_class=manual, allow_abbrev=False, add_help=False
-        )
+        super().__init__(description=doc, usage="%(prog)s [flags]", formatter_class=manual,
+                         allow_abbrev=False, add_help=False)
         self.flags: list[str] = []
 
     def section(self, title: str) -> None:
@@ -100,7 +107,7 @@ class StageParser(argparse.ArgumentParser):
         self.group = self.add_argument_group(title)
 
     def add_argument(self, *flags, choices=None, help: str = "", **options):
-        """argparse's own, in the current section, with bounded numbers, defaults in the help, and suggestions for choices."""
+        """argparse's add_argument, in the current section: finite numbers, defaults in the help, suggestions."""
         default = options.get("default")
         if choices is not None:
             options["type"] = choice(choices)
@@ -142,11 +149,13 @@ def stage_parser(doc: str) -> StageParser:
 
 
 def run_stage(main) -> None:
-    """Call main() and exit with the code it returns, or 0. A UserError, or an error of the operating system, becomes one line
-    and exit code 2."""
+    """Call main() and exit with the code that it returns, or 0.
+
+    A UserError, or an error of the operating system, becomes one line and exit code 2.
+    """
     try:
         code = main() or 0
-    except (UserError, OSError, SafetensorError) as error:  # safetensors has a class of its own for a full disk
+    except (UserError, OSError, SafetensorError) as error:  # a full disk is a SafetensorError, too
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
@@ -156,8 +165,8 @@ def run_stage(main) -> None:
     finally:
         cleanup.close()
     if "RANK" in os.environ:
-        # A thread of the process group that needs the interpreter during Python's shutdown aborts the process, and torchrun
-        # reports a failed run: a rank leaves without that shutdown.
+        # A thread of the process group that needs the interpreter during Python's shutdown aborts the
+        # process, and torchrun reports a failed run: a rank leaves without that shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -166,7 +175,7 @@ def run_stage(main) -> None:
 
 def peak_memory() -> float:
     """Peak host memory of this process in GiB."""
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux never less than the parent's at the start
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as file:
             kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))

@@ -1,7 +1,8 @@
-"""A model one decoder layer at a time: hidden states of all sequences pass through a layer before the next one is needed.
+"""A model one decoder layer at a time: every sequence passes through a layer before the next layer is needed.
 
-Held in memory as a whole, or, one by one, only the layer at work, with hidden states on disk: a 7B model then needs
-the memory of one of its layers. Either way the same operations in the same order, so the same bytes come out.
+The model is held in memory as a whole, or one by one: only the layer at work, with hidden states on disk, so
+that a 7B model needs the memory of one of its layers. Both do the same operations in the same order and give
+the same bytes. CheckpointWriter writes a model in the same way.
 """
 
 import contextlib
@@ -17,26 +18,18 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
-from common.models import (
-    check_finite,
-    check_names,
-    load_config,
-    load_model,
-    open_checkpoint,
-    save_tokenizer,
-    sliding_window,
-    window_mask,
-)
+from common.models import load_config, load_model, save_tokenizer, sliding_window, window_mask
+from common.weights import check_finite, check_names, open_checkpoint
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PART = "part-{}.safetensors"  # a shard until its checkpoint is whole
 
 
 class Layers:
-    """A checkpoint's decoder layers, embedding and head. config: the model's own.
+    """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's own.
 
-    one_by_one: nothing is loaded but what a `with` block is about, in `dtype` on `device`, and only until the block ends.
-    Raises UserError for weights that are missing, of another shape, or not finite.
+    one_by_one: a module is loaded when its `with` block begins and dropped when it ends. Raises UserError for
+    weights that are missing, of another shape, not finite, or not the model's.
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
@@ -49,7 +42,7 @@ class Layers:
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), open_checkpoint(path).keys()
             check_names(path, expected - stored - tied, stored - expected)
-            rotary = self.model.model.rotary_emb  # computed from the config, not stored
+            rotary = self.model.model.rotary_emb  # not stored, but computed from the config
             self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
         else:
             self.model = load_model(path, dtype, device)
@@ -57,13 +50,14 @@ class Layers:
 
     @contextlib.contextmanager
     def part(self, name: str):
-        """A context with the module of that name: "model.embed_tokens", "model.layers.0", "model.norm", "lm_head"."""
+        """A context with a module: "model.embed_tokens", "model.layers.0", "model.norm" or "lm_head"."""
         module = self.model.get_submodule(name)
         if not self.one_by_one:
             yield module
             return
         module.to_empty(device=self.device)
-        fill(module, self.path, "model.embed_tokens" if name == "lm_head" and self.config.tie_word_embeddings else name)
+        tied = name == "lm_head" and self.config.tie_word_embeddings
+        fill(module, self.path, "model.embed_tokens" if tied else name)
         yield module
         module.to("meta")
 
@@ -82,7 +76,7 @@ class Layers:
                 yield layer
 
     def edit(self, function) -> None:
-        """Change every decoder layer in place by function(index, layer): now, or one by one whenever it is read."""
+        """Change every decoder layer in place by function(index, layer): now, or each time it is read."""
         if self.one_by_one:
             self.edits.append(function)
             return
@@ -90,9 +84,13 @@ class Layers:
             function(index, layer)
 
     def embed(self, batches, directory: str | None) -> "Spool":
-        """Token ids, [n, T] a batch, as hidden states before the first layer; kept in `directory` when one by one."""
+        """Hidden states before the first layer, from batches of token ids [n, T].
+
+        One by one they are kept in a file in `directory`.
+        """
         with self.part("model.embed_tokens") as embedding:
-            return Spool((embedding(batch.to(self.device)) for batch in batches), directory if self.one_by_one else None)
+            embedded = (embedding(batch.to(self.device)) for batch in batches)
+            return Spool(embedded, directory if self.one_by_one else None)
 
     @contextlib.contextmanager
     def head(self):
@@ -101,7 +99,7 @@ class Layers:
             yield lambda hidden: lm_head(norm(hidden))
 
     def run(self, layer, hidden: torch.Tensor) -> torch.Tensor:
-        """A decoder layer, of this model or made from one of it, over hidden states [n, T, hidden] of plain sequences."""
+        """The output of a decoder layer, this model's or one like it, for hidden states [n, T, hidden]."""
         return run_layer(self.model, layer, hidden)
 
     def advance(self, layer, hidden: "Spool") -> None:
@@ -111,29 +109,33 @@ class Layers:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, directory: str | None = None) -> list[torch.Tensor]:
-        """Token ids [n, T] -> n logits [T, vocab], float32 on the CPU; hidden states wait in `directory` when one by one."""
+        """Token ids [n, T] -> n logits [T, vocab], float32 on the CPU. directory: as for embed."""
         hidden = self.embed(tokens.split(1), directory)
         for layer in self.decoder_layers():
             self.advance(layer, hidden)
         return self.logits_of(hidden)
 
     def logits_of(self, hidden: "Spool") -> list[torch.Tensor]:
-        """Hidden states after the last layer, one sequence a batch -> their logits [T, vocab], float32 on the CPU."""
+        """Hidden states after the last layer, batches of one -> logits [T, vocab], float32 on the CPU."""
         with self.head() as head:
             return [head(hidden[number])[0].float().cpu() for number in range(len(hidden))]
 
 
 def return_freed_memory() -> None:
-    """From here on a tensor's memory goes back to the system with the tensor. glibc by itself keeps what is freed in blocks of up to
-    32 MiB, and what a layer leaves behind so is seldom what the next one asks for."""
+    """From here on, freeing a tensor returns its memory to the system.
+
+    glibc otherwise keeps freed blocks of up to 32 MiB, which seldom fit what the next layer asks for.
+    """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 @torch.no_grad()
 def fill(module, path: str, prefix: str) -> None:
-    """Read a module's parameters from the checkpoint's tensors prefix.NAME, whose files are closed again: what was read of an open
-    one stays in memory."""
+    """Read a module's parameters from the checkpoint's tensors PREFIX.NAME.
+
+    The files are closed again, because what was read of an open one stays in memory.
+    """
     stored = open_checkpoint(path)
     for name, parameter in module.named_parameters():
         key = f"{prefix}.{name}"
@@ -141,56 +143,62 @@ def fill(module, path: str, prefix: str) -> None:
             raise UserError(f"{path}: expected a tensor {key}, found none")
         tensor = stored[key][:]
         if tensor.shape != parameter.shape:
-            raise UserError(f"{path}: expected {key} of shape {list(parameter.shape)}, found {list(tensor.shape)}")
+            raise UserError(f"{path}: expected {key} of shape {list(parameter.shape)}, "
+                            f"found {list(tensor.shape)}")
         parameter.copy_(tensor)
-    check_finite(((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters()), path)
+        check_finite([(key, parameter)], path)
 
 
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
-    """A decoder layer of `model` over hidden states [n, T, hidden] of plain sequences: causal, positions from 0."""
+    """The output of a decoder layer for hidden states [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
     mask = window_mask(hidden.shape[1], sliding_window(layer.self_attn), hidden.device)
-    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=model.model.rotary_emb(hidden, position_ids=positions))
+    rotary = model.model.rotary_emb(hidden, position_ids=positions)
+    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
     return output[0] if isinstance(output, tuple) else output
 
 
 class Spool:
-    """Hidden states of batch after batch, to be read and replaced: in memory, or in a file without a name in `directory`."""
+    """Hidden states, batch by batch, to be read and replaced.
+
+    In memory, or in an unnamed temporary file in `directory`, which vanishes with the process.
+    """
 
     def __init__(self, batches, directory: str | None = None):
         self.file = tempfile.TemporaryFile(dir=directory) if directory else None
-        self.held, self.offsets = [], [0]
+        self.batches, self.offsets = [], [0]  # the batches themselves, or dtype, shape and device of each
         for number, batch in enumerate(batches):
-            self.held.append(None)
+            self.batches.append(None)
             self.offsets.append(self.offsets[-1] + batch.nbytes)
             self[number] = batch
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.batches)
 
     def __getitem__(self, number: int) -> torch.Tensor:
         if self.file is None:
-            return self.held[number]
-        dtype, shape, device = self.held[number]
+            return self.batches[number]
+        dtype, shape, device = self.batches[number]
         self.file.seek(self.offsets[number])
-        raw = np.frombuffer(bytearray(self.file.read(self.offsets[number + 1] - self.offsets[number])), np.uint8)
+        content = self.file.read(self.offsets[number + 1] - self.offsets[number])
+        raw = np.frombuffer(bytearray(content), np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape).to(device)
 
     def __setitem__(self, number: int, batch: torch.Tensor) -> None:
-        """batch: of the size of the one it replaces."""
+        """Replace a batch by one of the same size."""
         if self.file is None:
-            self.held[number] = batch
+            self.batches[number] = batch
             return
-        self.held[number] = batch.dtype, batch.shape, batch.device
+        self.batches[number] = batch.dtype, batch.shape, batch.device
         self.file.seek(self.offsets[number])
         self.file.write(batch.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 class CheckpointWriter:
-    """A transformers checkpoint written part by part: a safetensors shard per part, and their index when the block ends.
+    """A transformers checkpoint, written part by part: a safetensors shard for each, then their index.
 
-    directory: an existing one to fill. config: of the model written. dtype: of its weights. source: the checkpoint whose
-    tokenizer and generation config it takes. A block that ends before all tensors are written raises RuntimeError.
+    directory: an existing one to fill. config, dtype: of the model written. source: the checkpoint whose
+    tokenizer and generation config it takes. Raises RuntimeError when the block ends before all is written.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
@@ -200,7 +208,8 @@ class CheckpointWriter:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         self.config.architectures = [type(model).__name__]
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # of tied ones the first
+        # of tied parameters the first alone
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.shards: list[list[str]] = []  # names of the tensors in each
 
     def __enter__(self):
@@ -213,19 +222,24 @@ class CheckpointWriter:
         return self
 
     def write(self, name: str, module) -> None:
-        """Write the parameters of a module under its name in the model, "model.layers.0" say. Tied ones are written once."""
-        tensors = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
-        tensors = {key: tensor for key, tensor in tensors.items() if key in self.shapes}
-        for key, tensor in tensors.items():
-            if tensor.shape != self.shapes[key]:
-                raise ValueError(f"{key}: expected shape {list(self.shapes[key])}, found {list(tensor.shape)}")
+        """Write the parameters of a module under its name in the model, as "model.layers.0".
+
+        Tied parameters are written once. Raises ValueError for a shape that the config does not give.
+        """
+        tensors = {}
+        for key, parameter in module.named_parameters(prefix=name):
+            if key not in self.shapes:  # tied to one with another name
+                continue
+            if parameter.shape != self.shapes[key]:
+                raise ValueError(f"{key}: expected shape {list(self.shapes[key])}, "
+                                 f"found {list(parameter.shape)}")
+            tensors[key] = parameter.detach().to("cpu", self.dtype).contiguous()
         if tensors:
-            stored = {key: tensor.detach().to("cpu", self.dtype).contiguous() for key, tensor in tensors.items()}
-            save_file(stored, os.path.join(self.directory, PART.format(len(self.shards))), metadata={"format": "pt"})
+            save_file(tensors, self._path(PART.format(len(self.shards))), metadata={"format": "pt"})
             self.shards.append(list(tensors))
 
     def write_rest(self, layers: Layers) -> None:
-        """Write what is not a decoder layer: the embedding, norm and head of `layers`."""
+        """Write the embedding, norm and head of `layers`."""
         for name in ("model.embed_tokens", "model.norm", "lm_head"):
             with layers.part(name) as module:
                 self.write(name, module)
@@ -234,14 +248,19 @@ class CheckpointWriter:
         if kind is not None:
             return
         weight_map = {}
-        for number, names in enumerate(self.shards):  # how many there are, which the names tell, is known only now
+        for number, names in enumerate(self.shards):  # renamed now, because the names tell how many there are
             shard = f"model-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
-            os.rename(os.path.join(self.directory, PART.format(number)), os.path.join(self.directory, shard))
+            os.rename(self._path(PART.format(number)), self._path(shard))
             weight_map |= dict.fromkeys(names, shard)
         missing = self.shapes.keys() - weight_map.keys()
         if missing:
-            raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, {min(missing)} first")
+            raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, "
+                               f"{min(missing)} first")
         parameters = sum(shape.numel() for shape in self.shapes.values())
         sizes = {"total_parameters": parameters, "total_size": parameters * self.dtype.itemsize}
-        with open(os.path.join(self.directory, "model.safetensors.index.json"), "w", encoding="utf-8") as file:
-            file.write(json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n")
+        index = {"metadata": sizes, "weight_map": weight_map}
+        with open(self._path("model.safetensors.index.json"), "w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)

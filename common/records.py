@@ -1,8 +1,9 @@
-"""What the record of every artifact must hold: one table of fields per stage, and the check of a record against it.
+"""What the record of every artifact must hold: one table of fields per stage, and the check of a record
+against it.
 
-A specification is a type (str, bool), a Number, Text, a tuple of allowed values, [item] for a list of such items, {name: field} for an
-object with at least these fields, {str: field} for one with any names, or Optional(field) for a field that may be
-absent or null.
+A specification is a type (str, bool), a Number, Text, a tuple of allowed values, [item] for a list of such
+items, {name: field} for an object with at least these fields, {str: field} for one with any names, or
+Optional(field) for a field that may be absent or null.
 """
 
 import math
@@ -54,7 +55,10 @@ COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
 NUMBER, POSITIVE = Number(), Number(at_least=0)
 STRING = Text(r"[^\ud800-\udfff]*", "text")  # lone surrogates cannot be printed
 DIGEST = Text(r"[0-9a-f]{64}", "a sha256 of 64 hexadecimal digits")
-FILE_NAME = Text(r"(?!/)(?!(.*/)?\.\.?(/|$))[^\\\x00-\x1f\ud800-\udfff]+", "a relative path inside the directory")
+FILE_NAME = Text(  # not absolute, no component . or .., no backslash, no control characters
+    r"(?!/)(?!(.*/)?\.\.?(/|$))[^\\\x00-\x1f\ud800-\udfff]+",
+    "a relative path inside the directory",
+)
 MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
          "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
 RECORD = {
@@ -73,7 +77,8 @@ BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
-STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}  # of train/, not of teacher/
+# of train/, not of teacher/
+STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}
 STAGES = {  # stage -> what its record holds beside RECORD
     "01_calibrate.py": {
         "files": FILES,
@@ -97,7 +102,8 @@ STAGES = {  # stage -> what its record holds beside RECORD
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
                     "merge": ("mean", "closed-form"), "refit": bool, "calibration_tokens": COUNT,
                     "within_group_cosine": [COSINES], "max_logit_difference": POSITIVE, "kl": NUMBER,
-                    "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE, "perplexity_merged": POSITIVE},
+                    "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE,
+                    "perplexity_merged": POSITIVE},
     },
     "05_prune_train.py": {"files": FILES, "summary": TRAINED},
     "06_export.py": {
@@ -105,7 +111,10 @@ STAGES = {  # stage -> what its record holds beside RECORD
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
                     "max_logit_difference": POSITIVE, "max_logit_difference_stored": POSITIVE},
     },
-    "07_eval.py": {"device": STRING, "results": {STRING: {"path": STRING, "heads": COUNT, "kv_heads": COUNT}}},
+    "07_eval.py": {
+        "device": STRING,
+        "results": {STRING: {"path": STRING, "heads": COUNT, "kv_heads": COUNT}},
+    },
 }
 
 
@@ -136,25 +145,28 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
 
 
 def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
-    """Why `groups` is no partition of every layer's source kv heads into kv_heads groups of one size; else None."""
+    """Why `groups` is no partition of every layer's source kv heads into kv_heads groups of one size; else
+    None."""
     source_kv_heads = model["kv_heads"]
+    size = source_kv_heads // kv_heads
     if kv_heads >= source_kv_heads or source_kv_heads % kv_heads:
         return f"record.kv_heads: expected a proper divisor of {source_kv_heads}, found {kv_heads}"
     if len(groups) != model["layers"]:
         return f"record.groups: expected {model['layers']} layers, found {len(groups)}"
     for layer, layer_groups in enumerate(groups):
         sizes = [len(group) for group in layer_groups]
-        if sizes != [source_kv_heads // kv_heads] * kv_heads:
-            return (f"record.groups[{layer}]: expected {kv_heads} groups of {source_kv_heads // kv_heads} heads, "
-                    f"found sizes {sizes}")
+        if sizes != [size] * kv_heads:
+            return f"record.groups[{layer}]: expected {kv_heads} groups of {size} heads, found sizes {sizes}"
         heads = sorted(head for group in layer_groups for head in group)
         if heads != list(range(source_kv_heads)):
-            return f"record.groups[{layer}]: expected each of heads 0 to {source_kv_heads - 1} once, found {heads}"
+            return (f"record.groups[{layer}]: expected each of heads 0 to {source_kv_heads - 1} once, "
+                    f"found {heads}")
     return None
 
 
 def mismatch(value, field, where: str) -> str | None:
-    """The first place where a value differs from its specification, as "WHERE: expected X, found Y"; None if it fits."""
+    """The first place where a value differs from its specification, as "WHERE: expected X, found Y"; None if
+    it fits."""
     if isinstance(field, Optional):
         return None if value is None else mismatch(value, field.field, where)
     if isinstance(field, dict):
@@ -165,7 +177,9 @@ def mismatch(value, field, where: str) -> str | None:
         faults = (mismatch(item, field[0], f"{where}[{index}]") for index, item in enumerate(value))
         return next(filter(None, faults), None)
     if isinstance(field, tuple):
-        return None if value in field else f"{where}: expected one of {', '.join(field)}, found {shown(value)}"
+        if value in field:
+            return None
+        return f"{where}: expected one of {', '.join(field)}, found {shown(value)}"
     accepted = isinstance(value, field) if isinstance(field, type) else field.accepts(value)
     expected = field.__name__ if isinstance(field, type) else field
     return None if accepted else f"{where}: expected {expected}, found {shown(value)}"

@@ -10,14 +10,13 @@ import torch
 from common import artifacts
 from common.cli import UserError
 from common.models import (
-    check_finite,
     check_kv_heads,
     describe,
-    fingerprint,
     load_config,
     load_model,
     require_convertible,
 )
+from common.weights import check_finite, fingerprint
 from conftest import save_tiny, tiny_model
 
 MODEL = {"name": "m", "path": "m", "fingerprint": "f" * 64,

@@ -1,4 +1,5 @@
-"""The command line that stages share: --help as a manual, and a mistake as one line that names what was perhaps meant."""
+"""The command line that stages share: --help as a manual, and a mistake as one line that names what was
+perhaps meant."""
 
 import argparse
 import re
@@ -142,7 +143,8 @@ def test_numbers_are_finite_and_in_range(name):
 
 
 def no_more_than(size: int):
-    """A limit on the files that this process writes: beyond it the kernel refuses, as it does on a full disk."""
+    """A limit on the files that this process writes: beyond it the kernel refuses, as it does on a full
+    disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 

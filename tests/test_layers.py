@@ -1,4 +1,5 @@
-"""A model one layer at a time: the bytes safetensors itself would write, clear refusals, and memory that a layer sets, not the model."""
+"""A model one layer at a time: the bytes safetensors itself would write, clear refusals, and memory that a
+layer sets, not the model."""
 
 import json
 import os
@@ -18,7 +19,8 @@ TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, tied, dtype):
-    """Transformers loads it without a complaint, tensor for tensor; index and config are those that it writes itself."""
+    """Transformers loads it without a complaint, tensor for tensor; index and config are those that it writes
+    itself."""
     source, model = save_tiny(tmp_path / "source"), tiny_model(tie_word_embeddings=tied).to(dtype)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "ours").mkdir()
@@ -97,8 +99,8 @@ def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_layer(tmp_path):
-    """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that one layer at a time, all of it
-    otherwise; and write the same bytes."""
+    """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that
+    one layer at a time, all of it otherwise; and write the same bytes."""
     config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=52, num_attention_heads=16, num_key_value_heads=16, eos_token_id=256)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="500MB")
     byte_tokenizer().save_pretrained(tmp_path / "model")

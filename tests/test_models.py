@@ -1,4 +1,5 @@
-"""Checkpoints: read as transformers reads them, whole or layer by layer, and refused in one line where they are damaged."""
+"""Checkpoints: read as transformers reads them, whole or layer by layer, and refused in one line where they
+are damaged."""
 
 import json
 import os
@@ -15,16 +16,14 @@ from common.artifacts import read_groups, read_record, read_tensors
 from common.cli import UserError
 from common.layers import Layers
 from common.models import (
-    fingerprint,
     geometry,
     load_config,
     load_model,
     load_tokenizer,
-    open_checkpoint,
     require_convertible,
     resolve_model,
-    weight_files,
 )
+from common.weights import fingerprint, open_checkpoint, weight_files
 from conftest import byte_tokenizer, expect_error, run, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
@@ -75,7 +74,8 @@ def test_open_checkpoint_reads_what_transformers_loads(checkpoints, kind):
 
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
 def test_other_files_beside_the_weights_change_nothing(copy, kind):
-    """Neither what is read nor the fingerprint: other safetensors, a second format, shards that no index names."""
+    """Neither what is read nor the fingerprint: other safetensors, a second format, shards that no index
+    names."""
     path = copy(kind)
     before, state = fingerprint(str(path)), tiny_model().state_dict()
     other = {name: tensor + 1 for name, tensor in state.items()}

@@ -1,4 +1,5 @@
-"""Records and artifacts: whatever is edited, damaged, cut off or taken from another run is refused in one line."""
+"""Records and artifacts: whatever is edited, damaged, cut off or taken from another run is refused in one
+line."""
 
 import copy
 import json
@@ -462,7 +463,8 @@ def with_limit(size: int, action) -> None:
 
 
 def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
-    """Records and weights of train/ and aligned/, changed one after another; then a run directory with a glob in its name."""
+    """Records and weights of train/ and aligned/, changed one after another; then a run directory with a glob
+    in its name."""
     home = copy_run(finished_run, tmp_path / "run [1]*")
     step = next(path.name for path in sorted((home / "train").glob("step-*"))[::-1])
     for file, damage, message in (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
-from common.models import open_checkpoint
+from common.weights import open_checkpoint
 
 
 @dataclass(frozen=True)
