@@ -233,6 +233,25 @@ def test_channels_are_those_of_each_sample_alone(name):
                 assert second.channels[sample, head].tolist() == (~together).nonzero()[:, 0].tolist()
 
 
+def test_padding_among_the_observed_queries_is_not_counted():
+    """A prompt shorter than the observation window chooses as it does alone."""
+    model, texts = tiny_model(), [random_text(20, 0), random_text(6, 1)]
+    together = prefilled(model, batch_of(texts), recent=2, observed=12)
+    alone = prefilled(model, batch_of(texts[1:]), recent=2, observed=12)
+    for batch, single in zip(together.layers, alone.layers, strict=True):
+        assert torch.equal(batch.channels[1:], single.channels)
+
+
+def test_a_second_prompt_after_a_short_one_is_not_pruned():
+    """Only the first forward pass prunes, even when it was too short to."""
+    model, batch = tiny_model(), batch_of([random_text(4, 0)])
+    cache, plain = prefilled(model, batch), DynamicCache(config=model.config)
+    logits(model, batch, plain)
+    second = second_prompt(batch, 20)
+    assert torch.equal(logits(model, second, cache), logits(model, second, plain))
+    assert all(layer.channels is None for layer in cache.layers)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     model, batch = tiny_model(**MODELS[name]), batch_of([random_text(20, 0), random_text(13, 1)])

@@ -394,6 +394,22 @@ def stop_after_two(monkeypatch) -> None:
 
 
 @pytest.mark.slow
+def test_training_on_other_text_is_refused(inputs, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--heldout", inputs["text"], "--text", text]
+    flags += ["--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1]
+    text.write_text("some text, repeated " * 40)
+    stop_after_two(monkeypatch)
+    assert run_in_process(TRAIN, [str(flag) for flag in flags]).returncode == STOPPED
+    monkeypatch.undo()
+    text.write_text("other text, repeated " * 40)
+    before = contents(tmp_path / "run")
+    assert "samples_sha256" in run(TRAIN, *flags, fails=True).stderr and contents(tmp_path / "run") == before
+    text.write_text("some text, repeated " * 40)
+    run(TRAIN, *flags)
+
+
+@pytest.mark.slow
 def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tmp_path, monkeypatch):
     def train(run) -> bool:
         options = Namespace(
