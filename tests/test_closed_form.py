@@ -1,20 +1,17 @@
-"""Closed-form merging against the definitions: exact where it can be, the singular value decomposition where it cannot."""
+"""Closed-form merging against the definitions: exact where it can be, a singular value decomposition elsewhere."""
 
 import copy
-import importlib
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 
-from common.layers import Spool, run_layer
 from common.method import closed_form
 from common.method.fuse import fuse_layer, merge_model
 from common.method.procrustes import align_keys, align_values
-from common.method.refit import Moments, Refit, best_fit
-from common.method.stats import unpack_half
-from common.models import geometry
+from common.method.rope import rotate_pairs
+from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, output_gram, value_half
 from conftest import tiny_model
 
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
@@ -25,27 +22,34 @@ def doubled(**options):
 
 
 @torch.no_grad()
-def statistics(model):
-    """What stage 1 keeps of every layer, on TOKENS; sums in float64 throughout."""
-    stage, shape = importlib.import_module("01_calibrate"), geometry(model.config)
-    collectors = [stage.Collector(layer, index, shape, torch.arange(4), "cpu") for index, layer in enumerate(model.model.layers)]
-    for collector in collectors:
-        collector.begin(0, TOKENS.numel())
+def statistics(model) -> list[LayerGrams]:
+    """Every layer's Grams on TOKENS, as stage 1 makes them."""
+    source_kv_heads, layers = model.config.num_key_value_heads, []
+    for layer in model.model.layers:
+        stats = LayerStats(source_kv_heads, 8)
+        for name, update in (("q_proj", stats.update_queries), ("k_proj", stats.update_keys),
+                             ("v_proj", stats.update_values)):
+            def hook(module, inputs, output, update=update):
+                update(output.view(-1, output.shape[-1] // 8, 8))
+
+            getattr(layer.self_attn, name).register_forward_hook(hook)
+        layers.append((stats, output_gram(layer.self_attn.o_proj.weight, source_kv_heads, 8)))
     model.model(input_ids=TOKENS, use_cache=False)
-    for index, collector in enumerate(collectors):
-        tensors, stats = collector.finish(), collector.stats
-        yield (unpack_half(stats.value["raw"], shape.kv_heads), tensors[f"layers.{index}.output.gram"], stats.key["raw"], stats.query)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name)._forward_hooks.clear()
+    return [LayerGrams(stats.tensors() | {"output.gram": output}, source_kv_heads) for stats, output in layers]
 
 
-def blocks(gram, groups):
-    return gram[groups[:, :, None], groups[:, None, :]]
+def unrotated_merge(grams: LayerGrams, groups: torch.Tensor):
+    value, key = (group_blocks(gram("raw"), groups) for gram in (grams.value, grams.key))
+    weights = closed_form.key_weights(grams.query)
+    return closed_form.closed_form(value, grams.output[groups], key, weights[groups])
 
 
 def merged_by(model, kv_heads: int):
-    groups, merges = torch.arange(geometry(model.config).kv_heads).view(kv_heads, -1), []
-    for value, output, key, query in statistics(model):
-        merges.append(closed_form.closed_form(blocks(value, groups), output[groups], blocks(key, groups), closed_form.key_weights(query)[groups]))
-    return merge_model(model, kv_heads, merges)
+    groups = torch.arange(model.config.num_key_value_heads).view(kv_heads, -1)
+    return merge_model(model, kv_heads, [unrotated_merge(grams, groups) for grams in statistics(model)])
 
 
 def difference(a, b) -> float:
@@ -61,17 +65,16 @@ def test_groups_of_one_head_are_exact(source_heads):
 
 
 def test_weights_of_a_gqa_source_are_sums_over_the_query_heads_of_each_key_value_head():
-    model = doubled(num_key_value_heads=4)
-    seen = []
+    model, queries = doubled(num_key_value_heads=4), []
     for layer in model.model.layers:
-        layer.self_attn.q_proj.register_forward_hook(lambda module, given, output: seen.append(output.detach().view(-1, 8, 8)))
-    for (_, output, _, query), layer, queries in zip(list(statistics(model)), model.model.layers, seen, strict=True):
+        layer.self_attn.q_proj.register_forward_hook(lambda module, inputs, output: queries.append(output.detach()))
+    for grams, layer, output in zip(statistics(model), model.model.layers, queries, strict=True):
         columns = layer.self_attn.o_proj.weight.detach().view(48, 8, 8)
-        energy = queries[..., :4].square().sum(0) + queries[..., 4:].square().sum(0)
+        energy = output.view(-1, 8, 2, 4).square().sum((0, 2))  # [query heads, pairs]
         for head in range(4):
-            readers = (2 * head, 2 * head + 1)
-            torch.testing.assert_close(output[head], sum(columns[:, h].T @ columns[:, h] for h in readers))
-            torch.testing.assert_close(query[head], sum(energy[h] for h in readers), rtol=1e-5, atol=0)
+            first, second = columns[:, 2 * head], columns[:, 2 * head + 1]
+            torch.testing.assert_close(grams.output[head], first.T @ first + second.T @ second)
+            torch.testing.assert_close(grams.query[head], energy[2 * head] + energy[2 * head + 1], rtol=1e-5, atol=0)
 
 
 def share_heads(model, groups: int) -> None:
@@ -98,10 +101,9 @@ def test_heads_that_share_what_they_can_share_are_merged_exactly(kv_heads):
     share_heads(model, kv_heads)
     merged = merged_by(model, kv_heads)
     assert difference(model, merged) < 1e-4 < 1e-1 < difference(model, merge_model(model, kv_heads))
-    groups, faulty = torch.arange(8).view(kv_heads, -1), []
-    for value, output, key, query in statistics(model):
-        merge = closed_form.closed_form(blocks(value, groups), output[groups], blocks(key, groups), closed_form.key_weights(query)[groups])
-        faulty.append(replace(merge, key_out=merge.key_out.conj()))  # the fault: queries turned the wrong way
+    groups = torch.arange(8).view(kv_heads, -1)
+    merges = [unrotated_merge(grams, groups) for grams in statistics(model)]
+    faulty = [replace(merge, key_out=merge.key_out.conj()) for merge in merges]  # queries rotated the wrong way
     assert difference(model, merge_model(model, kv_heads, faulty)) > 1e-1
 
 
@@ -115,8 +117,10 @@ def test_rotations_cannot_merge_what_differs_in_scale():
                 heads.copy_(heads[:, :1] * torch.tensor([1.0, 2.0, 0.5, 3.0]).double()[None, :, None, None])
     groups = torch.arange(8).view(2, 4)
     rotated = copy.deepcopy(model)
-    for layer, (value, _, key, _) in zip(rotated.model.layers, statistics(model), strict=True):
-        fuse_layer(layer.self_attn, list(range(8)), align_values(blocks(value, groups)).flatten(0, 1), align_keys(blocks(key, groups)).flatten(0, 1))
+    for layer, grams in zip(rotated.model.layers, statistics(model), strict=True):
+        value_rotation = align_values(group_blocks(grams.value("raw"), groups)).flatten(0, 1)
+        key_rotation = align_keys(group_blocks(grams.key("raw"), groups)).flatten(0, 1)
+        fuse_layer(layer.self_attn, list(range(8)), value_rotation, key_rotation)
     assert difference(model, rotated) < 1e-9
     assert difference(model, merged_by(model, 2)) < 1e-4 < 1e-1 < difference(model, merge_model(rotated, 2))
 
@@ -172,66 +176,103 @@ def test_a_query_that_never_looks_does_not_blow_its_factor_up():
 
 
 def test_energy_scores_are_what_merging_the_pair_loses():
-    value, output, key, query = next(iter(statistics(doubled())))
-    weights = closed_form.key_weights(query)
+    grams = statistics(doubled())[0]
+    value, output, key = grams.value("raw"), grams.output, grams.key("raw")
+    weights = closed_form.key_weights(grams.query)
     value_loss, key_loss = closed_form.value_loss(value, output), closed_form.key_loss(key, weights)
-    forward = closed_form.symmetric_root(output)[0]
-    total = sum(float(torch.trace(forward[i] @ value[i, i] @ forward[i])) for i in range(8))
+    total = sum(float(torch.trace(output[i] @ value[i, i])) for i in range(8))
     total_key = float((torch.einsum("iip->ip", key).real * weights.square()).sum())
     for i, j in ((0, 1), (2, 7), (5, 3)):
         pair = torch.tensor([[i, j]])
-        combine, read = closed_form.merge_values(blocks(value, pair), output[pair])
+        combine, read = closed_form.merge_values(group_blocks(value, pair), output[pair])
+        stacked = group_blocks(value, pair)[0].permute(0, 2, 1, 3).reshape(16, 16)
         lost = 0.0
         for place, head in enumerate((i, j)):  # sum_n |W_O (v - read v~)|^2, written out
-            take = torch.zeros(8, 16, dtype=torch.float64)
-            take[:, 8 * place : 8 * place + 8] = torch.eye(8)
-            rest = take - read[0, place] @ torch.cat(list(combine[0]), 1)
-            lost += float(torch.trace(rest @ blocks(value, pair)[0].permute(0, 2, 1, 3).reshape(16, 16) @ rest.T @ output[head]))
+            rest = torch.zeros(8, 16, dtype=torch.float64)
+            rest[:, 8 * place : 8 * place + 8] = torch.eye(8)
+            rest -= read[0, place] @ torch.cat(list(combine[0]), 1)
+            lost += float(torch.trace(rest @ stacked @ rest.T @ output[head]))
         assert float(value_loss[i, j]) == pytest.approx(lost / total, rel=1e-6)
-        combine, factor = closed_form.merge_keys(blocks(key, pair), weights[pair])
+        combine, read = closed_form.merge_keys(group_blocks(key, pair), weights[pair])
         lost = 0.0
         for place, head in enumerate((i, j)):
-            rest = torch.eye(2, dtype=torch.complex128)[place][:, None] - factor[0, place] * combine[0]  # [2, P]
-            lost += float((torch.einsum("ip,ijp,jp->p", rest.conj(), blocks(key, pair)[0], rest).real * weights[head].square()).sum())
+            rest = torch.eye(2, dtype=torch.complex128)[place][:, None] - read[0, place] * combine[0]  # [2, P]
+            energy = torch.einsum("ip,ijp,jp->p", rest.conj(), group_blocks(key, pair)[0], rest).real
+            lost += float((energy * weights[head].square()).sum())
         assert float(key_loss[i, j]) == pytest.approx(lost / total_key, rel=1e-6)
     for loss in (value_loss, key_loss):
         assert torch.equal(loss, loss.T) and (loss.diagonal() == 0).all() and (loss + torch.eye(8) > 0).all()
 
 
-def test_best_fit_is_ridge_regression():
-    generator = torch.Generator().manual_seed(4)
-    h, weight = torch.randn(300, 6, dtype=torch.float64, generator=generator), torch.randn(5, 6, dtype=torch.float64, generator=generator)
-    y = h @ torch.randn(6, 5, dtype=torch.float64, generator=generator) + 0.1 * torch.randn(300, 5, dtype=torch.float64, generator=generator)
-    parts = [Moments(a.T @ a, b.T @ a, float(b.square().sum())) for a, b in ((h[:200], y[:200]), (h[200:], y[200:]))]
-    found, ridge, before, after = best_fit(weight, *parts)
-    strength = ridge * float(parts[0].inputs.diagonal().mean())
-    rows = np.vstack((h[:200].numpy(), np.sqrt(strength) * np.eye(6)))
-    expected = np.linalg.lstsq(rows, np.vstack((y[:200].numpy(), np.sqrt(strength) * weight.numpy().T)), rcond=None)[0].T
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-10)
-    assert before == pytest.approx(float((y[200:] - h[200:] @ weight.T).square().sum() / y[200:].square().sum()))
-    assert after == pytest.approx(float((y[200:] - h[200:] @ found.T).square().sum() / y[200:].square().sum()))
-    exact = torch.linalg.solve(parts[1].inputs, parts[1].cross.T).T  # what held-out text itself would choose: no fit can do better
-    kept, ridge, before, after = best_fit(exact, *parts)
-    assert ridge is None and torch.equal(kept, exact) and before == after
+def test_a_layer_of_zeros_loses_no_energy_and_merges_by_the_mean():
+    values, outputs = normal(4, 30, 8), normal(4, 20, 8, seed=1)
+    keys = torch.complex(normal(4, 30, 4, seed=2), normal(4, 30, 4, seed=3))
+    mean = torch.eye(8, dtype=torch.float64).expand(1, 4, 8, 8)
+    for v, o in ((0 * values, outputs), (values, 0 * outputs)):
+        gram, output = torch.einsum("ina,jnb->ijab", v, v), o.mT @ o
+        assert not closed_form.value_loss(gram, output).any()
+        combine, read = closed_form.merge_values(gram[None], output[None])
+        assert torch.equal(combine, mean / 4) and torch.equal(read, mean)
+    gram = torch.zeros(4, 4, 4, dtype=torch.complex128)
+    assert not closed_form.key_loss(gram, torch.ones(4, 4).double()).any()
+    combine, read = closed_form.merge_keys(gram[None], torch.ones(1, 4, 4).double())
+    assert (combine == 0.25).all() and (read == 1).all()
+    gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
+    assert not closed_form.key_loss(gram, torch.zeros(4, 4).double()).any()
 
 
-def refit(model, merged, batch: int) -> list[dict]:
-    """Every layer of `merged` refitted on TOKENS, in place."""
-    wanted, ours = (Spool(model.model.embed_tokens(part) for part in TOKENS.split(batch)) for _ in range(2))
-    steps = Refit(lambda layer, hidden: run_layer(model, layer, hidden), wanted, ours)
-    for layers in zip(model.model.layers, merged.model.layers, strict=True):
-        steps.layer(*layers)
-    return steps.figures
+def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
+    energy = torch.tensor([[4.0, 1e-5, 0.0], [8.0, 2e-5, 1e-300]]).double()
+    floor = 1e-6 * float(energy.mean())
+    expected = energy.clone()
+    expected[:, 2] = floor
+    torch.testing.assert_close(closed_form.key_weights(energy).square(), expected, rtol=1e-12, atol=0)
 
 
-def test_refit_brings_every_layer_nearer_and_an_exact_model_stays():
-    model = tiny_model()
-    merged = merge_model(model, 2)
-    with torch.no_grad():
-        apart = float((model(TOKENS).logits - merged(TOKENS).logits).square().mean())
-        figures = refit(model, merged, batch=2)
-        assert len(figures) == 3 and all(layer["after"] <= layer["before"] for layer in figures) and figures[0]["after"] < figures[0]["before"]
-        assert float((model(TOKENS).logits - merged(TOKENS).logits).square().mean()) < apart
-        same = merge_model(model, 8)
-        refit(model, same, batch=4)
-        torch.testing.assert_close(same(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-3)
+def test_shared_values_have_the_coordinates_nearest_to_the_mean():
+    """Of all orthogonal coordinates of v~, sum_n <mean, v~> is largest where sum_n mean v~^T is symmetric, >= 0."""
+    values, outputs = normal(2, 3, 30, 8), normal(2, 3, 20, 8, seed=1)
+    gram = torch.einsum("gina,gjnb->gijab", values, values)
+    combine, _ = closed_form.merge_values(gram, outputs.mT @ outputs)
+    shared = torch.einsum("giab,ginb->gna", combine, values)
+    product = values.mean(1).mT @ shared
+    torch.testing.assert_close(product, product.mT, rtol=0, atol=1e-9)
+    assert (torch.linalg.eigvalsh(product) > 0).all()
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
+    """closed_form_layer against vectors: values, keys and columns of W_O rotated one by one, then their Grams."""
+    groups = torch.tensor([[4, 1, 3], [5, 0, 2]])
+    mix = normal(6, 8, 8, seed=9)  # heads that differ in more than a rotation
+    values, keys = (torch.einsum("nzd,hde->nhe", normal(50, 1, 8, seed=seed), mix) for seed in (1, 2))
+    values, keys = values + normal(50, 6, 8, seed=3), keys + normal(50, 6, 8, seed=4)
+    queries, outputs = normal(50, 6, 8, seed=5) * torch.arange(1, 9), normal(6, 20, 8, seed=6)
+    stats = LayerStats(6, 8)
+    stats.update_queries(queries)
+    tensors = stats.tensors() | {"value.raw": value_half(values), "key.raw": torch.view_as_real(key_gram(keys)),
+                                 "output.gram": outputs.mT @ outputs}
+    value_rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
+    key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
+    merge = closed_form.closed_form_layer(LayerGrams(tensors, 6), groups, value_rotation, key_rotation)
+
+    value_blocks, key_blocks, output_blocks, weights = [], [], [], []
+    for group, heads in enumerate(groups.tolist()):
+        v = torch.stack([values[:, head] @ value_rotation[group, i].T for i, head in enumerate(heads)], 1)
+        k = rotate_pairs(keys[:, heads].permute(1, 2, 0), key_rotation[group]).permute(2, 0, 1)
+        o = torch.stack([outputs[head] @ value_rotation[group, i].T for i, head in enumerate(heads)])
+        value_blocks.append(torch.einsum("nia,njb->ijab", v, v))
+        key_blocks.append(key_gram(k))
+        output_blocks.append(o.mT @ o)
+        weights.append(queries[:, heads].view(50, 3, 2, 4).square().sum((0, 2)).sqrt())
+    parts = (torch.stack(blocks) for blocks in (value_blocks, output_blocks, key_blocks, weights))
+    expected = closed_form.closed_form(*parts)
+    for ours, theirs in zip(astuple(merge), astuple(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    unrotated = closed_form.closed_form_layer(LayerGrams(tensors, 6), groups, torch.eye(8).double().expand(2, 3, 8, 8),
+                                              torch.ones_like(key_rotation))
+    for ours, theirs in zip(astuple(merge), astuple(unrotated), strict=True):
+        assert (ours - theirs).abs().max() > 0.1

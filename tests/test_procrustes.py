@@ -14,8 +14,17 @@ from common.method.procrustes import (
     polar,
     value_similarity,
 )
-from common.method.rope import rotate_pairs, to_complex
-from common.method.stats import STRIP, LayerStats, key_gram, to_unit, unpack_half, value_half
+from common.method.rope import rotate_pairs
+from common.method.stats import (
+    STRIP,
+    LayerGrams,
+    LayerStats,
+    key_gram,
+    output_gram,
+    to_unit,
+    unpack_half,
+    value_half,
+)
 from conftest import tiny_model
 
 N, H, D = 300, 4, 8
@@ -69,16 +78,60 @@ def value_gram(values: torch.Tensor) -> torch.Tensor:
     return torch.einsum("nia,njb->ijab", values, values)
 
 
+def complex_pairs(keys: torch.Tensor) -> torch.Tensor:
+    """The definition: z[p] = k[p] + i k[p + d/2] of keys [n, H, d]."""
+    half = keys.shape[-1] // 2
+    return keys[..., :half] + 1j * keys[..., half:]
+
+
+def complex_gram(keys: torch.Tensor) -> torch.Tensor:
+    """The definition: c[i, j, p] = sum_n conj(z_i[p]) z_j[p]."""
+    z = complex_pairs(keys)
+    return torch.einsum("nip,njp->ijp", z.conj(), z)
+
+
+def test_key_gram_is_its_definition(heads):
+    torch.testing.assert_close(key_gram(heads), complex_gram(heads), rtol=0, atol=1e-10)
+    assert key_gram(heads).imag.abs().max() > 1
+
+
+def test_unit_norm_vectors_and_a_zero_vector_that_stays_zero(heads):
+    vectors = heads.clone()
+    vectors[3, 1] = 0
+    unit = to_unit(vectors)
+    lengths = unit.norm(dim=-1)
+    assert float(lengths[3, 1]) == 0 and lengths.sum() == pytest.approx(N * H - 1)
+    torch.testing.assert_close(unit * vectors.norm(dim=-1, keepdim=True), vectors)
+
+
 def test_statistics_in_batches_equal_one_product(heads):
     stats = LayerStats(H, D)
     for part in heads.split(70):
         stats.update_keys(part)
         stats.update_values(part)
+    grams = LayerGrams(stats.tensors(), H)
     float32 = {"rtol": 1e-5, "atol": 1e-3}  # batch products are float32, sums of 300 terms of size ~10
-    torch.testing.assert_close(unpack_half(stats.value["raw"], H), value_gram(heads), **float32)
-    torch.testing.assert_close(unpack_half(stats.value["unit"], H), value_gram(to_unit(heads)), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.key["raw"], key_gram(heads), **float32)
-    torch.testing.assert_close(stats.key["unit"], key_gram(to_unit(heads)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grams.value("raw"), value_gram(heads), **float32)
+    torch.testing.assert_close(grams.key("raw"), complex_gram(heads), **float32)
+    unit = {"rtol": 1e-5, "atol": 1e-5}
+    directions = heads / heads.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(grams.value("unit"), value_gram(directions), **unit)
+    torch.testing.assert_close(grams.key("unit"), complex_gram(directions), **unit)
+
+
+def test_query_energies_and_output_grams_are_sums_over_the_query_heads_of_a_key_value_head():
+    queries = torch.randn(30, 6, D, dtype=torch.float64)
+    stats = LayerStats(2, D)
+    for part in queries.split(20):
+        stats.update_queries(part)
+    energy = complex_pairs(queries).abs().square().sum(0)  # [6, d/2]
+    expected = torch.stack([energy[:3].sum(0), energy[3:].sum(0)])
+    torch.testing.assert_close(stats.query, expected, rtol=1e-5, atol=0)
+    weight = torch.randn(20, 6 * D)
+    columns = [weight[:, D * head : D * head + D].double() for head in range(6)]
+    grams = [column.T @ column for column in columns]
+    expected = torch.stack([sum(grams[:3]), sum(grams[3:])])
+    torch.testing.assert_close(output_gram(weight, 2, D), expected)
 
 
 @pytest.mark.parametrize("count", [1, STRIP, STRIP + 1, 2 * STRIP + 3])
@@ -141,6 +194,34 @@ def test_key_alignment_equals_algorithm_1_on_vectors(heads, rounds):
         np.testing.assert_allclose(turned[:, i].numpy(), expected[i], atol=1e-8)
 
 
+def agreement(vectors: torch.Tensor, rotate) -> float:
+    """sum_n |sum_i Q_i v_i|^2, which Algorithm 1 raises, of vectors [n, H, d]."""
+    return float(rotate(vectors).sum(1).square().sum())
+
+
+@pytest.mark.parametrize("kind", ["values", "keys"])
+def test_alignment_goes_on_until_it_has_settled(heads, kind):
+    """As far as 3000 rounds go, to a millionth; far beyond what three rounds reach."""
+    gram, align = (value_gram(heads), align_values) if kind == "values" else (key_gram(heads), align_keys)
+
+    def reached(rotation):
+        if kind == "values":
+            return agreement(heads, lambda vectors: torch.einsum("hab,nhb->nha", rotation, vectors))
+        return agreement(heads, lambda vectors: rotate_pairs(vectors.permute(1, 2, 0), rotation).permute(2, 0, 1))
+
+    settled = reached(align(gram, rounds=3000, tolerance=-1))
+    assert reached(align(gram)) >= settled * (1 - 1e-6)
+    assert reached(align(gram, rounds=3)) < settled * (1 - 1e-5)
+    assert reached(align(gram, tolerance=1e-2)) < settled * (1 - 1e-5)
+
+
+def test_similarity_after_alignment_is_symmetric(heads):
+    for similarity, gram in ((value_similarity, value_gram(heads)), (key_similarity, key_gram(heads))):
+        for matrix in similarity(gram, N, "dist"):
+            torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-12)
+            assert (matrix.diagonal().abs() < 1e-9).all()
+
+
 def test_alignment_of_hidden_copies_is_exact(heads):
     """Heads that are one shape behind unknown rotations come back together, for values and for keys."""
     one = heads[:, :1]
@@ -173,14 +254,19 @@ def test_silent_pair_is_left_alone(heads):
     assert torch.equal(align_keys(key_gram(silent)[None])[0][:, 0], torch.ones(H, dtype=torch.complex128))
 
 
+def test_all_groups_at_once_are_each_group_alone(heads):
+    """Leading axes: the groups of a layer."""
+    grams = value_gram(heads), key_gram(heads)
+    for gram, align in zip(grams, (align_values, align_keys), strict=True):
+        other = gram.flip(0, 1)
+        together = align(torch.stack((gram, other)), rounds=7, tolerance=-1)
+        for ours, alone in zip(together, (gram, other), strict=True):
+            torch.testing.assert_close(ours, align(alone, rounds=7, tolerance=-1))
+
+
 def test_pair_mean():
     matrix = torch.tensor([[9.0, 1, 2], [1, 9, 3], [2, 3, 9]])
     assert pair_mean(matrix) == 2
-
-
-def test_to_complex_pairs_first_and_second_half():
-    keys = torch.arange(8.0)[None]
-    assert torch.equal(to_complex(keys), torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))[None])
 
 
 def test_decompositions_shared_among_threads_are_the_same_ones():

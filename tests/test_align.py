@@ -1,0 +1,306 @@
+"""Stage 4 and the rotations it finds, against explicit vectors, plain transformers and deliberate faults."""
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common import layers
+from common.artifacts import check_input, digest, read_groups, read_layer, read_record
+from common.cli import UserError
+from common.method import fuse
+from common.method.align import align_layer, no_rotation, within_group_cosine
+from common.method.procrustes import align_keys, align_values
+from common.method.rope import rotate_pairs
+from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit, unpack_half
+from conftest import ROOT, copy_run, expect_error, run, save_tiny
+
+N, H, D = 200, 6, 8
+GROUPS = torch.tensor([[4, 1, 3], [5, 0, 2]])
+
+
+def head_vectors(seed: int) -> torch.Tensor:
+    """[N, H, d] vectors of different lengths that are partly maps of one another."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(N, 1, D, generator=generator, dtype=torch.float64)
+    maps = torch.randn(H, D, D, generator=generator, dtype=torch.float64)
+    scale = 0.1 + 3 * torch.rand(N, H, 1, generator=generator, dtype=torch.float64)
+    noise = torch.randn(N, H, D, generator=generator, dtype=torch.float64)
+    return scale * (torch.einsum("nzd,hde->nhe", shared, maps) + noise)
+
+
+@pytest.fixture
+def vectors() -> dict[str, torch.Tensor]:
+    return {"value": head_vectors(1), "key": head_vectors(2)}
+
+
+@pytest.fixture
+def grams(vectors) -> LayerGrams:
+    stats = LayerStats(H, D)
+    stats.update_values(vectors["value"])
+    stats.update_keys(vectors["key"])
+    return LayerGrams(stats.tensors() | {"key.free": torch.ones(D // 2, dtype=torch.bool)}, H)
+
+
+def value_gram(values: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("nia,njb->ijab", values, values)
+
+
+def test_group_blocks_are_the_groups_own_blocks(vectors):
+    blocks = group_blocks(value_gram(vectors["value"]), GROUPS)
+    for group, heads in enumerate(GROUPS.tolist()):
+        own = value_gram(vectors["value"][:, heads])
+        assert torch.equal(blocks[group], own) and not torch.equal(own, own.transpose(0, 1))
+
+
+@pytest.mark.parametrize("criterion", ["cos", "dist"])
+def test_cos_aligns_unit_norm_vectors_and_dist_raw_ones(vectors, grams, criterion):
+    value_rotation, key_rotation = align_layer(grams, GROUPS, criterion)
+    for group, heads in enumerate(GROUPS.tolist()):
+        chosen = {kind: heads_of[:, heads] for kind, heads_of in vectors.items()}
+        if criterion == "cos":
+            chosen = {kind: to_unit(part) for kind, part in chosen.items()}
+        values = align_values(value_gram(chosen["value"]), tolerance=-1, rounds=200)
+        keys = align_keys(key_gram(chosen["key"]), tolerance=-1, rounds=200)
+        torch.testing.assert_close(value_rotation[group], values, rtol=0, atol=1e-2)
+        torch.testing.assert_close(key_rotation[group], keys, rtol=0, atol=1e-2)
+    other, _ = align_layer(grams, GROUPS, "dist" if criterion == "cos" else "cos")
+    assert (other - value_rotation).abs().max() > 0.1
+
+
+def test_no_rotation_is_the_identity(grams):
+    value_rotation, key_rotation = align_layer(grams, GROUPS, "none")
+    assert torch.equal(value_rotation, torch.eye(D, dtype=torch.float64).expand(2, 3, D, D))
+    assert torch.equal(key_rotation, torch.ones(2, 3, D // 2, dtype=torch.complex128))
+    assert torch.equal(no_rotation(grams, GROUPS)[1], key_rotation)
+
+
+def test_only_sign_flips_where_pairs_are_not_free(grams):
+    grams.tensors["key.free"] = torch.tensor([True, False, True, False])
+    _, rotation = align_layer(grams, GROUPS, "dist")
+    assert (rotation[..., [1, 3]].abs() == 1).all() and not rotation[..., [1, 3]].imag.any()
+    assert rotation[..., [0, 2]].imag.any()
+
+
+def test_cosine_within_groups_is_that_of_the_rotated_vectors(vectors, grams):
+    """By rotations far from any alignment, so that a conjugate or a transpose would show."""
+    value_rotation = torch.linalg.qr(torch.randn(2, 3, D, D, dtype=torch.float64)).Q
+    angles = 6.3 * torch.rand(2, 3, D // 2, dtype=torch.float64)
+    key_rotation = torch.polar(torch.ones_like(angles), angles)
+    cosine = within_group_cosine(grams, GROUPS, value_rotation, key_rotation, N)
+    expected = {"value_before": [], "value_after": [], "key_before": [], "key_after": []}
+    for group, heads in enumerate(GROUPS.tolist()):
+        values, keys = (to_unit(vectors[kind][:, heads]) for kind in ("value", "key"))
+        rotated = {
+            "value_before": values,
+            "value_after": torch.einsum("iab,nib->nia", value_rotation[group], values),
+            "key_before": keys,
+            "key_after": rotate_pairs(keys.permute(1, 2, 0), key_rotation[group]).permute(2, 0, 1),
+        }
+        for name, heads_of in rotated.items():
+            for i, j in ((0, 1), (0, 2), (1, 2)):
+                expected[name].append(float((heads_of[:, i] * heads_of[:, j]).sum(-1).mean()))
+    assert cosine == pytest.approx({name: np.mean(parts) for name, parts in expected.items()}, abs=1e-6)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def digests(home: Path) -> dict[str, str]:
+    return {str(file.relative_to(home)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for name in ("aligned", "merged") for file in (home / name).rglob("*")}
+
+
+@pytest.mark.parametrize(("criterion", "merge"), [("cos", "mean"), ("dist", "closed-form")])
+def test_aligned_and_merged_are_what_the_calibration_asks_for(aligned_run, tmp_path, criterion, merge):
+    """From the artifacts alone: the source's weights fused by align_layer's rotations, then merged by group."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("04_align.py", "--run", home, "--force", "--rotate", criterion, "--merge", merge)
+    record, groups = read_groups(str(home / "groups.json"), read_record(str(home / "groups.json"), "03_group.py")["model"])
+    source = AutoModelForCausalLM.from_pretrained(record["model"]["path"])
+    for index, layer in enumerate(source.model.layers):
+        grams = LayerGrams(read_layer(str(home / "calibration"), index), 8)
+        value_rotation, key_rotation = align_layer(grams, groups[index], criterion)
+        order = groups[index].flatten().tolist()
+        fuse.fuse_layer(layer.self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+    aligned = weights(home / "aligned")
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
+    merged = weights(home / "merged")
+    assert merged.keys() == aligned.keys()
+    for index in range(3):
+        name = f"model.layers.{index}.self_attn.v_proj.weight"
+        mean = aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1)
+        assert torch.allclose(merged[name], mean, atol=1e-6) == (merge == "mean")
+
+
+def test_layer_by_layer_writes_the_same_bytes(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    written = {}
+    for name, how in (("whole", []), ("layerwise", ["--layerwise"])):
+        run("04_align.py", "--run", home, "--force", "--merge", "closed-form", "--refit", *how)
+        written[name] = {file: sha for file, sha in digests(home).items() if not file.endswith("stage.json")}
+    assert written["whole"] == written["layerwise"]
+
+
+def test_the_pair_names_one_another_and_every_file(aligned_run):
+    aligned, merged = (str(aligned_run / name) for name in ("aligned", "merged"))
+    record = read_record(merged, "04_align.py")
+    assert record["inputs"]["aligned"] == digest(aligned)
+    check_input(record, aligned)
+    for path in (aligned, merged):
+        names = {str(file.relative_to(path)) for file in Path(path).rglob("*")} - {"stage.json"}
+        assert read_record(path, "04_align.py")["files"].keys() == names
+
+
+@pytest.mark.parametrize("target", ["aligned.old-1", "aligned", "merged.old-1", "merged"])
+def test_a_killed_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, monkeypatch, target):
+    """Killed at each of the four renames: the pair is the old one, or half missing, or does not match."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    rename = os.rename
+
+    def killed(source, destination):
+        if destination == str(home / target):
+            raise KeyboardInterrupt
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", killed)
+    monkeypatch.setattr(sys, "argv", ["04_align.py", "--run", str(home), "--rotate", "none", "--force"])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        runpy.run_path("04_align.py", run_name="__main__")
+    if target == "aligned.old-1":
+        assert digests(home) == digests(aligned_run)
+    elif target == "merged.old-1":
+        with pytest.raises(UserError, match="expected the artifact that 04_align.py read"):
+            check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
+    else:
+        assert not (home / target).exists() and (home / f"{target}.old-1").exists()
+
+
+def reflected(attention, order, value_rotation, key_rotation):
+    """fuse_layer with one pair of the key reflected: orthogonal, absorbed by queries, but RoPE does not commute."""
+    fuse_layer(attention, order, value_rotation, key_rotation)
+    for projection in (attention.q_proj, attention.k_proj):
+        for parameter in projection.parameters():
+            parameter[0] *= -1
+
+
+def not_finite(attention, order, value_rotation, key_rotation):
+    fuse_layer(attention, order, value_rotation, key_rotation)
+    attention.o_proj.weight *= float("inf")
+
+
+fuse_layer = fuse.fuse_layer
+
+
+@pytest.mark.parametrize("fault", [reflected, not_finite])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_written_when_the_model_changed(aligned_run, bf16_run, tmp_path, monkeypatch, fault, dtype):
+    home = copy_run(aligned_run if dtype == "float32" else bf16_run, tmp_path / "run")
+    before = digests(home)
+    monkeypatch.setattr(fuse, "fuse_layer", fault)
+    done = run("04_align.py", "--run", home, "--force", fails=True)
+    assert "is not the source model" in done.stderr or "NaN or Inf in model.layers.0" in done.stderr
+    assert digests(home) == before and not list(home.glob("*.tmp"))
+
+
+def test_the_check_reads_what_was_written(aligned_run, tmp_path, monkeypatch):
+    """A writer that damages one tensor on its way to the disk is noticed, whatever the model in memory."""
+    home, write = copy_run(aligned_run, tmp_path / "run"), layers.CheckpointWriter.write
+
+    def damaged(self, name, module):
+        if name == "model.norm" and self.directory.endswith("aligned.tmp"):
+            module = type(module)(module.weight.shape[0])
+        write(self, name, module)
+
+    monkeypatch.setattr(layers.CheckpointWriter, "write", damaged)
+    expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
+    assert digests(home) == digests(aligned_run)
+
+
+@pytest.fixture(scope="module")
+def bf16_run(inputs, tmp_path_factory) -> Path:
+    """Stages 1-4 on a bfloat16 checkpoint."""
+    home = tmp_path_factory.mktemp("bf16")
+    model = save_tiny(home / "model", dtype=torch.bfloat16, bias=True)
+    run("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 4, "--length", 64)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "none")
+    run("04_align.py", "--run", home)
+    return home
+
+
+def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded(bf16_run, tmp_path):
+    home = copy_run(bf16_run, tmp_path / "run")
+    summary = json.loads((home / "aligned" / "stage.json").read_text())["summary"]
+    assert summary["max_logit_difference"] <= 1e-4 and 1e-7 < summary["kl"] < 1e-2
+    stored = {name: weights(home / name) for name in ("aligned", "merged")}
+    run("04_align.py", "--run", home, "--force", "--dtype", "float32")
+    assert json.loads((home / "aligned" / "stage.json").read_text())["summary"]["kl"] < 1e-7
+    for name, tensor in weights(home / "aligned").items():
+        assert stored["aligned"][name].dtype is torch.bfloat16 and torch.equal(stored["aligned"][name], tensor.bfloat16())
+    name = "model.layers.1.self_attn.k_proj.weight"
+    mean = stored["aligned"][name].double().view(2, 4, 8, -1).mean(1).view(16, -1).bfloat16()
+    assert torch.equal(stored["merged"][name], mean)  # the mean of what aligned/ holds
+
+
+def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_path, monkeypatch):
+    home = copy_run(bf16_run, tmp_path / "run")
+    monkeypatch.setattr("common.evaluate.mean_kl", lambda first, second: 0.011)
+    expect_error("expected a KL of at most 0.01 from the source, found 1.10e-02", "04_align.py", "--run", home, "--force")
+    run("04_align.py", "--run", home, "--force", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", 1], "--length: expected 2 to 256 tokens"),
+        (["--length", 257], "--length: expected 2 to 256 tokens"),
+        (["--sequences", 0], "--sequences"),
+        (["--text", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_mistakes_in_the_flags(aligned_run, tmp_path, arguments, message):
+    home = copy_run(aligned_run, tmp_path / "run")
+    expect_error(message, "04_align.py", "--run", home, "--force", *arguments)
+    assert digests(home) == digests(aligned_run)
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj", "o_proj"])
+def test_a_layer_of_zeros_is_merged_by_the_mean(inputs, tmp_path, projection):
+    """Keys, values or outputs that are all zero: no NaN, no singular matrix; every stage says something finite."""
+    path = save_tiny(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, projection).weight.zero_()
+    model.save_pretrained(path)
+    home = tmp_path / "run"
+    run("01_calibrate.py", "--run", home, "--model", path, "--text", inputs["text"], "--sequences", 4, "--length", 64)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 5, "--iterations", 50)
+    run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
+    aligned, merged = weights(home / "aligned"), weights(home / "merged")
+    for name in (["k_proj"] if projection == "k_proj" else ["v_proj"]):
+        name = f"model.layers.1.self_attn.{name}.weight"
+        torch.testing.assert_close(merged[name], aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1))
+    record = json.loads((home / "merged" / "stage.json").read_text())["summary"]
+    assert all(np.isfinite(row["after"]) for row in record["refit_layers"])
+
+
+def test_unpacked_grams_are_those_of_the_tensors(vectors, grams):
+    torch.testing.assert_close(grams.value("raw"), value_gram(vectors["value"]), rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(grams.key("unit"), key_gram(to_unit(vectors["key"])), rtol=1e-5, atol=1e-4)
+    assert torch.equal(unpack_half(grams.tensors["value.unit"], H), grams.value("unit"))

@@ -1,0 +1,80 @@
+"""RoPE pairs against Hugging Face's own rotation, and which pairs a Qwen3 attention lets rotate."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from common.method.rope import free_pairs, norms_heads, rotate_pairs, to_complex, unit_phase
+from conftest import tiny_model
+
+
+def angles(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 6.3 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_to_complex_pairs_first_and_second_half():
+    keys = torch.arange(8.0)[None]
+    assert torch.equal(to_complex(keys), torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))[None])
+
+
+def test_rope_multiplies_pairs_by_unit_numbers():
+    """Of transformers: to_complex(RoPE(k)) = to_complex(k) e^(i angle), the angle of position 3 and the pair."""
+    config = tiny_model().config
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([[3]]))
+    keys = torch.randn(1, 1, 1, 8)
+    _, rotated = apply_rotary_pos_emb(keys, keys, cos, sin)
+    frequencies = 10000.0 ** -(torch.arange(4) / 4)
+    expected = to_complex(keys) * torch.polar(torch.ones(4), 3 * frequencies)
+    torch.testing.assert_close(to_complex(rotated), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rotate_pairs_is_complex_multiplication():
+    rows = torch.randn(3, 8, 5, dtype=torch.float64)
+    factor = torch.polar(1 + torch.rand(3, 4, dtype=torch.float64), angles(3, 4))
+    expected = to_complex(rows.transpose(1, 2)) * factor[:, None]
+    torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
+    flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
+    torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
+
+
+def test_unit_phase_of_zero_is_one():
+    number = torch.polar(torch.tensor([2.0, 0.0, 1e-30]).double(), torch.tensor([1.0, 0.0, 2.0]).double())
+    expected = torch.polar(torch.ones(3).double(), torch.tensor([1.0, 0.0, 2.0]).double())
+    torch.testing.assert_close(unit_phase(number), expected)
+
+
+def test_only_qwen3_norms_heads():
+    assert [norms_heads(tiny_model(model_type=kind).config) for kind in ("llama", "mistral", "qwen2", "qwen3")] == [
+        False, False, False, True]
+    assert free_pairs(tiny_model().model.layers[0].self_attn).tolist() == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("weights", "free"),
+    [
+        ((1, 1, 1, 1), True),
+        ((2, 2, 3, 3), True),
+        ((1, 2, 2, 1), False),  # ac = be alone
+        ((1, 2, 1, 2), False),  # ae = bc alone
+        ((1, 2, 3, 4), False),
+    ],
+)
+def test_a_pair_is_free_where_every_rotation_commutes_with_the_norm_weights(weights, free):
+    """The definition: q^T diag(a, b) RoPE diag(c, e) k does not change when q and k rotate by one angle."""
+    attention = tiny_model(model_type="qwen3").model.layers[0].self_attn
+    a, b, c, e = weights
+    with torch.no_grad():
+        attention.q_norm.weight.copy_(torch.arange(1.0, 9.0))
+        attention.k_norm.weight.copy_(torch.arange(8.0, 0.0, -1.0))
+        attention.q_norm.weight[[1, 5]] = torch.tensor([a, b]).float()
+        attention.k_norm.weight[[1, 5]] = torch.tensor([c, e]).float()
+    assert free_pairs(attention).tolist() == [False, free, False, False]
+
+    def rotation(angle):
+        u = torch.polar(torch.ones(1, 1), torch.full((1, 1), angle))
+        return rotate_pairs(torch.eye(2)[None], u)[0]
+
+    query, key = torch.diag(torch.tensor([a, b]).float()), torch.diag(torch.tensor([c, e]).float())
+    scores = query @ rotation(0.7) @ key
+    rotated = rotation(1.1).T @ scores @ rotation(1.1)
+    assert torch.allclose(rotated, scores, atol=1e-5) == free
