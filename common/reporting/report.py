@@ -73,7 +73,7 @@ def write(directory: str) -> str:
     outer = runs.pop(0) if runs[0].name == "" else Run("", directory, {})
     page = template().render(
         outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
-        inner=[overview(run) | {"sections": own_sections(run)} for run in runs],
+        inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
     )
     path = os.path.join(directory, "report.html")
     write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
@@ -143,7 +143,7 @@ def end_time(record: dict) -> float:
         return math.nan
 
 
-def own_sections(run: Run) -> list[dict]:
+def present_sections(run: Run) -> list[dict]:
     return [section(run, part, []) for part in PARTS if part.name in run.records]
 
 
