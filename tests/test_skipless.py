@@ -396,7 +396,8 @@ def stop_after_two(monkeypatch) -> None:
 @pytest.mark.slow
 def test_training_on_other_text_is_refused(inputs, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
-    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--heldout", inputs["text"], "--text", text]
+    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--text", text]
+    flags += ["--heldout", inputs["text"]]
     flags += ["--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1]
     text.write_text("some text, repeated " * 40)
     stop_after_two(monkeypatch)

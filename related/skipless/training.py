@@ -24,8 +24,9 @@ from common.layers import run_layer
 from common.method.losses import chunked, cross_entropy
 from common.models import DEMO, describe, fingerprint, load_config, load_model, load_tokenizer
 from common.training import checkpoints
-from common.training.engine import METRICS, Job, Phase, Plan, make_optimizer, train
+from common.training.engine import Job, Phase, Plan, make_optimizer, train
 from common.training.inputs import samples_digest
+from common.training.metrics import METRICS
 from common.training.sharding import Execution, Ranks, build
 from related.skipless.algebra import condition_numbers
 from related.skipless.modeling import SkiplessConfig
