@@ -1,5 +1,6 @@
 """related/dha: operators, losses, groups and budgets against their definitions; model, phases, commands."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,13 +14,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from common.cli import UserError
+from common.cli import UserError, run_stage
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
 from common.method.fuse import merge_model
 from common.models import Geometry, geometry
-from common.training.engine import learning_rate
+from common.training.engine import STOPPED, learning_rate
 from conftest import ROOT, byte_tokenizer, expect_error, run, save_tiny, tiny_model
-from related.dha import compare, export, fusion, grouping, pretrain, records, search, similarity, training
+from related.dha import (
+    compare,
+    export,
+    fuse,
+    fusion,
+    grouping,
+    pretrain,
+    records,
+    search,
+    similarity,
+    training,
+)
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 
 EIGHT = list(range(8))
@@ -795,15 +807,14 @@ def test_names_that_lead_out_of_the_run_or_onto_its_other_results_are_refused(na
 
 
 def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
-    assert pretrain.steps_before(str(tmp_path)) == 0
-    made = example_records()
-    (tmp_path / "stage.json").write_text(json.dumps(made[records.FUSE]))
-    assert pretrain.steps_before(str(tmp_path)) == 7
-    (tmp_path / "stage.json").write_text(json.dumps(made[records.PRETRAIN]))
-    assert pretrain.steps_before(str(tmp_path)) == 0
-    (tmp_path / "stage.json").write_text("[1]")
-    with pytest.raises(UserError, match="expected the record of a stage"):
-        pretrain.steps_before(str(tmp_path))
+    assert pretrain.read_start(str(tmp_path)) is None and pretrain.steps_before(None) == 0
+    for stage, steps in ((records.FUSE, 7), (records.PRETRAIN, 0)):
+        (tmp_path / "stage.json").write_text(json.dumps(example_records()[stage]))
+        assert pretrain.steps_before(pretrain.read_start(str(tmp_path))) == steps
+    for text in ("[1]", "{", '{"stage": null}', '{"stage": "related/dha/fuse.py"}'):
+        (tmp_path / "stage.json").write_text(text)
+        with pytest.raises(UserError, match="stage.json: "):
+            pretrain.read_start(str(tmp_path))
 
 
 def test_tokens_of_search_and_fusion_count_before_those_of_training(tmp_path):
@@ -919,6 +930,18 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     expect_error("its content is not what", "related/dha/fuse.py", "--run", home, "--force")
     (home / "searched" / "stage.json").write_text("{}")
     expect_error("searched: expected the artifact", "related/dha/fuse.py", "--run", home, "--force")
+
+
+@pytest.mark.parametrize("name", ["search", "fuse", "pretrain"])
+def test_a_command_that_a_signal_stopped_says_so_by_its_exit_code(name, tmp_path, monkeypatch):
+    module = {"search": search, "fuse": fuse, "pretrain": pretrain}[name]
+    monkeypatch.setattr(sys, "argv", [name, "--run", str(tmp_path)])
+    monkeypatch.setattr(module, "joined_ranks", contextlib.nullcontext)
+    for finished, code in ((True, 0), (False, STOPPED)):
+        monkeypatch.setattr(module, name, lambda *_, result=finished: result)
+        with pytest.raises(SystemExit) as ended:
+            run_stage(module.main)
+        assert ended.value.code == code
 
 
 INTERPRETER = """#!/bin/bash

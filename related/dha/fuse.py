@@ -38,6 +38,7 @@ from common.artifacts import (
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
 from common.models import load_config, load_tokenizer
+from common.training.engine import STOPPED
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import export, fusion, training
@@ -170,7 +171,8 @@ def print_result(summary: dict) -> None:
     print(f"cache   key heads {summary['cache_heads']['key']}, value heads {summary['cache_heads']['value']}")
 
 
-def fuse(args, clock, ranks) -> None:
+def fuse(args, clock, ranks) -> bool:
+    """The whole phase; False if a signal stopped it."""
     directory, source = os.path.join(args.run, "fusion"), os.path.join(args.run, "searched")
     plan_path = os.path.join(args.run, "search.json")
     searched = read(plan_path, SEARCH)
@@ -199,13 +201,15 @@ def fuse(args, clock, ranks) -> None:
     ended = training.train_until(fused_enough, job, phase, samples, plan, args.check_steps)
     if ended and ranks.first:
         finish(args, clock, searched, tokens, unchanged)
+    return ended
 
 
-def main():
+def main() -> int:
     args, clock = parse(), Clock()
     claim(FUSE, args, os.path.join(args.run, "fused"))
     with joined_ranks() as ranks:
-        fuse(args, clock, ranks)
+        finished = fuse(args, clock, ranks)
+    return 0 if finished else STOPPED
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import RECORD, claim, record, write_directory, write_record
+from common.artifacts import RECORD, claim, read_record, record, verify_files, write_directory, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.models import describe, fingerprint, load_config, load_tokenizer
+from common.training.engine import STOPPED
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
@@ -45,17 +46,22 @@ def parse():
     return parser.parse_args()
 
 
-def steps_before(checkpoint: str) -> int:
-    """Training steps behind a checkpoint: those of search and fusion for fused/, 0 for any other."""
+def read_start(checkpoint: str) -> dict | None:
+    """The record of the checkpoint to train, None if it has none. Raises UserError for a damaged one."""
     path = os.path.join(checkpoint, RECORD)
     if not os.path.exists(path):
-        return 0
+        return None
     try:
         with open(path, encoding="utf-8") as file:
-            stage = json.load(file)["stage"]
-    except (ValueError, KeyError, TypeError) as error:
+            stage = str(json.load(file)["stage"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
-    return read(checkpoint, FUSE)["summary"]["steps_so_far"] if stage == FUSE else 0
+    return read(checkpoint, FUSE) if stage == FUSE else read_record(checkpoint, stage)
+
+
+def steps_before(record: dict | None) -> int:
+    """Training steps behind a checkpoint: those of search and fusion for fused/, 0 for any other."""
+    return record["summary"]["steps_so_far"] if record and record["stage"] == FUSE else 0
 
 
 def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
@@ -89,11 +95,15 @@ def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
     )
 
 
-def pretrain(args, clock, ranks) -> None:
+def pretrain(args, clock, ranks) -> bool:
+    """The whole phase; False if a signal stopped it."""
     start = args.start or os.path.join(args.run, "fused")
     directory = os.path.join(args.run, args.name) + ".train"
     data = read(os.path.join(args.run, "search.json"), SEARCH)["summary"]["data"]
-    before, tokenizer = steps_before(start), load_tokenizer(start)
+    start_record = read_start(start)
+    before, tokenizer = steps_before(start_record), load_tokenizer(start)
+    if ranks.first and start_record and "files" in start_record:
+        verify_files(start, start_record)
     if args.steps <= before:
         raise UserError(
             f"--steps: expected more than the {before} steps of search and fusion, found {args.steps}"
@@ -107,17 +117,20 @@ def pretrain(args, clock, ranks) -> None:
     job = training.begin(directory, settings, start, ranks, (data["lr"],))
     phase = training.LanguageModel(job, plan, heldout, args.heldout_every)
     if job.step < plan.steps and not training.train(job, phase, samples, plan):
-        return
+        return False
     loss = phase.heldout_loss()
     if ranks.first:
         finish(args, clock, start, data, plan, loss)
+    return True
 
 
-def main():
+def main() -> int:
     args, clock = parse(), Clock()
-    claim(f"{PRETRAIN} --name {args.name}", args, os.path.join(args.run, args.name))
+    stage = f"pretrain {args.name}"  # a lock for each row: rows may train at the same time
+    claim(stage, args, os.path.join(args.run, args.name))
     with joined_ranks() as ranks:
-        pretrain(args, clock, ranks)
+        finished = pretrain(args, clock, ranks)
+    return 0 if finished else STOPPED
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
+from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
 from related.dha import fusion, grouping, similarity, training
 from related.dha.records import SEARCH
@@ -250,7 +251,8 @@ def measure_source(args, path: str, shape: Geometry, heldout: list) -> dict:
     return {"redundancy": redundancies, "unchanged_at_start": difference}
 
 
-def search(args, clock, ranks) -> None:
+def search(args, clock, ranks) -> bool:
+    """The whole phase; False if a signal stopped it."""
     directory = os.path.join(args.run, "search")
     path = resolve_model(args.model)
     config = load_config(path)
@@ -279,13 +281,15 @@ def search(args, clock, ranks) -> None:
     ended = job.step == plan.steps or training.train(job, phase, samples, plan)
     if ended and ranks.first:
         finish(args, clock, description, data, budget, figures)
+    return ended
 
 
-def main():
+def main() -> int:
     args, clock = parse(), Clock()
     claim(SEARCH, args, os.path.join(args.run, "search.json"))
     with joined_ranks() as ranks:
-        search(args, clock, ranks)
+        finished = search(args, clock, ranks)
+    return 0 if finished else STOPPED
 
 
 if __name__ == "__main__":
