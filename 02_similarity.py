@@ -1,8 +1,8 @@
 """Stage 2: how similar any two heads of a layer are, and how similar an orthogonal map can make them.
 
 Reads   RUN/calibration/
-Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over the
-        source's H key/value heads, and energy, minus what merging a pair in closed form would lose
+Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
+        the source's H key/value heads, and energy, minus what merging a pair in closed form would lose
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
     python 02_similarity.py --run runs/llama2-7b

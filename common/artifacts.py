@@ -93,14 +93,14 @@ def check_input(record: dict, path: str) -> None:
     if digest(path) not in record["inputs"].values():
         inputs = ", ".join(record["inputs"]) or "none"
         stage = record["stage"]
-        raise UserError(f"{path}: expected the artifact that {stage} read (its inputs: {inputs}), found another; "
-                        f"run {stage} again with --force")
+        raise UserError(f"{path}: expected the artifact that {stage} read (its inputs: {inputs}), "
+                        f"found another; run {stage} again with --force")
 
 
 def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
     """The record of an artifact: the stage, its inputs, settings and versions, and its key figures."""
-    source = os.path.dirname(__file__)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False)
+    command, source = ["git", "rev-parse", "HEAD"], os.path.dirname(__file__)
+    commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     return {
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
@@ -145,7 +145,7 @@ def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) ->
 
 
 def write_record(directory: str, record: dict) -> None:
-    """Write stage.json with the sha256 of every other file in the directory, which must be written by then."""
+    """Write stage.json with the sha256 of every other file in the directory. Call it last."""
     names = [name for name in files_in(directory) if name != RECORD]
     files = {name: sha256(os.path.join(directory, name)) for name in names}
     write_json(os.path.join(directory, RECORD), record | {"files": files})
@@ -237,7 +237,7 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
 
 
 def check_same_model(path: str, expected: dict, actual: dict) -> None:
-    """Raise UserError when an artifact is of another model, or its record contradicts the model's geometry."""
+    """Raise UserError when an artifact is of another model, or its record has another geometry."""
     if expected["fingerprint"] != actual["fingerprint"]:
         raise UserError(f"{path}: expected an artifact of model {expected['path']} "
                         f"({expected['fingerprint'][:12]}), "
@@ -300,6 +300,6 @@ def open_tensors(path: str):
 
 
 def read_groups(path: str, model: dict) -> tuple[dict, torch.Tensor]:
-    """The record of groups.json and its groups: int64 [layers, G, D], a partition of this model's kv heads."""
+    """The record and the groups of groups.json: int64 [layers, G, D], a partition of the model's kv heads."""
     record = read_record(path, "03_group.py", model)
     return record, torch.tensor(record["groups"])

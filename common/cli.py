@@ -69,8 +69,8 @@ def choice(names):
 
     def parse(text: str) -> str:
         if text not in names:
-            expected = ", ".join(names)
-            raise argparse.ArgumentTypeError(f"expected one of {expected}, found {text}{suggest(text, names)}")
+            known = ", ".join(names)
+            raise argparse.ArgumentTypeError(f"expected one of {known}, found {text}{suggest(text, names)}")
         return text
 
     parse.metavar = f"{{{','.join(names)}}}"
@@ -107,7 +107,7 @@ class StageParser(argparse.ArgumentParser):
         self.group = self.add_argument_group(title)
 
     def add_argument(self, *flags, choices=None, help: str = "", **options):
-        """argparse's add_argument, in the current section: finite numbers, defaults in the help, suggestions."""
+        """argparse's own, in the current section, with finite numbers, defaults in the help, suggestions."""
         default = options.get("default")
         if choices is not None:
             options["type"] = choice(choices)

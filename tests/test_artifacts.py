@@ -58,7 +58,9 @@ def test_damaged_artifacts_are_refused(tmp_path, damage):
 
 def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
-    with pytest.raises(UserError, match="expected an artifact of 01_calibrate.py, found one of 02_similarity.py"):
+    with pytest.raises(
+        UserError, match="expected an artifact of 01_calibrate.py, found one of 02_similarity.py"
+    ):
         artifacts.read_tensors(path, "01_calibrate.py")
     with pytest.raises(UserError, match=r"expected an artifact of model other .*found one of m \(ffff"):
         artifacts.read_record(path, "02_similarity.py", MODEL | {"path": "other", "fingerprint": "0" * 64})
@@ -100,7 +102,9 @@ def test_overwriting_needs_force(tmp_path):
 
 
 def test_fingerprint_follows_the_weights(tmp_path):
-    first, again, other = (save_tiny(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    first, again, other = (
+        save_tiny(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
     assert fingerprint(first) == fingerprint(again) != fingerprint(other)
     assert describe(first)["fingerprint"] == fingerprint(first) and describe(first)["heads"] == 8
 
@@ -109,17 +113,26 @@ def test_models_the_method_does_not_apply_to(tmp_path):
     path = save_tiny(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match=r"expected model_type in \['llama', 'mistral', 'qwen2', 'qwen3'\], found 'gpt2'"):
+    with pytest.raises(
+        UserError, match=r"expected model_type in \['llama', 'mistral', 'qwen2', 'qwen3'\], found 'gpt2'"
+    ):
         require_convertible(path, load_config(path))
-    for changes, message in (({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
-                             ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found partial_rotary_factor 0.5")):
+    for changes, message in (
+        ({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "found partial_rotary_factor 0.5",
+        ),
+    ):
         (tmp_path / "m" / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=message):
             require_convertible(path, load_config(path))
     with pytest.raises(UserError, match="at least 2 key/value heads, found 1"):
         require_convertible("m", tiny_model(num_key_value_heads=1).config)
     for wrong in (3, 4, 8):
-        with pytest.raises(UserError, match=rf"expected one of \[1, 2\] for 4 key/value heads, found {wrong}"):
+        with pytest.raises(
+            UserError, match=rf"expected one of \[1, 2\] for 4 key/value heads, found {wrong}"
+        ):
             check_kv_heads(4, wrong)
 
 

@@ -25,13 +25,21 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, tied, dtype):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "ours").mkdir()
     with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
-        for name in ("model.norm", *(f"model.layers.{index}" for index in range(3)), "model.embed_tokens", "lm_head"):
+        for name in (
+            "model.norm",
+            *(f"model.layers.{index}" for index in range(3)),
+            "model.embed_tokens",
+            "lm_head",
+        ):
             writer.write(name, model.get_submodule(name))
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()) and loaded.dtype == dtype
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    ours, theirs = (json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        for name in ("ours", "theirs")
+    )
     assert ours["metadata"] == theirs["metadata"] and ours["weight_map"].keys() == theirs["weight_map"].keys()
     assert [(tmp_path / name / "config.json").read_bytes() for name in ("ours", "theirs")].count(
         (tmp_path / "ours" / "config.json").read_bytes()) == 2
@@ -44,9 +52,18 @@ def test_a_checkpoint_with_parts_missing_or_misshapen_is_refused(tmp_path):
     source, model = save_tiny(tmp_path / "source"), tiny_model()
     with pytest.raises(RuntimeError, match=r"1 tensors were not written, lm_head\.weight first"):
         with CheckpointWriter(str(tmp_path), model.config, torch.float32, source) as writer:
-            for name in ("model.embed_tokens", "model.norm", "model.layers.0", "model.layers.1", "model.layers.2"):
+            for name in (
+                "model.embed_tokens",
+                "model.norm",
+                "model.layers.0",
+                "model.layers.1",
+                "model.layers.2",
+            ):
                 writer.write(name, model.get_submodule(name))
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight: expected shape \[32, 48\], found \[64, 48\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.layers\.0\.self_attn\.k_proj\.weight: expected shape \[32, 48\], found \[64, 48\]",
+    ):
         config = tiny_model(num_key_value_heads=4).config
         with CheckpointWriter(str(tmp_path), config, torch.float32, source) as writer:
             writer.write("model.layers.0", model.get_submodule("model.layers.0"))
@@ -56,7 +73,12 @@ def test_spool_on_disk_keeps_every_bit(tmp_path):
     batches = [torch.randn(2, 3, 4).to(torch.bfloat16), torch.randn(1, 3, 4).to(torch.bfloat16)]
     spool = Spool(iter(batches), str(tmp_path))
     spool[0] = -spool[0]
-    assert len(spool) == 2 and torch.equal(spool[0], -batches[0]) and torch.equal(spool[1], batches[1]) and spool[1].dtype is torch.bfloat16
+    assert (
+        len(spool) == 2
+        and torch.equal(spool[0], -batches[0])
+        and torch.equal(spool[1], batches[1])
+        and spool[1].dtype is torch.bfloat16
+    )
     assert not list(tmp_path.iterdir())  # a file without a name: nothing is left, whatever ends the process
 
 
@@ -81,8 +103,14 @@ def test_layers_are_the_model(tmp_path, one_by_one, tied):
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize(("fault", "message"), [("missing", r"expected a tensor model\.layers\.1\.mlp\.up_proj\.weight, found none"),
-                                                ("shape", r"model\.layers\.1\.mlp\.up_proj\.weight"), ("nan", r"NaN or Inf in model\.layers\.1\.mlp\.up_proj\.weight")])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", r"expected a tensor model\.layers\.1\.mlp\.up_proj\.weight, found none"),
+        ("shape", r"model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("nan", r"NaN or Inf in model\.layers\.1\.mlp\.up_proj\.weight"),
+    ],
+)
 def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
     state, name = dict(tiny_model().state_dict()), "model.layers.1.mlp.up_proj.weight"
     if fault == "missing":
@@ -101,18 +129,44 @@ def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
 def test_memory_is_that_of_a_layer(tmp_path):
     """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that
     one layer at a time, all of it otherwise; and write the same bytes."""
-    config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=52, num_attention_heads=16, num_key_value_heads=16, eos_token_id=256)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=52,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        eos_token_id=256,
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="500MB")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 100)
     peaks = {}
     for name, how in (("whole", []), ("layerwise", ["--layerwise"])):
         home = tmp_path / name
-        run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--sequences", 4, "--length", 128, *how)
+        run(
+            "01_calibrate.py",
+            "--run",
+            home,
+            "--model",
+            tmp_path / "model",
+            "--text",
+            tmp_path / "text.txt",
+            "--sequences",
+            4,
+            "--length",
+            128,
+            *how,
+        )
         run("02_similarity.py", "--run", home)
         run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
-        run("04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *how)  # rotating takes minutes, not memory
-        peaks[name] = [json.loads((home / file).read_text())["summary"]["peak_memory_gib"] for file in ("calibration/stage.json", "aligned/stage.json")]
+        run(
+            "04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *how
+        )  # rotating takes minutes, not memory
+        peaks[name] = [
+            json.loads((home / file).read_text())["summary"]["peak_memory_gib"]
+            for file in ("calibration/stage.json", "aligned/stage.json")
+        ]
     whole = sum(os.path.getsize(file) for file in (tmp_path / "model").glob("*.safetensors")) * 2 / 2**30
     assert whole > 3 and max(peaks["layerwise"]) < whole / 2 and min(peaks["whole"]) > whole, peaks
     for part in ("calibration", "aligned", "merged"):
