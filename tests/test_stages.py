@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import evaluate
+from common import evaluate, layers
 from common.artifacts import read_layer, sha256
 from common.data.text import load_tokens
 from common.reporting import plots
@@ -167,6 +167,8 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
         for title, matrices in rows.items():
             stored = similarity.get_tensor(title.replace("s ", ".cos."))
             assert np.array_equal(np.stack(matrices), stored[list(layers)])
+    choose_layers = runpy.run_path(str(ROOT / STAGES["02"]))["choose_layers"]
+    assert choose_layers(None, 32) == [0, 10, 21, 31] and choose_layers(None, 2) == [0, 1]
     expect_error("--layers-drawn: expected layers from 0 to 2, found 3", "02_similarity.py",
                  "--run", tmp_path / "none", *calibration, "--layers-drawn", 3)
     above = np.triu_indices(HEADS, 1)
@@ -278,6 +280,103 @@ def test_alignment_does_not_change_the_model(aligned_run, inputs):
     assert summary["perplexity_aligned"] == pytest.approx(summary["perplexity_source"], rel=1e-5)
     assert record["model"]["path"] == inputs["model"]
     assert set(record["inputs"]) == {"calibration", "groups.json"}
+
+
+@torch.no_grad()
+def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(aligned_run, inputs):
+    summary = read(aligned_run / "merged" / "stage.json")["summary"]
+    tokenizer = AutoTokenizer.from_pretrained(inputs["model"])
+    tokens, _ = load_tokens(inputs["text"], tokenizer, 4, 64, split="heldout")
+    paths = {"source": inputs["model"], "aligned": aligned_run / "aligned", "merged": aligned_run / "merged"}
+    logits = {name: AutoModelForCausalLM.from_pretrained(path)(tokens).logits for name, path in paths.items()}
+    for name, rows in logits.items():
+        loss = torch.nn.functional.cross_entropy(rows[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        assert summary[f"perplexity_{name}"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    difference = float((logits["source"] - logits["aligned"]).abs().max())
+    assert summary["max_logit_difference"] == pytest.approx(difference, rel=0.5)
+
+
+def mean_distance(vectors: torch.Tensor, groups: list[list[int]]) -> float:
+    """Mean squared distance over all pairs of different heads within groups."""
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    return float(sum((vectors[:, a] - vectors[:, b]).square().sum(-1).mean() for a, b in pairs)) / len(pairs)
+
+
+def test_each_criterion_is_best_by_its_own_measure(aligned_run, inputs, tmp_path):
+    """--rotate dist brings the keys of two heads as near to each other as can be, cos their directions."""
+    consecutive, vectors = [[0, 1], [2, 3], [4, 5], [6, 7]], {}
+    for criterion in ("dist", "cos"):
+        home = copy_run(aligned_run, tmp_path / criterion)
+        run("03_group.py", "--run", home, *GROUPING, "--kv-heads", 4, "--force")
+        run("04_align.py", "--run", home, "--rotate", criterion, "--force")
+        vectors[criterion] = projected(home / "aligned", inputs)
+    for layer in range(LAYERS):
+        near, similar = (vectors[criterion][layer]["key"] for criterion in ("dist", "cos"))
+        assert mean_distance(near, consecutive) < mean_distance(similar, consecutive)
+        assert mean_cosine(near, consecutive) < mean_cosine(similar, consecutive)
+
+
+@torch.no_grad()
+def test_the_closed_form_does_not_depend_on_the_rotation(aligned_run, tmp_path):
+    """It is invariant to orthogonal maps of values and phases of keys, so the function is the same."""
+    tokens, logits = torch.arange(60)[None], []
+    for criterion in ("none", "dist"):
+        home = copy_run(aligned_run, tmp_path / criterion)
+        run("04_align.py", "--run", home, "--rotate", criterion, "--merge", "closed-form", "--force")
+        logits.append(AutoModelForCausalLM.from_pretrained(home / "merged")(tokens).logits)
+    mean_merged = AutoModelForCausalLM.from_pretrained(aligned_run / "merged")(tokens).logits
+    assert (logits[0] - logits[1]).abs().max() < 1e-3 < 1e-1 < (logits[0] - mean_merged).abs().max()
+
+
+@torch.no_grad()
+def share_heads(model) -> None:
+    """Make even heads functions of head 0, odd ones of head 1: values by linear maps, keys by complex factors."""
+    generator = torch.Generator().manual_seed(3)
+    for layer, head in itertools.product(model.model.layers, range(2, HEADS)):
+        value = layer.self_attn.v_proj.weight.view(HEADS, SIZE, -1)
+        key = layer.self_attn.k_proj.weight.view(HEADS, SIZE, -1)
+        value[head] = torch.randn(SIZE, SIZE, generator=generator) @ value[head % 2]
+        factor = torch.complex(*torch.randn(2, SIZE // 2, generator=generator))
+        pairs = factor[:, None] * pairs_of(key[head % 2].T).T
+        key[head] = torch.cat((pairs.real, pairs.imag))
+
+
+@torch.no_grad()
+def test_heads_that_are_functions_of_another_are_grouped_and_merged_without_loss(inputs, tmp_path):
+    model, home, tokens = tiny_model(), tmp_path / "run", torch.arange(60)[None]
+    share_heads(model)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
+    assert read(home / "groups.json")["groups"] == [[[0, 2, 4, 6], [1, 3, 5, 7]]] * LAYERS
+    logits = model(tokens).logits
+    for merge, allowed in (("closed-form", (0, 1e-3)), ("mean", (0.1, 100))):
+        run("04_align.py", "--run", home, "--merge", merge, "--force")
+        merged = AutoModelForCausalLM.from_pretrained(home / "merged")
+        assert allowed[0] < (merged(tokens).logits - logits).abs().max() < allowed[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_aligned_checkpoint_that_reads_back_differently_is_refused(inputs, tmp_path, monkeypatch, dtype):
+    model, home, write = save_tiny(tmp_path / "model", dtype), tmp_path / "run", layers.CheckpointWriter.write
+    run("01_calibrate.py", "--run", home, "--model", model, *calibrate_arguments(inputs)[2:])
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, *GROUPING)
+    run("04_align.py", "--run", home)
+    assert AutoModelForCausalLM.from_pretrained(home / "aligned").dtype is dtype
+    before = {name: digests(home / name) for name in STAGE_OUTPUTS["04"]}
+
+    def write_other_weights(writer, name, module):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.01)
+        write(writer, name, module)
+
+    monkeypatch.setattr(layers.CheckpointWriter, "write", write_other_weights)
+    expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
+    assert {name: digests(home / name) for name in STAGE_OUTPUTS["04"]} == before
 
 
 def test_aligned_and_merged_load_in_plain_transformers(aligned_run, inputs):
