@@ -161,12 +161,12 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
     calibration = ["--calibration", aligned_run / "calibration"]
     run("02_similarity.py", "--run", tmp_path / "all", *calibration)
     run("02_similarity.py", "--run", tmp_path / "some", *calibration, "--layers-drawn", 2, 0)
-    for (rows, layers), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
-        assert list(layers) == expected
+    for (rows, drawn), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
+        assert list(drawn) == expected
         assert list(rows) == ["keys before", "keys after", "values before", "values after"]
         for title, matrices in rows.items():
             stored = similarity.get_tensor(title.replace("s ", ".cos."))
-            assert np.array_equal(np.stack(matrices), stored[list(layers)])
+            assert np.array_equal(np.stack(matrices), stored[list(drawn)])
     choose_layers = runpy.run_path(str(ROOT / STAGES["02"]))["choose_layers"]
     assert choose_layers(None, 32) == [0, 10, 21, 31] and choose_layers(None, 2) == [0, 1]
     expect_error("--layers-drawn: expected layers from 0 to 2, found 3", "02_similarity.py",
@@ -330,7 +330,7 @@ def test_the_closed_form_does_not_depend_on_the_rotation(aligned_run, tmp_path):
 
 @torch.no_grad()
 def share_heads(model) -> None:
-    """Make even heads functions of head 0, odd ones of head 1: values by linear maps, keys by complex factors."""
+    """Make even heads functions of head 0, odd ones of head 1: linear maps of values, factors of keys."""
     generator = torch.Generator().manual_seed(3)
     for layer, head in itertools.product(model.model.layers, range(2, HEADS)):
         value = layer.self_attn.v_proj.weight.view(HEADS, SIZE, -1)
