@@ -48,7 +48,8 @@ class Mutant:
         if text.count(self.old) != 1 or self.old == self.new:
             raise ValueError(f"{self.file}: expected exactly one {self.old!r}, found {text.count(self.old)}")
         try:
-            compile(text.replace(self.old, self.new), self.file, "exec")
+            if self.file.endswith(".py"):
+                compile(text.replace(self.old, self.new), self.file, "exec")
         except SyntaxError as error:
             raise ValueError(f"{self.file}: {self.new!r}: {error}") from error
         return f"{self.file}:{text[: text.index(self.old)].count(chr(10)) + 1}"
