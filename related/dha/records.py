@@ -1,6 +1,11 @@
-"""What the records of this room hold, and one field of a search on the command line, for related/dha/run.sh:
+"""What the records of DHA's artifacts must hold, and how to read them.
 
-python -m related.dha.records --run runs/dha --print length
+As a command it prints one field of RUN/search.json, for related/dha/run.sh:
+
+    python -m related.dha.records --run runs/dha --print length
+
+The fields are the source model's name and path, the training text, its tokens per sequence, and the mean
+number of key heads that a layer keeps.
 """
 
 import argparse
@@ -13,7 +18,7 @@ from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STRING,
 SEARCH, FUSE = "related/dha/search.py", "related/dha/fuse.py"
 PRETRAIN, COMPARE = "related/dha/pretrain.py", "related/dha/compare.py"
 RESERVED = ("search", "searched", "fusion", "fused", "calibration")  # other directories in RUN
-DATA = {  # what search fixes for everything that is compared
+DATA_FLAGS = {  # flags of search that hold for everything that is compared
     "text": STRING,
     "heldout": STRING,
     "sequences": COUNT,
@@ -23,9 +28,9 @@ DATA = {  # what search fixes for everything that is compared
     "tokens_per_microbatch": COUNT,
     "seed": SIZE,
     "lr": POSITIVE,
-    "tokens_sha256": DIGEST,
 }
-CHOICE = {
+DATA = DATA_FLAGS | {"tokens_sha256": DIGEST}
+CHOICE = {  # of keys or values, a number per layer
     "layer_loss": [NUMBER],
     "heads": [COUNT],
     "loss_within_groups": [NUMBER],

@@ -41,19 +41,7 @@ from common.models import (
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
 from related.dha import fusion, grouping, similarity, training
-from related.dha.records import SEARCH
-
-DATA = (  # flags whose values hold for everything that is compared
-    "text",
-    "heldout",
-    "sequences",
-    "heldout_sequences",
-    "length",
-    "batch",
-    "tokens_per_microbatch",
-    "seed",
-    "lr",
-)
+from related.dha.records import DATA_FLAGS, SEARCH
 
 
 def parse():
@@ -94,7 +82,7 @@ def parse():
 
 
 def add_data_flags(parser) -> None:
-    """The flags named in DATA but for --lr."""
+    """The flags of records.DATA_FLAGS but for --lr."""
     parser.section("text, the same for everything that is compared")
     parser.add_argument(
         "--text", default=DEMO, help="training text: c4, demo, or a .txt, .jsonl or .json.gz file"
@@ -262,7 +250,7 @@ def search(args, clock, ranks) -> bool:
     budget = head_budget(args, shape)
 
     ranks.say(f"reads   {path}")
-    data = {name: getattr(args, name) for name in DATA}
+    data = {name: getattr(args, name) for name in DATA_FLAGS}
     samples, heldout = training.load_data(data, load_tokenizer(path), ranks)
     training.open_directory(directory, args.force, ranks)
     figures = measure_source(args, path, shape, heldout) if ranks.first else {}
