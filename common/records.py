@@ -1,5 +1,4 @@
-"""What the record of every artifact must hold: one table of fields per stage, and the check of a record
-against it.
+"""What the record of every artifact must hold: a table of fields per stage, and the check against it.
 
 A specification is a type (str, bool), a Number, Text, a tuple of allowed values, [item] for a list of such
 items, {name: field} for an object with at least these fields, {str: field} for one with any names, or
@@ -76,6 +75,7 @@ FILES = {FILE_NAME: DIGEST}  # of a directory artifact, everything in it but its
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
+PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine"}  # an item per layer
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 # of train/, not of teacher/
 STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}
@@ -136,6 +136,9 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
         kv_heads = summary["kv_heads"]
         if record.get("kv_heads", kv_heads) != kv_heads:
             return f"record.kv_heads: expected {kv_heads} as in its summary, found {record['kv_heads']}"
+        for name in PER_LAYER & summary.keys():
+            if summary[name] is not None and len(summary[name]) != model["layers"]:
+                return f"record.summary.{name}: expected {model['layers']} layers, found {len(summary[name])}"
         return find_group_fault(record["groups"], model, kv_heads)
     if stage == "01_calibrate.py":
         layers, files = model["layers"], record["files"]
@@ -145,8 +148,7 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
 
 
 def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
-    """Why `groups` is no partition of every layer's source kv heads into kv_heads groups of one size; else
-    None."""
+    """Why `groups` does not split every layer's source kv heads into kv_heads groups of one size, or None."""
     source_kv_heads = model["kv_heads"]
     size = source_kv_heads // kv_heads
     if kv_heads >= source_kv_heads or source_kv_heads % kv_heads:
@@ -155,7 +157,7 @@ def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
         return f"record.groups: expected {model['layers']} layers, found {len(groups)}"
     for layer, layer_groups in enumerate(groups):
         sizes = [len(group) for group in layer_groups]
-        if sizes != [size] * kv_heads:
+        if len(sizes) != kv_heads or set(sizes) != {size}:
             return f"record.groups[{layer}]: expected {kv_heads} groups of {size} heads, found sizes {sizes}"
         heads = sorted(head for group in layer_groups for head in group)
         if heads != list(range(source_kv_heads)):
@@ -165,8 +167,7 @@ def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
 
 
 def mismatch(value, field, where: str) -> str | None:
-    """The first place where a value differs from its specification, as "WHERE: expected X, found Y"; None if
-    it fits."""
+    """The first difference of a value from its specification, as "WHERE: expected X, found Y", or None."""
     if isinstance(field, Optional):
         return None if value is None else mismatch(value, field.field, where)
     if isinstance(field, dict):

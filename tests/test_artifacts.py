@@ -33,10 +33,10 @@ def write(path, value: float, stage: str = "02_similarity.py") -> str:
 
 def test_round_trip_and_record(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
-    file, found = artifacts.read_tensors(path, "02_similarity.py")
+    file, record = artifacts.read_tensors(path, "02_similarity.py")
     assert torch.equal(file.get_tensor("x"), torch.full((100,), 2.0))
-    assert found["arguments"] == {"run": ".", "seed": 0} and found["summary"] == MEANS
-    assert set(found["packages"]) == set(artifacts.PACKAGES) and found["model"] == MODEL
+    assert record["arguments"] == {"run": ".", "seed": 0} and record["summary"] == MEANS
+    assert set(record["packages"]) == set(artifacts.PACKAGES) and record["model"] == MODEL
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no sidecar", "sidecar cut off"])

@@ -97,8 +97,8 @@ def test_layers_are_the_model(tmp_path, one_by_one, tied):
     with layers.head() as head:
         logits = torch.cat([head(hidden[0]), head(hidden[1])])
     torch.testing.assert_close(logits, model(TOKENS).logits, rtol=0, atol=1e-4)
-    held = {parameter.device.type for parameter in layers.model.parameters()}
-    assert held == {"meta"} if one_by_one else {"cpu"}
+    devices = {parameter.device.type for parameter in layers.model.parameters()}
+    assert devices == {"meta"} if one_by_one else {"cpu"}
     assert all(map(torch.equal, layers.logits(TOKENS, str(tmp_path)), logits))
 
 
@@ -142,7 +142,7 @@ def test_memory_is_that_of_a_layer(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 100)
     peaks = {}
-    for name, how in (("whole", []), ("layerwise", ["--layerwise"])):
+    for name, options in (("whole", []), ("layerwise", ["--layerwise"])):
         home = tmp_path / name
         run(
             "01_calibrate.py",
@@ -156,12 +156,12 @@ def test_memory_is_that_of_a_layer(tmp_path):
             4,
             "--length",
             128,
-            *how,
+            *options,
         )
         run("02_similarity.py", "--run", home)
         run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
         run(
-            "04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *how
+            "04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *options
         )  # rotating takes minutes, not memory
         peaks[name] = [
             json.loads((home / file).read_text())["summary"]["peak_memory_gib"]

@@ -228,6 +228,27 @@ GROUP_FAULTS = {
 }
 
 
+@pytest.mark.parametrize("name", ["score_default", "score_found", "score_optimum", "within_group_cosine"])
+def test_figures_per_layer_are_as_many_as_layers(name):
+    stage = "04_align.py" if name == "within_group_cosine" else "03_group.py"
+    items = valid(stage)["summary"][name]
+    for wrong in (items[:1], [*items, items[0]], []):
+        fault = find_fault(changed(valid(stage), ("summary", name), wrong), stage)
+        assert fault == f"record.summary.{name}: expected 2 layers, found {len(wrong)}"
+    if name == "score_optimum":
+        assert find_fault(changed(valid(stage), ("summary", name), None), stage) is None
+
+
+def test_sizes_beyond_any_memory_are_refused():
+    for kv_heads in (10**6, 10**30):
+        record = valid("03_group.py") | {"kv_heads": kv_heads}
+        record["summary"]["kv_heads"] = kv_heads
+        record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
+        assert "groups of 2 heads" in find_fault(record, "03_group.py")
+    calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**30)
+    assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
+
+
 @pytest.mark.parametrize("fault", GROUP_FAULTS)
 def test_groups_are_a_partition_of_every_layer(tmp_path, fault):
     for stage in ("03_group.py", "04_align.py"):
@@ -455,7 +476,7 @@ def test_stages_refuse_damaged_inputs(home):
         (layer, (home / layer).read_bytes()[:-8], similarity, not_recorded),
         (layer, flip_last, align, not_recorded),
         (layer, None, similarity, "expected as 01_calibrate.py wrote it, found none"),
-        ("calibration/stage.json", four_heads, similarity, "of shape [4, 4, 4, 2] for the model in its record"),
+        ("calibration/stage.json", four_heads, similarity, "of shape [4, 4, 4, 2] for the model"),
         ("similarity.safetensors", flip_last, group, not_recorded),
         ("similarity.json", four_heads, group, "of shape [3, 4, 4], found [3, 8, 8]"),
         ("similarity.json", b"[]", group, "record: expected an object, found []"),
