@@ -104,8 +104,7 @@ def save(job) -> None:
         _write_digests(aside, rank)
     except (CheckpointException, OSError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        failures = getattr(error, "failures", {}).values()
-        reason = str(next(iter(failures))[0] if failures else error).split("\n")[0]
+        reason = _reason(error)
         free = shutil.disk_usage(directory).free / 2**30
         raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); the checkpoints "
                         f"before it are whole, and the same command resumes from the last") from error
@@ -115,6 +114,12 @@ def save(job) -> None:
         for old in steps_saved(directory)[:-KEPT]:
             shutil.rmtree(old)
     dist.barrier()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, or of the first rank's where torch gathered those of all ranks."""
+    failures = list(getattr(error, "failures", {}).values())
+    return str(failures[0][0] if failures else error).split("\n")[0]
 
 
 def _write_digests(path: str, rank: int) -> None:
@@ -207,6 +212,14 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
+def _read(tensors: dict, reader: Reader, **options) -> None:
+    """Fill tensors from a checkpoint. Raises UserError for files that hold something else."""
+    try:
+        dcp.load(tensors, storage_reader=reader, **options)
+    except CheckpointException as error:
+        raise UserError(f"{reader.path}: its tensors cannot be read ({_reason(error)})") from error
+
+
 def load(job, path: str, stored_name=lambda name: name) -> None:
     """Fill weights, replicated parameters, optimizer and step of a Job from a checkpoint written at any
     world size.
@@ -223,7 +236,7 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     missing = stored.keys() - reader.read_metadata().state_dict_metadata.keys()
     if missing:
         raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
-    dcp.load(stored, storage_reader=reader)
+    _read(stored, reader)
     weights = {name: stored[f"weights.{stored_name(name)}"] for name in weights}
     states = {name: stored[f"optimizer.{stored_name(name)}"] for name in states}
     set_state_dict(trainee, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state | states,
@@ -245,5 +258,5 @@ def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        _read(tensors, reader, no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

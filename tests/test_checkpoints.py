@@ -1,0 +1,241 @@
+"""Training checkpoints: what is read of them, what runs (nothing), damage, names, and the settings beside them."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from common.artifacts import sha256
+from common.cli import UserError
+from common.models import load_config
+from common.training import checkpoints
+from common.training.engine import Job, make_optimizer
+from common.training.sharding import Execution, build
+from conftest import save_tiny
+
+ADAM = {"initial_lr": 1e-3}
+
+
+def new_job(source: str, directory, ranks, seed: int = 0) -> Job:
+    """A tiny model with a replicated parameter, after one step of Adam on random gradients."""
+    config = load_config(source)
+    trainee = build(config, ranks, Execution(), lambda name: (source, name), None, {"extra": torch.ones(2, 3)})
+    job = Job(trainee, make_optimizer(trainee, ADAM), str(directory), ranks, 1)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in trainee.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        gradient = torch.randn(local.shape, generator=generator)
+        parameter.grad = torch.zeros_like(parameter)
+        (parameter.grad.to_local() if hasattr(parameter, "to_local") else parameter.grad).copy_(gradient)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return job
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+@pytest.fixture
+def saved(group_of_one, tmp_path):
+    """A job, and the path of its checkpoint step-00000001."""
+    directory = tmp_path / "run [1]" / "train"  # glob characters in the name
+    directory.mkdir(parents=True)
+    job = new_job(save_tiny(tmp_path / "model"), directory, group_of_one)
+    checkpoints.save(job)
+    return job, str(directory / "step-00000001")
+
+
+def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_step(saved, tmp_path):
+    job, path = saved
+    other = new_job(str(tmp_path / "model"), tmp_path, job.ranks, seed=1)
+    other.step = 0
+    checkpoints.load(other, path)
+    assert other.step == 1
+    for (name, ours), theirs in zip(other.trainee.named_parameters(), job.trainee.parameters(), strict=True):
+        assert torch.equal(whole(ours), whole(theirs)), name
+        for kind, tensor in job.optimizer.state[theirs].items():
+            assert torch.equal(whole(other.optimizer.state[ours][kind]), whole(tensor)), (name, kind)
+    weights = checkpoints.whole_weights(path)
+    assert weights.keys() == {name for name, _ in job.trainee.net.named_parameters()}
+    assert all(torch.equal(weights[name], whole(p)) for name, p in job.trainee.net.named_parameters())
+    replicated = checkpoints.whole_weights(path, "replicated")
+    assert replicated.keys() == {"extra"}
+    assert torch.equal(replicated["extra"], job.trainee.replicated["extra"].detach())
+
+
+def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
+    job, path = saved
+    for step in (2, 3):
+        job.step = step
+        checkpoints.save(job)
+    for name in ("step-00000009.tmp", "step-00000009.damaged-1", "step-9", "notes"):
+        os.mkdir(os.path.join(job.directory, name))
+    steps = [checkpoints.step_of(path) for path in checkpoints.steps_saved(job.directory)]
+    assert steps == [2, 3]
+    assert checkpoints.newest(job.directory, job.ranks).endswith("step-00000003")
+    assert checkpoints.steps_saved(os.path.join(job.directory, "missing")) == []
+
+
+class Attack:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def seal(path: str) -> None:
+    """Write the digests of the files as they are now."""
+    names = [name for name in os.listdir(path) if name != checkpoints.DIGESTS]
+    digests = {name: sha256(os.path.join(path, name)) for name in names}
+    Path(path, checkpoints.DIGESTS).write_text(json.dumps(digests))
+
+
+def read_pickle(path: str):
+    return pickle.loads(Path(path, ".metadata").read_bytes())
+
+
+def assert_refused(job: Job, path: str, message: str) -> None:
+    """By both ways of reading, in one line."""
+    assert checkpoints.damage(path) is None
+    for read in (checkpoints.whole_weights, lambda path: checkpoints.load(job, path)):
+        with pytest.raises(UserError, match=message) as error:
+            read(path)
+        assert "\n" not in str(error.value)
+
+
+def test_metadata_that_runs_a_command_is_refused_and_runs_nothing(saved, tmp_path):
+    job, path = saved
+    mark = tmp_path / "executed"
+    Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
+    seal(path)
+    assert_refused(job, path, r"expected the description of a training checkpoint, found that .*system")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "os.system", "torch.hub.load", "torch.nn.Linear"])
+def test_only_what_describes_tensors_is_unpickled(saved, name):
+    module, _, attribute = name.rpartition(".")
+    job, path = saved
+    Path(path, ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
+    seal(path)
+    assert_refused(job, path, f"asks for {name}, which describes no tensor")
+
+
+def test_entries_that_are_no_tensors_are_refused(saved, tmp_path):
+    """torch would unpickle the bytes of such an entry without restriction."""
+    job, path = saved
+    metadata = read_pickle(path)
+    key = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    assert_refused(job, path, "BytesStorageMetadata, which describes no tensor")
+
+
+@pytest.mark.parametrize("file", ["../other.distcp", "/etc/passwd"])
+def test_metadata_that_names_files_elsewhere_is_refused(saved, file):
+    job, path = saved
+    metadata = read_pickle(path)
+    for entry in metadata.storage_data.values():
+        entry.relative_path = file
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    assert_refused(job, path, "which is not a plain file of this checkpoint")
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(None)])
+def test_metadata_that_describes_nothing_is_refused(saved, content):
+    job, path = saved
+    Path(path, ".metadata").write_bytes(content)
+    seal(path)
+    assert_refused(job, path, "expected the description of a training checkpoint")
+
+
+def test_a_tensor_file_that_holds_code_is_refused(saved, tmp_path):
+    """Shards are unpickled with weights_only."""
+    job, path = saved
+    mark = tmp_path / "executed"
+    metadata = read_pickle(path)
+    content = tmp_path / "attack.pt"
+    torch.save(Attack(f"touch '{mark}'"), content)
+    shard = next(Path(path).glob("*.distcp"))
+    shutil.copy(content, shard)
+    for entry in metadata.storage_data.values():
+        entry.offset, entry.length = 0, content.stat().st_size
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        checkpoints.whole_weights(path)
+    assert not mark.exists()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [".metadata", "*.distcp"])
+@pytest.mark.parametrize("fault", [flip, Path.unlink])
+def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault, capsys):
+    job, path = saved
+    job.step = 2
+    checkpoints.save(job)
+    damaged = Path(job.directory, "step-00000002")
+    fault(next(damaged.glob(name)))
+    with pytest.raises(UserError, match="expected a whole training checkpoint, found that "):
+        checkpoints.whole_weights(str(damaged))
+    Path(job.directory, "step-00000002.damaged-1").mkdir()  # of an earlier time: stays
+    assert checkpoints.newest(job.directory, job.ranks) == path
+    assert "moved to step-00000002.damaged-2, the one before it is used" in capsys.readouterr().out
+    flip(next(Path(path).glob("*.distcp")))
+    with pytest.raises(UserError, match="expected a whole checkpoint, found 1 damaged; --force starts anew"):
+        checkpoints.newest(job.directory, job.ranks)
+
+
+@pytest.mark.parametrize("digests", ["", "[]", "null", "3", '{"a": 1}', '{"../x": "0"}', "\udcff"])
+def test_digests_that_cannot_be_read_are_damage(saved, digests):
+    job, path = saved
+    Path(path, checkpoints.DIGESTS).write_text(digests, errors="surrogateescape")
+    assert checkpoints.damage(path)
+
+
+def test_a_tensor_that_is_not_in_the_checkpoint_is_named(saved):
+    job, path = saved
+    with pytest.raises(UserError, match=r"expected a tensor optimizer\.other\.state.*, found none"):
+        checkpoints.load(job, path, lambda name: f"other.{name}")
+
+
+def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
+    directory, settings = str(tmp_path / "train"), {"lr": 1e-5, "samples_sha256": "a"}
+    checkpoints.begin(directory, settings, group_of_one)
+    checkpoints.begin(directory, dict(settings), group_of_one)
+    with pytest.raises(UserError, match=r"begun with other settings \(samples_sha256 a -> b\): give the same"):
+        checkpoints.begin(directory, settings | {"samples_sha256": "b"}, group_of_one)
+    assert json.loads((tmp_path / "train" / "plan.json").read_text()) == settings
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\udcff"])
+def test_damaged_settings_are_one_line(group_of_one, tmp_path, text):
+    (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match="expected the settings of a training, found .*--force starts anew") as error:
+        checkpoints.begin(str(tmp_path), {"lr": 1.0}, group_of_one)
+    assert "\n" not in str(error.value)
+
+
+def test_torch_can_still_read_our_checkpoints(saved):
+    """The metadata is torch's own: its reader finds the same tensors."""
+    _, path = saved
+    ours = checkpoints.Reader(path).read_metadata().state_dict_metadata
+    theirs = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert ours.keys() == theirs.keys() and all(ours[key].size == theirs[key].size for key in ours)

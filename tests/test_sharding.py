@@ -1,0 +1,125 @@
+"""Ranks, replicated parameters, and filling a sharded model row by row."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.cli import UserError
+from common.models import load_config
+from common.training import sharding
+from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
+from conftest import ROOT, save_tiny, tiny_model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64, 65])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_shards_begin_where_torch_chunk_cuts(rows, parts):
+    chunks = torch.arange(rows).chunk(parts)
+    starts = [int(chunk[0]) for chunk in chunks] + [rows] * (parts - len(chunks))
+    assert [first_row(rows, parts, part) for part in range(parts)] == starts
+
+
+EVERY_RANK_READS_ITS_ROWS = """
+import sys
+import torch
+from common.models import load_config, load_model
+from common.training.sharding import Execution, build, joined_ranks
+
+with joined_ranks() as ranks:
+    trainee = build(load_config(sys.argv[1]), ranks, Execution(), lambda name: (sys.argv[1], name))
+    expected = load_model(sys.argv[1]).state_dict()
+    for name, parameter in trainee.net.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    ranks.say(f"same on {ranks}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes, processes", [(1, 2), (1, 3), (2, 2)])
+def test_every_rank_reads_the_rows_that_fsdp_gives_it(tmp_path, nodes, processes):
+    """hidden_size 48 and 260 tokens do not divide by 3 or 5; two nodes hold the same rows (HSDP)."""
+    source = save_tiny(tmp_path / "model", bias=True, num_key_value_heads=2, hidden_size=46)
+    script = tmp_path / "script.py"
+    script.write_text(EVERY_RANK_READS_ITS_ROWS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    if nodes == 1:
+        commands = [[*launcher, "--standalone", str(script), source]]
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        commands = [[*launcher, "--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-backend", "static",
+                     "--rdzv-endpoint", address, "--rdzv-id", "1", str(script), source] for node in range(nodes)]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, **options) for command in commands]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert all(process.returncode == 0 for process in started), outputs
+    assert f"same on {nodes * processes} cpu" in outputs[0]
+
+
+def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_one, tmp_path):
+    source, other = save_tiny(tmp_path / "a"), save_tiny(tmp_path / "b", num_key_value_heads=2)
+    expected = r"expected model.layers.0.self_attn.k_proj.weight of shape \[64, 48\], found \[16, 48\]"
+    with pytest.raises(UserError, match=expected):
+        build(load_config(source), group_of_one, Execution(), lambda name: (other, name))
+    with pytest.raises(UserError, match="expected a tensor model.embed_tokens.weight.x, found none"):
+        build(load_config(source), group_of_one, Execution(), lambda name: (other, name + ".x"))
+
+
+def test_replicated_parameters_are_built_whole_in_float32(group_of_one, tmp_path):
+    config = load_config(save_tiny(tmp_path / "model"))
+    starts = {"log_alpha": torch.randn(3, 8), "multiplier": torch.zeros(1, dtype=torch.float64)}
+    trainee = build(config, group_of_one, Execution(weights=torch.bfloat16), replicated=starts)
+    assert trainee.replicated.keys() == starts.keys()
+    for name, start in starts.items():
+        parameter = trainee.replicated[name]
+        assert parameter.dtype == torch.float32 and parameter.requires_grad
+        assert type(parameter) is torch.nn.Parameter  # not a shard
+        assert torch.equal(parameter, start.float())
+    assert "replicated.log_alpha" in dict(trainee.named_parameters())
+
+
+def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_give(monkeypatch):
+    """Two ranks that each hold 3: their losses were scaled by 2, so the batch's gradient is (3 + 3) / 2."""
+    monkeypatch.setattr(sharding.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    reached, untouched = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    reached.grad = torch.full((2,), 3.0)
+    sum_over_ranks([reached, untouched])
+    assert reached.grad.tolist() == [3, 3] and untouched.grad is None
+
+
+def test_a_process_group_is_left_after_an_error():
+    for error in (UserError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), joined_ranks():
+            raise error
+        assert not dist.is_initialized()
+
+
+def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
+    from common.training.packing import build_row
+    from test_distill import SAMPLES
+
+    source, gradients = save_tiny(tmp_path / "model"), []
+    for recompute in (False, True):
+        execution = Execution(recompute=recompute)
+        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
+        trainee(build_row(SAMPLES, 3)).square().sum().backward()
+        weight = trainee.net.model.layers[0].self_attn.q_proj.weight
+        gradients.append(weight.grad.to_local().clone())
+        assert trainee.net.model.layers[0].gradient_checkpointing == recompute
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_trainee_without_replicated_parameters_has_none():
+    assert not list(Trainee(tiny_model()).replicated.parameters())
+
+
+def test_private_names_of_torch_distributed_are_not_used():
+    for path in (Path(ROOT) / "common" / "training").glob("*.py"):
+        assert "torch.distributed.tensor._" not in path.read_text(), path
