@@ -1,4 +1,6 @@
-"""The plan against independent witnesses: torch's own operation counter, the tensors autograd saves, the weights themselves."""
+"""The plan against independent witnesses: torch's operation counter, the tensors autograd saves, the
+weights.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,7 @@ def test_operations_are_those_torch_counts(kv_heads):
     expected = budget.forward_flops(model.config, 50, 50 * 50, 50)  # eager forms every pair
     with FlopCounterMode(display=False) as forward:
         loss = model(input_ids=tokens).logits.sum()
-    assert forward.get_total_flops() == pytest.approx(expected, rel=0.005)  # the counter also sees RoPE's angles
+    assert forward.get_total_flops() == pytest.approx(expected, rel=0.005)  # it also counts RoPE's angles
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     assert backward.get_total_flops() == pytest.approx(2 * expected, rel=0.005)
@@ -34,8 +36,10 @@ def test_sizes_are_those_of_the_model():
     students = {kind: tiny_model(bias=True) for kind in (masks.KEY_VALUE, masks.WHOLE_HEAD)}
     for names, model in students.items():
         masks.patch(model, 2, names)
-    for model, kind in ((tiny_model(bias=True), None), (tiny_model(bias=True, num_key_value_heads=2), budget.Student(2, ())),
-                        *((model, budget.Student(2, names)) for names, model in students.items())):
+    grouped = tiny_model(bias=True, num_key_value_heads=2)
+    cases = [(tiny_model(bias=True), None), (grouped, budget.Student(2, ()))]
+    cases += [(model, budget.Student(2, names)) for names, model in students.items()]
+    for model, kind in cases:
         size = budget.size(tiny_model(bias=True).config, kind)
         layers = sum(p.numel() for p in model.model.layers.parameters())
         assert size == budget.Size(size.whole, layers // 3, size.whole - layers)
@@ -44,8 +48,8 @@ def test_sizes_are_those_of_the_model():
 
 def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bool = False) -> int:
     """Of all storages that autograd keeps for the backward pass of one packed row, parameters aside."""
-    shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers, "vocab_size": 260, "attn_implementation": "packed"}
-    model = tiny_model(**shape).to(dtype)
+    model = tiny_model(hidden_size=64, intermediate_size=176, num_hidden_layers=layers, vocab_size=260,
+                       attn_implementation="packed").to(dtype)
     if blended:
         masks.patch(model, 2, blended)
         masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
@@ -57,7 +61,7 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding the tensor keeps its address from being used again
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # it keeps its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -71,37 +75,89 @@ def test_activations_are_those_autograd_keeps(dtype, blended):
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
     layer = (saved_bytes(4, dtype, blended) - saved_bytes(2, dtype, blended)) / 2
-    assert budget.activation_bytes(config, tokens, dtype.itemsize, blended)[0] == pytest.approx(layer, rel=0.1)
+    expected, _ = budget.activation_bytes(config, tokens, dtype.itemsize, blended)
+    assert expected == pytest.approx(layer, rel=0.1)
 
 
 def test_a_recomputed_layer_keeps_its_input_alone():
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
-    layer = (saved_bytes(4, torch.float32, recompute=True) - saved_bytes(2, torch.float32, recompute=True)) / 2
+    four, two = (saved_bytes(layers, torch.float32, recompute=True) for layers in (4, 2))
+    layer = (four - two) / 2
     assert budget.activation_bytes(config, tokens, 4)[1] == pytest.approx(layer, rel=0.02)
 
 
 def plan(steps: int, batch: int) -> Plan:
-    return Plan(steps=steps, batch=batch, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=4096, save_steps=None, save_minutes=20, print_every=1)
+    return Plan(steps, batch, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=4096, save_steps=None,
+                save_minutes=20, print_every=1)
+
+
+LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                        num_attention_heads=32, num_key_value_heads=32)
 
 
 def test_report_of_a_7b_run():
     """LLaMA2-7B: 6.74e9 parameters, 12 bytes each for weights and Adam; it fits 8 A100s and not one."""
-    config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32)
+    config = LLAMA2_7B
     assert budget.size(config).whole == 6_738_415_616
     work = budget.Workload(config, lengths=[126] * 100, answers=[6] * 100, chunk=512, recompute=True)
     verdicts = []
     for text in ("8xA100-80GB", "1xA100-80GB"):
-        lines, hours, fits = budget.report("pruning", work, budget.Student(8), plan(23060, 64), budget.parse_hardware(text))
+        cluster, student = budget.parse_hardware(text), budget.Student(8)
+        lines, hours, fits = budget.report("pruning", work, student, plan(23060, 64), cluster)
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
     assert verdicts == [True, False]
     need = budget.memory(work, None, 8, 4096)
-    assert need["optimizer"] == 8 * 6_738_415_616 / 8 and need["teacher"] == 0 and need["total"] == sum(need.values()) - need["total"]
+    assert need["optimizer"] == 8 * 6_738_415_616 / 8 and need["teacher"] == 0
+    assert need["total"] == sum(need.values()) - need["total"]
     # six operations per parameter and token, the rule of thumb, less the embedding's, more attention's
     assert 3 * budget.forward_flops(config, 1000, 0, 1000) == pytest.approx(6 * 6.74e9 * 1000, rel=0.03)
     without = budget.memory(replace(work, recompute=False), None, 8, 4096)
     assert without["activations"] > 10 * need["activations"]
+
+
+def test_cost_of_a_step_is_counted_from_its_parts():
+    """Batches of 64 samples of 100 and 300 tokens on four ranks."""
+    work = budget.Workload(LLAMA2_7B, lengths=[100, 300], answers=[4, 6], chunk=512, recompute=True)
+    cluster = budget.parse_hardware("4xA100-80GB")
+    tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
+    source, pruned = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8)).whole
+    sft = budget.step_cost(work, None, plan(1, 64), cluster)
+    distillation = budget.step_cost(work, budget.Student(8), plan(1, 64), cluster)
+    assert (sft.rows, sft.row) == (distillation.rows, distillation.row) == (1, 3200)
+    assert sft.flops == 3 * budget.forward_flops(LLAMA2_7B, tokens, pairs, 64 * 5)
+    assert distillation.flops == 4 * budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
+    assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
+    computed = distillation.flops * 5 / 4  # with the forward pass once more
+    assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.4))
+    alone = budget.step_cost(work, budget.Student(8), plan(1, 64), budget.parse_hardware("1xA100-80GB"))
+    assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
+    assert budget.seconds(1.0, 3e12, cluster) == 10  # the links of an A100: 300 GB/s
+
+
+def test_memory_is_that_of_the_weights_on_one_rank():
+    work = budget.Workload(LLAMA2_7B, lengths=[100], answers=[4], chunk=512, recompute=True)
+    size = budget.size(LLAMA2_7B)
+    need = budget.memory(work, None, 1, 100)
+    assert need["parameters"] == 4 * size.whole + 2 * (size.root + size.layer)
+    assert need["gradients"] == 4 * size.whole + 6 * max(size.root, size.layer)
+    assert need["loss"] == 4 * 32000 * (8 * 100 + 4096)
+    per_layer, layer_input = budget.activation_bytes(LLAMA2_7B, 100, 2)
+    assert need["activations"] == 32 * layer_input + per_layer
+    teacher = budget.memory(work, budget.Student(8), 1, 100)["teacher"]
+    assert teacher == 2 * (size.whole + size.root + size.layer)
+
+
+def test_all_phases_must_fit(capsys):
+    work = budget.Workload(LLAMA2_7B, lengths=[100], answers=[4], chunk=512, recompute=True)
+    phases = [("teacher", None, plan(10, 64)), ("pruning", budget.Student(8), plan(20, 64))]
+    hours = budget.print_phases(work, phases, "8xA100-80GB")
+    cluster = budget.parse_hardware("8xA100-80GB")
+    each = [budget.report(title, work, student, numbers, cluster)[1] for title, student, numbers in phases]
+    assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
+    with pytest.raises(UserError, match="expected 1xA100-80GB to hold all phases"):
+        budget.print_phases(work, phases, "1xA100-80GB")
 
 
 @pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB"])

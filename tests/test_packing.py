@@ -20,14 +20,16 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
 
     def ids(low, high):
-        return tuple(torch.randint(0, 256, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator).tolist())
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
 
     return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
 
 
 def plan(capacity: int) -> Plan:
     """Steps of 8 samples in rows of `capacity` tokens."""
-    return Plan(steps=10, batch=8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None, save_minutes=20, print_every=1)
+    return Plan(10, 8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None,
+                save_minutes=20, print_every=1)
 
 
 def test_pack_holds_everything_once_and_within_capacity():
@@ -43,7 +45,8 @@ def test_batches_are_shuffled_epochs():
     seen = [i for step in range(10) for i in batch_indices(step, 7, 35, seed=1)]
     assert sorted(seen[:35]) == sorted(seen[35:]) == list(range(35))
     assert seen[:35] != seen[35:]
-    assert batch_indices(3, 7, 35, seed=1) == batch_indices(3, 7, 35, seed=1) != batch_indices(3, 7, 35, seed=2)
+    again, other = (batch_indices(3, 7, 35, seed) for seed in (1, 2))
+    assert batch_indices(3, 7, 35, seed=1) == again != other
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -67,7 +70,9 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.all_weight.tolist() == [0.125] * 4 + [0, 0.25, 0.25, 0]
 
 
-FLASH = pytest.param("flash_attention_2", marks=pytest.mark.skipif(not (torch.cuda.is_available() and is_flash_attn_2_available()), reason="needs a GPU and flash-attn"))
+NO_FLASH = not (torch.cuda.is_available() and is_flash_attn_2_available())
+SKIPPED = pytest.mark.skipif(NO_FLASH, reason="needs a GPU and flash-attn")
+FLASH = pytest.param("flash_attention_2", marks=SKIPPED)
 
 
 @pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
@@ -81,7 +86,8 @@ def test_attention_does_not_cross_samples(attention):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     torch.testing.assert_close(beside_another, alone, rtol=0, atol=1e-5)
     row = build_row([first, second], 2)  # the faults: positions that do not restart, samples not told apart
-    row = replace(row, position_ids=torch.arange(row.input_ids.shape[1])[None], lengths=(row.input_ids.shape[1],))
+    length = row.input_ids.shape[1]
+    row = replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
     with torch.no_grad():
         assert (trainee(row)[len(first) :] - alone).abs().max() > 1e-2
 
@@ -90,12 +96,16 @@ def test_attention_does_not_cross_samples(attention):
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_attentions_agree_with_eager(attention, kv_heads):
     """Hidden states and gradients of a packed row, as the plainest implementation gives them."""
-    device, dtype, close = ("cuda", torch.bfloat16, 3e-2) if attention == "flash_attention_2" else ("cpu", torch.float32, 1e-4)
+    device, dtype, close = "cpu", torch.float32, 1e-4
+    if attention == "flash_attention_2":
+        device, dtype, close = "cuda", torch.bfloat16, 3e-2
     row, found = build_row(random_samples(5), 5).to(device), []
     for name in (attention, "eager"):
-        trainee = Trainee(tiny_model(attn_implementation=name, num_key_value_heads=kv_heads)).to(device, dtype)
+        model = tiny_model(attn_implementation=name, num_key_value_heads=kv_heads)
+        trainee = Trainee(model).to(device, dtype)
         hidden = trainee(row)
-        (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)).sum().backward()
+        weights = torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)
+        (hidden.float() * weights).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in trainee.parameters() if p.grad is not None)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=close, atol=close * float(theirs.abs().max()))
@@ -114,5 +124,30 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         for row in rows_of_step(samples, 0, plan(capacity), Ranks(0, 1, CPU)):
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
+    close = 1e-5 * float(gradients[0].abs().max()) + 1e-7
     for packed in gradients[1:]:
-        torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=1e-5 * float(gradients[0].abs().max()) + 1e-7)
+        torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=close)
+
+
+def test_a_row_lists_the_positions_of_either_part():
+    row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6,), (7, 8))], batch=2)
+    assert row.prompt_at.tolist() == [0, 1] and row.answer_at.tolist() == [2, 3, 5, 6]
+    assert row.lengths == (5, 3)
+    assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0, 0, 0, 0, 0]  # a prompt of one token predicts none
+
+
+def test_ranks_with_fewer_rows_get_idle_ones():
+    """Two samples that fill a row each on one rank, two short ones in one row on the other."""
+    samples = [Sample(tuple(range(1, 60)), (1,)), Sample((1, 2), (3,))]
+    lengths = [len(samples[i]) for i in batch_indices(0, 8, 2, 0)]
+    for rank in range(2):
+        rows = rows_of_step(samples, 0, plan(64), Ranks(rank, 2, CPU))
+        busy = len(pack(lengths[rank::2], 64))
+        assert len(rows) == max(len(pack(lengths[r::2], 64)) for r in range(2))
+        for row in rows[busy:]:
+            assert not any(weight.any() for weight in (row.prompt_weight, row.answer_weight, row.all_weight))
+            assert len(row.prompt_at) == len(row.answer_at) == 0 and row.input_ids.numel() > 0
+
+
+def test_huge_seeds_are_as_good_as_others():
+    assert sorted(batch_indices(0, 5, 5, 2**63 - 1)) == [0, 1, 2, 3, 4]

@@ -1,5 +1,6 @@
 """Ranks, replicated parameters, and filling a sharded model row by row."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -42,8 +43,9 @@ with joined_ranks() as ranks:
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes, processes", [(1, 2), (1, 3), (2, 2)])
 def test_every_rank_reads_the_rows_that_fsdp_gives_it(tmp_path, nodes, processes):
-    """hidden_size 48 and 260 tokens do not divide by 3 or 5; two nodes hold the same rows (HSDP)."""
-    source = save_tiny(tmp_path / "model", bias=True, num_key_value_heads=2, hidden_size=46)
+    """Sizes that 2 and 3 do not divide; two nodes hold the same rows (HSDP)."""
+    sizes = {"num_key_value_heads": 2, "hidden_size": 40, "intermediate_size": 65}
+    source = save_tiny(tmp_path / "model", bias=True, **sizes)
     script = tmp_path / "script.py"
     script.write_text(EVERY_RANK_READS_ITS_ROWS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -53,9 +55,10 @@ def test_every_rank_reads_the_rows_that_fsdp_gives_it(tmp_path, nodes, processes
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        commands = [[*launcher, "--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-backend", "static",
-                     "--rdzv-endpoint", address, "--rdzv-id", "1", str(script), source] for node in range(nodes)]
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launcher += ["--nnodes", str(nodes), "--rdzv-backend", "static", "--rdzv-endpoint", address]
+        commands = [[*launcher, "--node-rank", str(node), str(script), source] for node in range(nodes)]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True,
+               "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
     started = [subprocess.Popen(command, **options) for command in commands]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     assert all(process.returncode == 0 for process in started), outputs
