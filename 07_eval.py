@@ -18,23 +18,17 @@ sequence, as in training.
 """
 
 import importlib
+import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
-from common import cli
-from common.artifacts import (
-    RECORD,
-    claim,
-    read_record,
-    record,
-    verify_files,
-    write_json,
-    write_text,
-)
+from common import cli, evaluate
+from common.artifacts import RECORD, claim, read_record, record, verify_files, write_json, write_text
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.jsonl import abbreviated, parse_object
 from common.data.tasks import (
@@ -47,25 +41,7 @@ from common.data.tasks import (
     select_questions,
 )
 from common.data.text import load_tokens, sequence_length
-from common.evaluate import (
-    averages,
-    cache_bytes_per_token,
-    choice_likelihoods,
-    generate_answers,
-    judge,
-    perplexity,
-    rates,
-    speed,
-)
-from common.models import (
-    DEMO,
-    DEMO_HOME,
-    describe,
-    load_config,
-    load_model,
-    load_tokenizer,
-    pick_device,
-)
+from common.models import DEMO, DEMO_HOME, describe, load_config, load_model, load_tokenizer, pick_device
 from common.reporting import harness, report
 from common.reporting.scores import caption, results_table, write_scores
 
@@ -210,14 +186,15 @@ def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> t
     model = load_model(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device))
     figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
     figures["tasks"], outcomes = measure_tasks(name, model, inputs, tasks, args.batch)
-    figures |= averages(figures["tasks"])
+    figures |= evaluate.averages(figures["tasks"])
     if inputs.tokens is not None:
-        figures["perplexity"] = perplexity(model, inputs.tokens)
+        figures["perplexity"] = evaluate.perplexity(model, inputs.tokens)
+        require_finite([figures["perplexity"]], name, model)
         figures["perplexity_text"] = inputs.text
         figures["perplexity_tokens"] = inputs.tokens.numel()
     row = torch.arange(inputs.length) % model.config.vocab_size  # cost depends on their number alone
-    figures["cache_bytes_per_token"] = cache_bytes_per_token(model, row)
-    return figures | speed(model, row), outcomes
+    figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
+    return figures | evaluate.speed(model, row), outcomes
 
 
 def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> tuple[dict, list[dict]]:
@@ -229,13 +206,21 @@ def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> 
         for task, questions in tasks.items():
             examples, samples = list(questions.values()), inputs.samples[task]
             right = [choices[example.label] for example, choices in zip(examples, samples, strict=True)]
-            answers = generate_answers(model, inputs.tokenizer, right, batch, bar)
-            scores = choice_likelihoods(model, samples, batch, bar)
-            verdicts = list(map(judge, examples, answers, scores))
-            figures[task] = rates(examples, verdicts)
+            answers = evaluate.generate_answers(model, inputs.tokenizer, right, batch, bar)
+            scores = evaluate.choice_likelihoods(model, samples, batch, bar)
+            require_finite(itertools.chain.from_iterable(scores), name, model)
+            verdicts = list(map(evaluate.judge, examples, answers, scores))
+            figures[task] = evaluate.rates(examples, verdicts)
             for index, verdict in zip(questions, verdicts, strict=True):
                 outcomes.append({"model": name, "task": task, "question": index} | verdict)
     return figures, outcomes
+
+
+def require_finite(values, name: str, model) -> None:
+    """Raise UserError unless all values, computed by a checkpoint's model, are finite."""
+    if not all(map(math.isfinite, values)):
+        raise UserError(f"{name}: expected finite log-probabilities, found NaN or Inf in {model.dtype}; "
+                        "try --dtype float32 or bfloat16")
 
 
 def summarize(results: dict[str, dict]) -> str:

@@ -6,10 +6,11 @@ import shutil
 
 import numpy
 import pytest
+import torch
 
 from common.data.tasks import example_from_row
 from common.reporting.scores import caption, results_table, write_scores
-from conftest import copy_run, evaluate_arguments, expect_error, run, save_tiny
+from conftest import byte_tokenizer, copy_run, evaluate_arguments, expect_error, run, save_tiny, tiny_model
 
 
 def read_outcomes(home) -> list[dict]:
@@ -166,6 +167,20 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
     message = f"{weights}: its content is not what stage.json records"
     expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
     assert (home / "eval.json").read_bytes() == before
+
+
+def test_overflow_is_one_line_and_nothing_is_written(inputs, tmp_path):
+    """Weights that are finite in float16, and activations that are not."""
+    model, home = tiny_model(), tmp_path / "run"
+    with torch.no_grad():
+        model.model.norm.weight.fill_(6e4)
+        model.lm_head.weight.fill_(6e4)
+    model.half().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["--run", home, "--model", tmp_path / "model", *evaluate_arguments(inputs)]
+    message = "model: expected finite log-probabilities, found NaN or Inf in torch.float16"
+    expect_error(message, "07_eval.py", *arguments, "--only", "piqa", "--dtype", "float16")
+    assert not home.exists()
 
 
 DAMAGED = [b"", b"[]", b"null", b"\xff", b'{"stage": 3}', b'{"stage": "06_export.py"}']
