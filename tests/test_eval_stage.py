@@ -8,6 +8,8 @@ import numpy
 import pytest
 import torch
 
+from common import evaluate, models
+from common.data import text
 from common.data.tasks import example_from_row
 from common.reporting.scores import caption, results_table, write_scores
 from conftest import byte_tokenizer, copy_run, evaluate_arguments, expect_error, run, save_tiny, tiny_model
@@ -71,8 +73,8 @@ def test_questions_are_drawn_by_the_seed_or_the_first(evaluation):
 def test_scores_are_put_into_the_card(evaluation):
     home, _, _ = evaluation
     card = (home / "card.md").read_text()
-    for text in ("24 validation questions", "3 a task drawn with seed 1", "| 2 of 8 ", "text.txt"):
-        assert text in card
+    for part in ("24 validation questions", "3 a task drawn with seed 1", "| 2 of 8 ", "text.txt"):
+        assert part in card
     assert not (home / "first" / "README.md").exists()
 
 
@@ -270,3 +272,37 @@ def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):
     expect_error("README.md: not UTF-8", "07_eval.py", *arguments, "--limit", 1, "--only", "boolq")
     with contextlib.suppress(FileNotFoundError):
         assert (tmp_path / "run" / "eval.json").stat().st_size
+
+
+def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, inputs, tmp_path, monkeypatch):
+    """A run of the demo model needs neither --tasks nor --text."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    record = json.loads((home / "calibration" / "stage.json").read_text())
+    record["model"]["name"] = "demo"
+    (home / "calibration" / "stage.json").write_text(json.dumps(record))
+    demo = tmp_path / "demo-model"
+    shutil.copytree(inputs["tasks"], demo / "tasks")
+    (demo / "text").mkdir()
+    (demo / "text" / "heldout.txt").write_text("held out " * 100)
+    monkeypatch.setattr(models, "DEMO_HOME", str(demo))
+    monkeypatch.setattr(text, "DEMO_HOME", str(demo))
+    run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--length", 32, "--sequences", 2)
+    figures = json.loads((home / "eval.json").read_text())["results"]["merged"]
+    assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
+    assert f"({demo}/tasks, the first 1 a task)" in (home / "eval.md").read_text()
+
+
+def test_answers_are_as_long_as_the_right_one(inputs, tmp_path, monkeypatch):
+    tasks, lengths, generate = tmp_path / "tasks", [], evaluate.generate_answers
+    tasks.mkdir()
+    row = {"goal": "g", "sol1": "a", "sol2": "b" * 40, "label": 1}
+    (tasks / "piqa.validation.jsonl").write_text(json.dumps(row) + "\n")
+
+    def generate_answers(model, tokenizer, samples, *options):
+        lengths.extend(len(sample.answer) for sample in samples)
+        return generate(model, tokenizer, samples, *options)
+
+    monkeypatch.setattr(evaluate, "generate_answers", generate_answers)
+    arguments = ["--model", inputs["model"], "--tasks", tasks, "--text", "none", "--only", "piqa"]
+    run("07_eval.py", "--run", tmp_path / "run", *arguments)
+    assert lengths == [41]  # its tokens and end-of-sequence
