@@ -16,12 +16,15 @@ from common.artifacts import read_groups, read_record, read_tensors
 from common.cli import UserError
 from common.layers import Layers
 from common.models import (
+    check_kv_heads,
+    describe,
     geometry,
     load_config,
     load_model,
     load_tokenizer,
     require_convertible,
     resolve_model,
+    source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
 from conftest import byte_tokenizer, expect_error, run, save_tiny, tiny_model
@@ -88,6 +91,13 @@ def test_other_files_beside_the_weights_change_nothing(copy, kind):
     with Layers(str(path), torch.float32, "cpu", one_by_one=True).layer(1) as layer:
         assert torch.equal(layer.mlp.up_proj.weight, state[UP])
     assert torch.equal(load_model(str(path)).state_dict()[UP], state[UP])
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
+def test_the_fingerprint_is_of_the_content(checkpoints, tmp_path, kind):
+    shutil.copytree(checkpoints / kind, tmp_path / "elsewhere")
+    assert fingerprint(str(tmp_path / "elsewhere")) == fingerprint(str(checkpoints / kind))
+    assert fingerprint(save_tiny(tmp_path / "other", seed=1)) != fingerprint(str(checkpoints / kind))
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
@@ -287,6 +297,27 @@ def test_models_the_method_does_not_apply_to(copy, changes, message):
     require_convertible(str(path), load_config(str(path)))
     edit_config(path, **changes)
     assert message in refusal(lambda: require_convertible(str(path), load_config(str(path))))
+
+
+@pytest.mark.parametrize("wrong", [3, 4, 8])
+def test_kv_heads_are_a_proper_divisor(wrong):
+    for allowed in (1, 2):
+        check_kv_heads(4, allowed)
+    with pytest.raises(UserError, match=rf"one of \[1, 2\] for 4 key/value heads, found {wrong}"):
+        check_kv_heads(4, wrong)
+
+
+def test_a_source_model_is_as_recorded(copy):
+    path = copy("whole")
+    recorded = describe(str(path), "name")
+    assert source_model({"model": recorded}) == recorded and recorded["name"] == "name"
+    for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
+        message = refusal(source_model, {"model": recorded | {field: value}})
+        assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
+    drop(path, UP, **{UP: torch.zeros(64, 48)})
+    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
+    shutil.rmtree(path)
+    assert "the directory that 01_calibrate.py read is gone" in refusal(source_model, {"model": recorded})
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
