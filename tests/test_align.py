@@ -57,8 +57,9 @@ def value_gram(values: torch.Tensor) -> torch.Tensor:
 def test_group_blocks_are_the_groups_own_blocks(vectors):
     blocks = group_blocks(value_gram(vectors["value"]), GROUPS)
     for group, heads in enumerate(GROUPS.tolist()):
-        own = value_gram(vectors["value"][:, heads])
-        assert torch.equal(blocks[group], own) and not torch.equal(own, own.transpose(0, 1))
+        expected = value_gram(vectors["value"][:, heads])
+        assert torch.equal(blocks[group], expected)
+        assert not torch.equal(expected, expected.transpose(0, 1))
 
 
 @pytest.mark.parametrize("criterion", ["cos", "dist"])
@@ -125,10 +126,11 @@ def digests(home: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(("criterion", "merge"), [("cos", "mean"), ("dist", "closed-form")])
 def test_aligned_and_merged_are_what_the_calibration_asks_for(aligned_run, tmp_path, criterion, merge):
-    """From the artifacts alone: the source's weights fused by align_layer's rotations, then merged by group."""
+    """From the artifacts alone: the source's weights fused with align_layer's rotations, then merged."""
     home = copy_run(aligned_run, tmp_path / "run")
     run("04_align.py", "--run", home, "--force", "--rotate", criterion, "--merge", merge)
-    record, groups = read_groups(str(home / "groups.json"), read_record(str(home / "groups.json"), "03_group.py")["model"])
+    path = str(home / "groups.json")
+    record, groups = read_groups(path, read_record(path, "03_group.py")["model"])
     source = AutoModelForCausalLM.from_pretrained(record["model"]["path"])
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(read_layer(str(home / "calibration"), index), 8)
@@ -191,7 +193,7 @@ def test_a_killed_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, mo
 
 
 def reflected(attention, order, value_rotation, key_rotation):
-    """fuse_layer with one pair of the key reflected: orthogonal, absorbed by queries, but RoPE does not commute."""
+    """fuse_layer with one key pair reflected: orthogonal, absorbed by queries, but RoPE does not commute."""
     fuse_layer(attention, order, value_rotation, key_rotation)
     for projection in (attention.q_proj, attention.k_proj):
         for parameter in projection.parameters():
@@ -208,7 +210,9 @@ fuse_layer = fuse.fuse_layer
 
 @pytest.mark.parametrize("fault", [reflected, not_finite])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_written_when_the_model_changed(aligned_run, bf16_run, tmp_path, monkeypatch, fault, dtype):
+def test_nothing_is_written_when_the_model_changed(
+    aligned_run, bf16_run, tmp_path, monkeypatch, fault, dtype
+):
     home = copy_run(aligned_run if dtype == "float32" else bf16_run, tmp_path / "run")
     before = digests(home)
     monkeypatch.setattr(fuse, "fuse_layer", fault)
@@ -236,7 +240,8 @@ def bf16_run(inputs, tmp_path_factory) -> Path:
     """Stages 1-4 on a bfloat16 checkpoint."""
     home = tmp_path_factory.mktemp("bf16")
     model = save_tiny(home / "model", dtype=torch.bfloat16, bias=True)
-    run("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 4, "--length", 64)
+    text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
+    run("01_calibrate.py", "--run", home, "--model", model, *text)
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "none")
     run("04_align.py", "--run", home)
@@ -251,7 +256,8 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
     run("04_align.py", "--run", home, "--force", "--dtype", "float32")
     assert json.loads((home / "aligned" / "stage.json").read_text())["summary"]["kl"] < 1e-7
     for name, tensor in weights(home / "aligned").items():
-        assert stored["aligned"][name].dtype is torch.bfloat16 and torch.equal(stored["aligned"][name], tensor.bfloat16())
+        assert stored["aligned"][name].dtype is torch.bfloat16
+        assert torch.equal(stored["aligned"][name], tensor.bfloat16())
     name = "model.layers.1.self_attn.k_proj.weight"
     mean = stored["aligned"][name].double().view(2, 4, 8, -1).mean(1).view(16, -1).bfloat16()
     assert torch.equal(stored["merged"][name], mean)  # the mean of what aligned/ holds
@@ -260,7 +266,8 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
 def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_path, monkeypatch):
     home = copy_run(bf16_run, tmp_path / "run")
     monkeypatch.setattr("common.evaluate.mean_kl", lambda first, second: 0.011)
-    expect_error("expected a KL of at most 0.01 from the source, found 1.10e-02", "04_align.py", "--run", home, "--force")
+    message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
+    expect_error(message, "04_align.py", "--run", home, "--force")
     run("04_align.py", "--run", home, "--force", "--dtype", "float32")
 
 
@@ -281,14 +288,15 @@ def test_mistakes_in_the_flags(aligned_run, tmp_path, arguments, message):
 
 @pytest.mark.parametrize("projection", ["k_proj", "v_proj", "o_proj"])
 def test_a_layer_of_zeros_is_merged_by_the_mean(inputs, tmp_path, projection):
-    """Keys, values or outputs that are all zero: no NaN, no singular matrix; every stage says something finite."""
+    """Keys, values or outputs that are all zero: no NaN, no singular matrix."""
     path = save_tiny(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         getattr(model.model.layers[1].self_attn, projection).weight.zero_()
     model.save_pretrained(path)
     home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, "--model", path, "--text", inputs["text"], "--sequences", 4, "--length", 64)
+    text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
+    run("01_calibrate.py", "--run", home, "--model", path, *text)
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 5, "--iterations", 50)
     run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")

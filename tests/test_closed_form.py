@@ -1,4 +1,4 @@
-"""Closed-form merging against the definitions: exact where it can be, a singular value decomposition elsewhere."""
+"""Closed-form merging by definition: exact where possible, a singular value decomposition elsewhere."""
 
 import copy
 from dataclasses import astuple, replace
@@ -38,7 +38,8 @@ def statistics(model) -> list[LayerGrams]:
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(layer.self_attn, name)._forward_hooks.clear()
-    return [LayerGrams(stats.tensors() | {"output.gram": output}, source_kv_heads) for stats, output in layers]
+    return [LayerGrams(stats.tensors() | {"output.gram": output}, source_kv_heads)
+            for stats, output in layers]
 
 
 def unrotated_merge(grams: LayerGrams, groups: torch.Tensor):
@@ -66,27 +67,33 @@ def test_groups_of_one_head_are_exact(source_heads):
 
 def test_weights_of_a_gqa_source_are_sums_over_the_query_heads_of_each_key_value_head():
     model, queries = doubled(num_key_value_heads=4), []
+
+    def hook(module, inputs, output):
+        queries.append(output.detach())
+
     for layer in model.model.layers:
-        layer.self_attn.q_proj.register_forward_hook(lambda module, inputs, output: queries.append(output.detach()))
+        layer.self_attn.q_proj.register_forward_hook(hook)
     for grams, layer, output in zip(statistics(model), model.model.layers, queries, strict=True):
         columns = layer.self_attn.o_proj.weight.detach().view(48, 8, 8)
         energy = output.view(-1, 8, 2, 4).square().sum((0, 2))  # [query heads, pairs]
         for head in range(4):
             first, second = columns[:, 2 * head], columns[:, 2 * head + 1]
             torch.testing.assert_close(grams.output[head], first.T @ first + second.T @ second)
-            torch.testing.assert_close(grams.query[head], energy[2 * head] + energy[2 * head + 1], rtol=1e-5, atol=0)
+            expected = energy[2 * head] + energy[2 * head + 1]
+            torch.testing.assert_close(grams.query[head], expected, rtol=1e-5, atol=0)
 
 
 def share_heads(model, groups: int) -> None:
-    """Within each group of adjacent heads: values that span one space, keys equal up to scale and rotation per RoPE pair."""
+    """In each group of adjacent heads: values of one space, keys equal up to a factor per RoPE pair."""
     generator = torch.Generator().manual_seed(5)
     for layer in model.model.layers:
         attention = layer.self_attn
         for parameter in attention.v_proj.parameters():
             heads = parameter.data.view(groups, -1, 8, *parameter.shape[1:])
-            maps = torch.randn(groups, heads.shape[1], 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+            maps = normal(groups, heads.shape[1], 8, 8, seed=7)
             heads.copy_((maps @ heads[:, :1].reshape(groups, 1, 8, -1)).view_as(heads))
-        factor = torch.complex(*torch.randn(2, groups, 8 // groups, 4, dtype=torch.float64, generator=generator))
+        shape = 2, groups, 8 // groups, 4
+        factor = torch.complex(*torch.randn(*shape, dtype=torch.float64, generator=generator))
         for parameter in attention.k_proj.parameters():
             heads = parameter.data.view(groups, -1, 8, *parameter.shape[1:])
             first = heads[:, :1].reshape(groups, 1, 8, -1)
@@ -96,14 +103,14 @@ def share_heads(model, groups: int) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_heads_that_share_what_they_can_share_are_merged_exactly(kv_heads):
-    """Statistics come from float32 products, so what is exact in theory is so to 1e-5 of the logits; means and rotations are far off."""
+    """To 1e-5 of the logits, since statistics are float32 products; means and rotations are far off."""
     model = doubled()
     share_heads(model, kv_heads)
     merged = merged_by(model, kv_heads)
     assert difference(model, merged) < 1e-4 < 1e-1 < difference(model, merge_model(model, kv_heads))
     groups = torch.arange(8).view(kv_heads, -1)
     merges = [unrotated_merge(grams, groups) for grams in statistics(model)]
-    faulty = [replace(merge, key_out=merge.key_out.conj()) for merge in merges]  # queries rotated the wrong way
+    faulty = [replace(merge, key_out=merge.key_out.conj()) for merge in merges]  # the wrong way
     assert difference(model, merge_model(model, kv_heads, faulty)) > 1e-1
 
 
@@ -127,19 +134,20 @@ def test_rotations_cannot_merge_what_differs_in_scale():
 
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_values_are_the_truncated_svd_of_the_stacked_maps(members):
-    """W_O,i read_i sum_j combine_j W_V,j S^(1/2) is the best approximation of rank d of the stacked W_O,i W_V,i S^(1/2)."""
-    generator = torch.Generator().manual_seed(1)
-    values, outputs = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((members, 8, 30), (members, 30, 8)))
-    factor = torch.randn(30, 30, dtype=torch.float64, generator=generator) / 5  # S = factor factor^T stands for S^(1/2) up to a rotation
+    """W_O,i read_i sum_j combine_j W_V,j S^(1/2): of rank d, the best for the stacked W_O,i W_V,i S^(1/2)."""
+    values, outputs = normal(members, 8, 30, seed=1), normal(members, 30, 8, seed=2)
+    factor = normal(30, 30, seed=3) / 5  # S = factor factor^T: S^(1/2) up to a rotation
     seen = values @ factor
-    combine, read = closed_form.merge_values(torch.einsum("ian,jbn->ijab", seen, seen)[None], (outputs.mT @ outputs)[None])
+    gram = torch.einsum("ian,jbn->ijab", seen, seen)
+    combine, read = closed_form.merge_values(gram[None], (outputs.mT @ outputs)[None])
     stacked = (outputs @ seen).reshape(-1, 30).numpy()
     left, singular, right = np.linalg.svd(stacked, full_matrices=False)
     best = (left[:, :8] * singular[:8]) @ right[:8]
     shared = torch.einsum("jab,jbn->an", combine[0], seen)
     ours = (outputs @ read[0] @ shared).reshape(-1, 30).numpy()
     np.testing.assert_allclose(ours, best, atol=1e-10 * np.abs(best).max())
-    assert float(shared.square().sum()) == pytest.approx(float(seen.square().sum()) / members)  # the mean of the heads' energies
+    mean_energy = float(seen.square().sum()) / members
+    assert float(shared.square().sum()) == pytest.approx(mean_energy)
 
 
 @pytest.mark.parametrize("members", [1, 2, 4])
@@ -156,22 +164,25 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
         best = singular[0] * np.outer(left[:, 0], right[0])
         ours = (weights[:, pair, None] * factor[:, pair, None] * shared[None, :, pair]).numpy()
         np.testing.assert_allclose(ours, best, atol=1e-10)
-    np.testing.assert_allclose(shared.abs().square().sum(0).numpy(), keys.abs().square().sum(1).mean(0).numpy(), rtol=1e-10)
+    mean_energy = keys.abs().square().sum(1).mean(0)
+    torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     mean = keys.mean(0)
     assert (torch.einsum("np,np->p", shared.conj(), mean).real > 0).all()  # the phase of the mean
 
 
 def test_a_query_that_never_looks_does_not_blow_its_factor_up():
-    keys = torch.complex(*torch.randn(2, 3, 50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    keys = torch.complex(*normal(2, 3, 50, 4, seed=3))
     energy = torch.ones(3, 4, dtype=torch.float64)
     energy[1] = 1e-300
     energy[2, 0] = 0
     keys[:, :, 3] = 0  # a pair whose keys are zero
     weights = closed_form.key_weights(energy)
-    combine, factor = (part[0] for part in closed_form.merge_keys(torch.einsum("inp,jnp->ijp", keys.conj(), keys)[None], weights[None]))
+    gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
+    combine, read = (part[0] for part in closed_form.merge_keys(gram[None], weights[None]))
     shared = torch.einsum("jp,jnp->np", combine, keys)
     bound = (keys.abs().square().sum(1) / shared.abs().square().sum(0).clamp(min=1e-300)).sqrt()
-    assert torch.isfinite(factor.abs()).all() and (factor.abs()[:, :3] <= bound[:, :3] + 1e-9).all() and (factor[:, 3] == 1).all()
+    assert torch.isfinite(read.abs()).all() and (read.abs()[:, :3] <= bound[:, :3] + 1e-9).all()
+    assert (read[:, 3] == 1).all()
     assert torch.isfinite(combine.abs()).all() and (closed_form.key_weights(torch.zeros(2, 4)) == 1).all()
 
 
@@ -196,7 +207,8 @@ def test_energy_scores_are_what_merging_the_pair_loses():
         combine, read = closed_form.merge_keys(group_blocks(key, pair), weights[pair])
         lost = 0.0
         for place, head in enumerate((i, j)):
-            rest = torch.eye(2, dtype=torch.complex128)[place][:, None] - read[0, place] * combine[0]  # [2, P]
+            chosen = torch.eye(2, dtype=torch.complex128)[place][:, None]
+            rest = chosen - read[0, place] * combine[0]  # [2, P]
             energy = torch.einsum("ip,ijp,jp->p", rest.conj(), group_blocks(key, pair)[0], rest).real
             lost += float((energy * weights[head].square()).sum())
         assert float(key_loss[i, j]) == pytest.approx(lost / total_key, rel=1e-6)
@@ -230,7 +242,7 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
 
 
 def test_shared_values_have_the_coordinates_nearest_to_the_mean():
-    """Of all orthogonal coordinates of v~, sum_n <mean, v~> is largest where sum_n mean v~^T is symmetric, >= 0."""
+    """Of all orthogonal coordinates, sum_n <mean, v~> is largest where sum_n mean v~^T is symmetric, >= 0."""
     values, outputs = normal(2, 3, 30, 8), normal(2, 3, 20, 8, seed=1)
     gram = torch.einsum("gina,gjnb->gijab", values, values)
     combine, _ = closed_form.merge_values(gram, outputs.mT @ outputs)
@@ -245,7 +257,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
-    """closed_form_layer against vectors: values, keys and columns of W_O rotated one by one, then their Grams."""
+    """closed_form_layer against vectors: values, keys and columns of W_O rotated, then their Grams."""
     groups = torch.tensor([[4, 1, 3], [5, 0, 2]])
     mix = normal(6, 8, 8, seed=9)  # heads that differ in more than a rotation
     values, keys = (torch.einsum("nzd,hde->nhe", normal(50, 1, 8, seed=seed), mix) for seed in (1, 2))
@@ -253,8 +265,8 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
     queries, outputs = normal(50, 6, 8, seed=5) * torch.arange(1, 9), normal(6, 20, 8, seed=6)
     stats = LayerStats(6, 8)
     stats.update_queries(queries)
-    tensors = stats.tensors() | {"value.raw": value_half(values), "key.raw": torch.view_as_real(key_gram(keys)),
-                                 "output.gram": outputs.mT @ outputs}
+    tensors = stats.tensors() | {"output.gram": outputs.mT @ outputs}
+    tensors |= {"value.raw": value_half(values), "key.raw": torch.view_as_real(key_gram(keys))}
     value_rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
     key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
     merge = closed_form.closed_form_layer(LayerGrams(tensors, 6), groups, value_rotation, key_rotation)
@@ -272,7 +284,7 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
     expected = closed_form.closed_form(*parts)
     for ours, theirs in zip(astuple(merge), astuple(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    unrotated = closed_form.closed_form_layer(LayerGrams(tensors, 6), groups, torch.eye(8).double().expand(2, 3, 8, 8),
-                                              torch.ones_like(key_rotation))
+    identity = torch.eye(8).double().expand(2, 3, 8, 8), torch.ones_like(key_rotation)
+    unrotated = closed_form.closed_form_layer(LayerGrams(tensors, 6), groups, *identity)
     for ours, theirs in zip(astuple(merge), astuple(unrotated), strict=True):
         assert (ours - theirs).abs().max() > 0.1

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.method.fuse import fuse_layer, mean_merge, merge_model, merged_state
+from common.method.fuse import Merge, fuse_layer, mean_merge, merge_model, merged_state
+from common.method.rope import rotate_pairs, to_complex
 from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
@@ -11,14 +12,14 @@ LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three la
 
 def random_rotations(heads: int, size: int):
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64)).Q
-    keys = torch.polar(torch.ones(heads, size // 2, dtype=torch.float64), 6.3 * torch.rand(heads, size // 2, dtype=torch.float64))
-    return values, keys
+    angles = 6.3 * torch.rand(heads, size // 2, dtype=torch.float64)
+    return values, torch.polar(torch.ones_like(angles), angles)
 
 
 def logits_of(model, seed: int = 5):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (3, 40), generator=generator)
-    positions = torch.randint(0, 200, (3, 40), generator=generator).sort(-1).values  # random positions, gaps included
+    positions = torch.randint(0, 200, (3, 40), generator=generator).sort(-1).values  # with gaps
     with torch.no_grad():
         return model(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens)).logits
 
@@ -34,7 +35,9 @@ def test_fused_model_is_the_same_function(dtype, bias):
     assert (logits_of(model) - before).abs().max() <= LIMITS[dtype]
 
 
-@pytest.mark.parametrize("fault", ["reflected key pair", "value rotation not orthogonal", "rotation across pairs"])
+@pytest.mark.parametrize(
+    "fault", ["reflected key pair", "value rotation not orthogonal", "rotation across pairs"]
+)
 def test_what_is_not_allowed_changes_the_function(fault):
     model = tiny_model().double()
     before = logits_of(model)
@@ -43,7 +46,7 @@ def test_what_is_not_allowed_changes_the_function(fault):
     if fault == "value rotation not orthogonal":
         values[3] *= 1.01
     fuse_layer(attention, list(range(8)), values, keys)
-    if fault == "reflected key pair":  # an orthogonal map that RoPE does not commute with, absorbed by q and k alike
+    if fault == "reflected key pair":  # orthogonal and absorbed by q and k alike, but RoPE does not commute
         for projection in (attention.q_proj, attention.k_proj):
             projection.weight.data[0] *= -1
     if fault == "rotation across pairs":
@@ -60,17 +63,21 @@ def test_fusing_writes_equations_12_to_16():
     order = torch.randperm(8).tolist()
     fuse_layer(attention, order, values, keys)
     for new, old in enumerate(order):
-        rows, was = slice(8 * new, 8 * new + 8), slice(8 * old, 8 * old + 8)
+        rows, source = slice(8 * new, 8 * new + 8), slice(8 * old, 8 * old + 8)
         block = torch.block_diag(*[torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
-        interleaved = [p + half * 4 for p in range(4) for half in (0, 1)]  # (0, 4, 1, 5, ...): pairs side by side
+        interleaved = [p + half * 4 for p in range(4) for half in (0, 1)]  # (0, 4, 1, 5, ...)
         rotation = torch.empty(8, 8, dtype=torch.float64)
         rotation[torch.tensor(interleaved)[:, None], torch.tensor(interleaved)] = block.double()
         for name in ("q_proj", "k_proj"):
-            torch.testing.assert_close(getattr(attention, name).weight[rows], rotation @ before[f"{name}.weight"][was])
-            torch.testing.assert_close(getattr(attention, name).bias[rows], rotation @ before[f"{name}.bias"][was])
-        torch.testing.assert_close(attention.v_proj.weight[rows], values[new] @ before["v_proj.weight"][was])
-        torch.testing.assert_close(attention.v_proj.bias[rows], values[new] @ before["v_proj.bias"][was])
-        torch.testing.assert_close(attention.o_proj.weight[:, rows], before["o_proj.weight"][:, was] @ values[new].T)
+            projection = getattr(attention, name)
+            rotated = rotation @ before[f"{name}.weight"][source]
+            torch.testing.assert_close(projection.weight[rows], rotated)
+            torch.testing.assert_close(projection.bias[rows], rotation @ before[f"{name}.bias"][source])
+        rotated = values[new] @ before["v_proj.weight"][source]
+        torch.testing.assert_close(attention.v_proj.weight[rows], rotated)
+        torch.testing.assert_close(attention.v_proj.bias[rows], values[new] @ before["v_proj.bias"][source])
+        columns = before["o_proj.weight"][:, source] @ values[new].T
+        torch.testing.assert_close(attention.o_proj.weight[:, rows], columns)
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
 
 
@@ -95,5 +102,54 @@ def test_merging_equal_heads_changes_nothing():
                 blocks = parameter.data.view(2, 4, 8, -1)
                 blocks[:] = blocks[:, :1].clone()
     merged = merge_model(model, 2)
-    assert merged.config.num_key_value_heads == 2 and merged.model.layers[0].self_attn.k_proj.out_features == 16
+    assert merged.config.num_key_value_heads == 2
+    assert merged.model.layers[0].self_attn.k_proj.out_features == 16
     torch.testing.assert_close(logits_of(merged), logits_of(model), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_each_query_head_follows_its_key_value_head():
+    """Of a source that is GQA already: query heads 2 i and 2 i + 1 move and rotate with key/value head i."""
+    attention = tiny_model(bias=True, num_key_value_heads=4).double().model.layers[0].self_attn
+    before = {name: p.clone() for name, p in attention.named_parameters()}
+    values, keys = random_rotations(4, 8)
+    order = [2, 0, 3, 1]
+    fuse_layer(attention, order, values, keys)
+    for new, old in enumerate(order):
+        for query in range(2):
+            rows, source = (slice(8 * (2 * head + query), 8 * (2 * head + query) + 8) for head in (new, old))
+            expected = rotate_pairs(before["q_proj.weight"][source][None], keys[new][None])[0]
+            torch.testing.assert_close(attention.q_proj.weight[rows], expected)
+            expected = before["o_proj.weight"][:, source] @ values[new].T
+            torch.testing.assert_close(attention.o_proj.weight[:, rows], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source_kv_heads", [8, 4])
+def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
+    """v~ = sum value_in v, k~ = sum key_in k, W_O,i <- W_O,i value_out_i, q_i <- conj(key_out_i) q_i."""
+    attention = tiny_model(bias=True, num_key_value_heads=source_kv_heads).double().model.layers[0].self_attn
+    members, repeats = source_kv_heads // 2, 8 // source_kv_heads
+    value_in, value_out = torch.randn(2, 2, members, 8, 8, dtype=torch.float64)
+    key_in, key_out = torch.complex(*torch.randn(2, 2, 2, members, 4, dtype=torch.float64))
+    state = merged_state(attention, Merge(value_in, value_out, key_in, key_out))
+    assert "o_proj.bias" not in state
+
+    def pairs(rows):  # [d, ...] -> [..., d/2]
+        return to_complex(rows.movedim(0, -1))
+
+    for kind in ("weight", "bias"):
+        value, key, query = (getattr(getattr(attention, f"{name}_proj"), kind) for name in "vkq")
+        for group in range(2):
+            heads = range(group * members, (group + 1) * members)
+            rows = {head: slice(8 * head, 8 * head + 8) for head in range(8)}
+            shared = sum(value_in[group, i] @ value[rows[head]] for i, head in enumerate(heads))
+            torch.testing.assert_close(state[f"v_proj.{kind}"][rows[group]], shared)
+            shared = sum(pairs(key[rows[head]]) * key_in[group, i] for i, head in enumerate(heads))
+            torch.testing.assert_close(pairs(state[f"k_proj.{kind}"][rows[group]]), shared)
+            for i, head in enumerate(heads):
+                for reader in range(head * repeats, (head + 1) * repeats):
+                    absorbed = pairs(query[rows[reader]]) * key_out[group, i].conj()
+                    torch.testing.assert_close(pairs(state[f"q_proj.{kind}"][rows[reader]]), absorbed)
+                    columns = attention.o_proj.weight[:, rows[reader]] @ value_out[group, i]
+                    torch.testing.assert_close(state["o_proj.weight"][:, rows[reader]], columns)

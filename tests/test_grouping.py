@@ -33,7 +33,8 @@ def test_score_equals_eq_23():
     groups = np.random.default_rng(1).permuted(np.tile(np.arange(8), (3, 5, 1)), axis=-1).reshape(3, 5, 2, 4)
     ours = score(similarity, groups)
     for layer, run in np.ndindex(3, 5):
-        assert ours[layer, run] == pytest.approx(direct_score(similarity[layer], groups[layer, run]), abs=1e-12)
+        expected = direct_score(similarity[layer], groups[layer, run])
+        assert ours[layer, run] == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_swap_is_kept_exactly_when_the_full_score_rises():
@@ -66,7 +67,8 @@ def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
     found = anneal(similarity, kv_heads, restarts=30, iterations=400, seed=0)
     assert (np.sort(found.reshape(2, -1), -1) == np.arange(heads)).all()
     for layer in range(2):
-        best = max(direct_score(similarity[layer], g) for g in all_groupings(list(range(heads)), heads // kv_heads))
+        groupings = all_groupings(list(range(heads)), heads // kv_heads)
+        best = max(direct_score(similarity[layer], groups) for groups in groupings)
         assert score(similarity, found)[layer] == pytest.approx(best, abs=1e-12)
 
 
@@ -89,6 +91,22 @@ def test_canonical_order_and_default():
     assert default_groups(1, 6, 2).tolist() == [[[0, 1, 2], [3, 4, 5]]]
 
 
-def test_combine_weighs_keys_and_values_alike():
-    key, value = random_similarity(2, 8, 1), random_similarity(2, 8, 2)
-    np.testing.assert_allclose(combine(key, value), combine(1000 * key, value), rtol=1e-9)
+def test_groups_come_in_canonical_order():
+    """Of the search and of the matching: ascending within each group, groups by their first head."""
+    similarity = random_similarity(6, 8)
+    for groups in (anneal(similarity, 4, restarts=3, iterations=20, seed=1), best_pairs(similarity)):
+        assert (np.diff(groups, axis=-1) > 0).all() and (np.diff(groups[..., 0], axis=-1) > 0).all()
+
+
+def test_combine_adds_similarities_divided_by_their_spread():
+    """The standard deviation over a layer's pairs of different heads, layer by layer."""
+    key, value = random_similarity(2, 8, 1), 50 + 1000 * random_similarity(2, 8, 2)
+    pairs = list(itertools.combinations(range(8), 2))
+    for layer, matrix in enumerate(combine(key, value)):
+        spread = [np.std([similarity[layer][pair] for pair in pairs]) for similarity in (key, value)]
+        np.testing.assert_allclose(matrix, key[layer] / spread[0] + value[layer] / spread[1])
+
+
+def test_combine_takes_similarities_without_spread_as_they_are():
+    key, value = random_similarity(1, 4), np.ones((1, 4, 4))
+    np.testing.assert_allclose(combine(key, value), combine(key, 0 * value) + 1)

@@ -17,7 +17,8 @@ def logits(n: int = 6, vocab: int = 40, seed: int = 0) -> torch.Tensor:
 
 def test_kl_is_scipys_entropy_of_teacher_against_student():
     student, teacher = logits(seed=1), logits(seed=2)
-    expected = scipy.stats.entropy(scipy.special.softmax(teacher.numpy(), 1), scipy.special.softmax(student.numpy(), 1), axis=1)
+    probabilities = (scipy.special.softmax(logits.numpy(), 1) for logits in (teacher, student))
+    expected = scipy.stats.entropy(*probabilities, axis=1)
     np.testing.assert_allclose(kl(student, teacher).numpy(), expected, atol=1e-12)
     assert (kl(teacher, teacher).abs() < 1e-12).all()
 
@@ -29,24 +30,32 @@ def test_cross_entropy_is_minus_log_probability():
 
 
 def bild_written_out(student: np.ndarray, teacher: np.ndarray, k: int, temperature: float) -> float:
-    """One token, from the definition: both leaders, all pairs i < j of the leader's k largest in descending order."""
+    """One token by definition: both leaders, all pairs i < j of the leader's k largest, largest first."""
     total = 0.0
     for leader in (teacher, student):
         top = np.argsort(-leader)[:k]
         pairs = list(itertools.combinations(top, 2))
-        ours, theirs = (scipy.special.softmax([(z[a] - z[b]) / temperature for a, b in pairs]) for z in (student, teacher))
-        total += scipy.stats.entropy(theirs, ours)
+        shares = []
+        for z in (teacher, student):
+            shares.append(scipy.special.softmax([(z[a] - z[b]) / temperature for a, b in pairs]))
+        total += scipy.stats.entropy(*shares)
     return total
 
 
 def test_bild_equals_the_definition():
     student, teacher = logits(seed=1), logits(seed=2)
-    expected = [bild_written_out(s, t, 16, 3.0) for s, t in zip(student.numpy(), teacher.numpy(), strict=True)]
+    tokens = zip(student.numpy(), teacher.numpy(), strict=True)
+    expected = [bild_written_out(s, t, 16, 3.0) for s, t in tokens]
     np.testing.assert_allclose(bild(student, teacher).numpy(), expected, atol=1e-12)
     assert differences(student[:, :16]).shape == (6, 120)
     assert (bild(teacher, teacher).abs() < 1e-12).all()
     # only differences count: adding a constant to all logits of a token changes nothing
     torch.testing.assert_close(bild(student + 5, teacher - 2), bild(student, teacher))
+
+
+def test_differences_are_earlier_minus_later_logits():
+    row = torch.tensor([[5.0, 3.0, 2.0]])
+    assert differences(row).tolist() == [[2, 3, 1]]
 
 
 def test_bild_gradient():
@@ -57,7 +66,8 @@ def test_bild_gradient():
 def pieces_of(tokens: int, chunk: int) -> list:
     """Every third token under BiLD, the others under KL, one token under neither."""
     at = torch.arange(tokens - 1)
-    return [("bild", part) for part in at[::3].split(chunk)] + [("kl", part) for part in at[at % 3 > 0].split(chunk)]
+    answers, prompt = at[::3].split(chunk), at[at % 3 > 0].split(chunk)
+    return [("bild", part) for part in answers] + [("kl", part) for part in prompt]
 
 
 def both(teacher, weight):
@@ -66,9 +76,10 @@ def both(teacher, weight):
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_chunked_equals_plain(chunk):
-    """Value and gradients for hidden states and for the head, formed chunk by chunk; each piece's loss called once."""
+    """Value and gradients of hidden states and head, formed chunk by chunk; each piece's loss called once."""
     generator = torch.Generator().manual_seed(3)
-    hidden, head, weight = (torch.rand(*shape, dtype=torch.float64, generator=generator) for shape in ((10, 8), (30, 8), (10,)))
+    hidden, head, weight = (torch.rand(*shape, dtype=torch.float64, generator=generator)
+                            for shape in ((10, 8), (30, 8), (10,)))
     teacher, calls, results = logits(10, 30), [], []
 
     def counted(*piece):
@@ -77,7 +88,8 @@ def test_chunked_equals_plain(chunk):
 
     def plain(hidden, head):
         whole, at = hidden @ head.T, torch.arange(9)
-        return both(teacher, weight)("bild", at[::3], whole[at[::3]]) + both(teacher, weight)("kl", at[at % 3 > 0], whole[at[at % 3 > 0]])
+        loss, answers, prompt = both(teacher, weight), at[::3], at[at % 3 > 0]
+        return loss("bild", answers, whole[answers]) + loss("kl", prompt, whole[prompt])
 
     for run in (lambda h, w: chunked(counted, pieces_of(10, chunk), h, w), plain):
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
@@ -88,13 +100,16 @@ def test_chunked_equals_plain(chunk):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     assert (results[0][1][9] == 0).all() and len(calls) == len(pieces_of(10, chunk))
     with torch.no_grad():
-        assert float(chunked(counted, pieces_of(10, chunk), hidden, head)) == pytest.approx(float(results[1][0]), abs=1e-12)
+        value = float(chunked(counted, pieces_of(10, chunk), hidden, head))
+        assert value == pytest.approx(float(results[1][0]), abs=1e-12)
 
 
 def test_chunked_gradcheck():
     teacher, weight = logits(7, 20), torch.rand(7, dtype=torch.float64)
-    hidden, head = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 4), (20, 4)))
-    assert torch.autograd.gradcheck(lambda h, w: chunked(both(teacher, weight), pieces_of(7, 2), h, w), (hidden, head))
+    hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(20, 4, dtype=torch.float64, requires_grad=True)
+    loss = both(teacher, weight)
+    assert torch.autograd.gradcheck(lambda h, w: chunked(loss, pieces_of(7, 2), h, w), (hidden, head))
 
 
 def test_chunked_without_pieces_is_zero():
@@ -108,5 +123,6 @@ def test_chunked_without_pieces_is_zero():
 def test_head_gradient_does_not_accumulate_in_bfloat16():
     """4096 tokens pull the same way, one a chunk: a bfloat16 sum would stop growing at 256."""
     hidden, head = (torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True) for n in (4096, 2))
-    chunked(lambda kind, at, logits: logits.float().sum(), [("all", at) for at in torch.arange(4096).split(1)], hidden, head).backward()
+    pieces = [("all", at) for at in torch.arange(4096).split(1)]
+    chunked(lambda kind, at, logits: logits.float().sum(), pieces, hidden, head).backward()
     assert (head.grad == 4096).all()

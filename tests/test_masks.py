@@ -17,12 +17,13 @@ TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(
 def test_expected_mask_is_the_probability_of_being_open(log_alpha):
     drawn = masks.draw(torch.full((200_000,), log_alpha), seed=0, step=0)
     share = float((drawn > 0).float().mean())
-    assert share == pytest.approx(float(masks.expected(torch.tensor(log_alpha))), abs=5e-3)  # 200,000 draws: 4 sigma
+    expected = float(masks.expected(torch.tensor(log_alpha)))
+    assert share == pytest.approx(expected, abs=5e-3)  # 200,000 draws: 4 sigma
     assert 0 <= drawn.min() and drawn.max() <= 1
 
 
 def test_hard_concrete_as_printed():
-    """s = sigmoid((log u - log(1 - u) + log_alpha) / beta), stretched to (-0.1, 1.1), clipped (Louizos et al., Eq. 10-11)."""
+    """s = sigmoid((logit(u) + log_alpha) / beta), stretched to (-0.1, 1.1), clipped (Louizos, Eq. 10-11)."""
     log_alpha = torch.linspace(-4, 4, 50)
     u = torch.rand(50, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
     s = torch.sigmoid(((u / (1 - u)).log() + log_alpha) / (2 / 3))
@@ -92,12 +93,16 @@ def test_a_whole_head_is_blended_where_merging_changed_it():
     attention = student.model.layers[1].self_attn
     x, heads = torch.randn(5, 48), torch.randn(5, 64)
     query, output = attention.q_proj, attention.o_proj
-    expected = [x @ (z[1, j] * query.original.weight[8 * j : 8 * j + 8] + (1 - z[1, j]) * query.merged.weight[8 * j : 8 * j + 8]).T
-                + z[1, j] * query.original.bias[8 * j : 8 * j + 8] + (1 - z[1, j]) * query.merged.bias[8 * j : 8 * j + 8] for j in range(8)]
-    torch.testing.assert_close(query(x), torch.cat(expected, -1), rtol=1e-5, atol=1e-5)
-    expected = sum(heads[:, 8 * j : 8 * j + 8] @ (z[1, j] * output.original.weight[:, 8 * j : 8 * j + 8] + (1 - z[1, j]) * output.merged.weight[:, 8 * j : 8 * j + 8]).T
-                   for j in range(8)) + output.merged.bias
-    torch.testing.assert_close(output(heads), expected, rtol=1e-5, atol=1e-5)
+    queries, outputs = [], output.merged.bias
+    for j in range(8):
+        part, open_share = slice(8 * j, 8 * j + 8), z[1, j]
+        weight = open_share * query.original.weight[part] + (1 - open_share) * query.merged.weight[part]
+        bias = open_share * query.original.bias[part] + (1 - open_share) * query.merged.bias[part]
+        queries.append(x @ weight.T + bias)
+        original, merged = output.original.weight[:, part], output.merged.weight[:, part]
+        outputs = outputs + heads[:, part] @ (open_share * original + (1 - open_share) * merged).T
+    torch.testing.assert_close(query(x), torch.cat(queries, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output(heads), outputs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -108,7 +113,10 @@ def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, n
         masks.set_masks(student, torch.ones(3, 8))
         assert torch.equal(student(TOKENS).logits, aligned(TOKENS).logits)
         gqa = copy.deepcopy(merged)
-        gqa.load_state_dict({name: tensor if masks.blended_name(name, names) != name else aligned.state_dict()[name] for name, tensor in merged.state_dict().items()})
+        state = aligned.state_dict()
+        blended = {name for name in state if masks.blended_name(name, names) != name}
+        gqa.load_state_dict({name: tensor if name in blended else state[name]
+                             for name, tensor in merged.state_dict().items()})
         masks.set_masks(student, torch.zeros(3, 8))
         closed = student(TOKENS).logits
         torch.testing.assert_close(closed, gqa(TOKENS).logits, rtol=0, atol=1e-5)

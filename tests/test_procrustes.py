@@ -12,6 +12,7 @@ from common.method.procrustes import (
     key_similarity,
     pair_mean,
     polar,
+    sign_flips,
     value_similarity,
 )
 from common.method.rope import rotate_pairs
@@ -41,13 +42,14 @@ def heads() -> torch.Tensor:
 
 
 def best_pair_rotations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Turn each RoPE pair of x [n, d] by its best angle towards y, the angle found from its own 2 x 2 problem."""
-    turned, half = np.empty_like(x), x.shape[1] // 2
+    """Rotate each RoPE pair of x [n, d] by its best angle towards y, from a 2 x 2 problem of its own."""
+    rotated, half = np.empty_like(x), x.shape[1] // 2
     for p in range(half):
         (a, b), (c, e) = x[:, [p, p + half]].T, y[:, [p, p + half]].T
         angle = np.arctan2((a * e - b * c).sum(), (a * c + b * e).sum())
-        turned[:, p], turned[:, p + half] = np.cos(angle) * a - np.sin(angle) * b, np.sin(angle) * a + np.cos(angle) * b
-    return turned
+        rotated[:, p] = np.cos(angle) * a - np.sin(angle) * b
+        rotated[:, p + half] = np.sin(angle) * a + np.cos(angle) * b
+    return rotated
 
 
 def direct(x: np.ndarray, y: np.ndarray, criterion: str) -> float:
@@ -65,12 +67,15 @@ def test_similarity_equals_direct_formulas(heads, criterion):
     vectors, raw = chosen.numpy(), heads.numpy()
     for i in range(H):
         for j in range(H):
-            rotation, _ = scipy.linalg.orthogonal_procrustes(vectors[:, j], vectors[:, i])  # min |x_j R - x_i|
-            turned = best_pair_rotations(vectors[:, j], vectors[:, i])
-            assert values[0][i, j] == pytest.approx(direct(raw[:, i], raw[:, j], criterion), abs=1e-10)
-            assert values[1][i, j] == pytest.approx(direct(vectors[:, i], vectors[:, j] @ rotation, criterion), abs=1e-10)
-            assert keys[0][i, j] == pytest.approx(direct(raw[:, i], raw[:, j], criterion), abs=1e-10)
-            assert keys[1][i, j] == pytest.approx(direct(vectors[:, i], turned, criterion), abs=1e-10)
+            # min |x_j R - x_i|
+            rotation, _ = scipy.linalg.orthogonal_procrustes(vectors[:, j], vectors[:, i])
+            values_after = direct(vectors[:, i], vectors[:, j] @ rotation, criterion)
+            rotated = best_pair_rotations(vectors[:, j], vectors[:, i])
+            before = direct(raw[:, i], raw[:, j], criterion)
+            assert values[0][i, j] == pytest.approx(before, abs=1e-10)
+            assert values[1][i, j] == pytest.approx(values_after, abs=1e-10)
+            assert keys[0][i, j] == pytest.approx(before, abs=1e-10)
+            assert keys[1][i, j] == pytest.approx(direct(vectors[:, i], rotated, criterion), abs=1e-10)
 
 
 def value_gram(values: torch.Tensor) -> torch.Tensor:
@@ -145,7 +150,7 @@ def test_half_gram_in_strips_loses_nothing(count):
 def test_polar_agrees_with_scipy(heads):
     x, y = heads[:, 0], heads[:, 1]
     ours = polar(value_gram(heads)[1, 0])  # of Y X^T: minimises |Q x - y| for column vectors, Eq. 4
-    theirs, _ = scipy.linalg.orthogonal_procrustes(x.numpy(), y.numpy())  # minimises |x R - y| for row vectors
+    theirs, _ = scipy.linalg.orthogonal_procrustes(x.numpy(), y.numpy())  # min |x R - y|, row vectors
     np.testing.assert_allclose(ours.numpy(), theirs.T, atol=1e-10)
     eq6 = ours.T  # what Eq. 6 prints is the transpose: it must fit worse
     assert (x @ ours.T - y).norm() < (x @ eq6.T - y).norm()
@@ -157,18 +162,23 @@ def test_keys_before_rope_are_enough():
     keys = torch.randn(N, H, D)
     positions = torch.randint(0, 4096, (1, N))
     cos, sin = rotary(keys, positions)
-    after = apply_rotary_pos_emb(keys.transpose(0, 1)[None], keys.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
+    by_head = keys.transpose(0, 1)[None]
+    after = apply_rotary_pos_emb(by_head, by_head, cos, sin)[0][0].transpose(0, 1)
     # float32 angles up to 4096 radians: 1e-3 of sums of 300 products
     torch.testing.assert_close(key_gram(after.double()), key_gram(keys.double()), rtol=1e-3, atol=2e-2)
 
 
 def algorithm_1(shapes: list[np.ndarray], rounds: int, solve) -> list[np.ndarray]:
-    """Generalized Procrustes as printed, on vectors [n, d]: solve(Y_i, mean) returns Y_i turned onto the mean."""
-    turned = [shape.copy() for shape in shapes]
+    """Generalized Procrustes as printed, on vectors [n, d]: solve(Y_i, mean) rotates Y_i onto the mean."""
+    rotated = [shape.copy() for shape in shapes]
     for _ in range(rounds):
-        mean = sum(turned) / len(turned)
-        turned = [solve(shape, mean) for shape in turned]
-    return turned
+        mean = sum(rotated) / len(rotated)
+        rotated = [solve(shape, mean) for shape in rotated]
+    return rotated
+
+
+def eye() -> torch.Tensor:
+    return torch.eye(D, dtype=torch.float64).expand(H, D, D)
 
 
 def onto(shape: np.ndarray, mean: np.ndarray) -> np.ndarray:
@@ -182,20 +192,20 @@ def test_value_alignment_equals_algorithm_1_on_vectors(heads, rounds):
     expected = algorithm_1([heads[:, i].numpy() for i in range(H)], rounds, onto)
     for i in range(H):
         np.testing.assert_allclose((heads[:, i] @ rotation[i].T).numpy(), expected[i], atol=1e-8)
-    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(D, dtype=torch.float64).expand(H, D, D), rtol=0, atol=1e-12)
+    torch.testing.assert_close(rotation @ rotation.mT, eye(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rounds", [1, 5, 40])
 def test_key_alignment_equals_algorithm_1_on_vectors(heads, rounds):
     rotation = align_keys(key_gram(heads)[None], rounds, tolerance=-1)[0]  # -1: do not stop early
     expected = algorithm_1([heads[:, i].numpy() for i in range(H)], rounds, best_pair_rotations)
-    turned = rotate_pairs(heads.permute(1, 2, 0), rotation).permute(2, 0, 1)
+    rotated = rotate_pairs(heads.permute(1, 2, 0), rotation).permute(2, 0, 1)
     for i in range(H):
-        np.testing.assert_allclose(turned[:, i].numpy(), expected[i], atol=1e-8)
+        np.testing.assert_allclose(rotated[:, i].numpy(), expected[i], atol=1e-8)
 
 
 def agreement(vectors: torch.Tensor, rotate) -> float:
-    """sum_n |sum_i Q_i v_i|^2, which Algorithm 1 raises, of vectors [n, H, d]."""
+    """sum_n |sum_i Q_i v_i|^2 of vectors [n, H, d], which Algorithm 1 raises."""
     return float(rotate(vectors).sum(1).square().sum())
 
 
@@ -207,7 +217,8 @@ def test_alignment_goes_on_until_it_has_settled(heads, kind):
     def reached(rotation):
         if kind == "values":
             return agreement(heads, lambda vectors: torch.einsum("hab,nhb->nha", rotation, vectors))
-        return agreement(heads, lambda vectors: rotate_pairs(vectors.permute(1, 2, 0), rotation).permute(2, 0, 1))
+        rows = heads.permute(1, 2, 0)
+        return agreement(heads, lambda vectors: rotate_pairs(rows, rotation).permute(2, 0, 1))
 
     settled = reached(align(gram, rounds=3000, tolerance=-1))
     assert reached(align(gram)) >= settled * (1 - 1e-6)
@@ -227,24 +238,26 @@ def test_alignment_of_hidden_copies_is_exact(heads):
     one = heads[:, :1]
     rotations = torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64)).Q
     values = torch.einsum("nzd,hed->nhe", one, rotations)
-    found = align_values(value_gram(values)[None])[0]
-    aligned = torch.einsum("nhd,hed->nhe", values, found)
+    rotation = align_values(value_gram(values)[None])[0]
+    aligned = torch.einsum("nhd,hed->nhe", values, rotation)
     torch.testing.assert_close(aligned, aligned[:, :1].expand(-1, H, -1), rtol=0, atol=1e-5)
-    phases = torch.polar(torch.ones(H, D // 2, dtype=torch.float64), 6 * torch.rand(H, D // 2, dtype=torch.float64))
+    angles = 6 * torch.rand(H, D // 2, dtype=torch.float64)
+    phases = torch.polar(torch.ones_like(angles), angles)
     keys = rotate_pairs(one.expand(-1, H, -1).permute(1, 2, 0), phases).permute(2, 0, 1)
-    found = align_keys(key_gram(keys)[None])[0]
-    aligned = rotate_pairs(keys.permute(1, 2, 0), found).permute(2, 0, 1)
+    rotation = align_keys(key_gram(keys)[None])[0]
+    aligned = rotate_pairs(keys.permute(1, 2, 0), rotation).permute(2, 0, 1)
     torch.testing.assert_close(aligned, aligned[:, :1].expand(-1, H, -1), rtol=0, atol=1e-5)
 
 
 def test_key_rotation_is_orthogonal_never_a_reflection_and_commutes_with_rope(heads):
     rotation = align_keys(key_gram(heads)[None])[0]
-    matrix = rotate_pairs(torch.eye(D, dtype=torch.float64).expand(H, D, D), rotation)  # the d x d map of each head
-    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(D, dtype=torch.float64).expand(H, D, D), rtol=0, atol=1e-12)
+    matrix = rotate_pairs(eye(), rotation)  # the d x d map of each head
+    torch.testing.assert_close(matrix @ matrix.mT, eye(), rtol=0, atol=1e-12)
     pairs = torch.stack([matrix[:, [p, p + D // 2]][:, :, [p, p + D // 2]] for p in range(D // 2)])
-    torch.testing.assert_close(torch.linalg.det(pairs), torch.ones(D // 2, H, dtype=torch.float64), rtol=0, atol=1e-12)
+    determinants = torch.linalg.det(pairs)
+    torch.testing.assert_close(determinants, torch.ones_like(determinants), rtol=0, atol=1e-12)
     angles = torch.rand(D // 2, dtype=torch.float64) * 100
-    rope = rotate_pairs(torch.eye(D, dtype=torch.float64).expand(H, D, D), torch.polar(torch.ones_like(angles), angles).expand(H, -1))
+    rope = rotate_pairs(eye(), torch.polar(torch.ones_like(angles), angles).expand(H, -1))
     torch.testing.assert_close(rope @ matrix, matrix @ rope, rtol=0, atol=1e-12)
 
 
@@ -252,6 +265,26 @@ def test_silent_pair_is_left_alone(heads):
     silent = heads.clone()
     silent[:, :, [0, D // 2]] = 0
     assert torch.equal(align_keys(key_gram(silent)[None])[0][:, 0], torch.ones(H, dtype=torch.complex128))
+
+
+def test_similarity_of_pairs_that_only_flip_is_the_real_part(heads):
+    """Eq. 18 where only u = 1 and -1 are exact: |Re c[p]|, and |c[p]| over the free pairs."""
+    free = torch.tensor([True, False, True, False])
+    gram = key_gram(heads)
+    _, after = key_similarity(gram, N, "cos", free)
+    best = torch.where(free, gram.abs(), torch.maximum(gram.real, -gram.real)).sum(-1) / N
+    torch.testing.assert_close(after, best, rtol=0, atol=1e-12)
+    assert (after < key_similarity(gram, N, "cos")[1] - 1e-6).any()
+
+
+def test_no_single_sign_flip_improves_a_group():
+    """100 random groups of six heads; the first head of each keeps its sign."""
+    gram = torch.randn(100, 6, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    gram = gram + gram.transpose(1, 2)
+    signs = sign_flips(gram)
+    assert (signs.abs() == 1).all() and (signs[:, 0] == 1).all()
+    pull = torch.einsum("gijp,gjp->gip", gram, signs) - torch.einsum("giip,gip->gip", gram, signs)
+    assert (signs * pull >= 0).all()  # flipping head i changes the sum by -4 s_i pull_i
 
 
 def test_all_groups_at_once_are_each_group_alone(heads):
@@ -271,13 +304,14 @@ def test_pair_mean():
 
 def test_decompositions_shared_among_threads_are_the_same_ones():
     """More matrices than threads, and fewer; the number of threads is as it was afterwards."""
-    matrices, threads = torch.randn(5, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8)), torch.get_num_threads()
+    generator, threads = torch.Generator().manual_seed(8), torch.get_num_threads()
+    matrices = torch.randn(5, 3, 6, 6, dtype=torch.float64, generator=generator)
     try:
         torch.set_num_threads(2)
         for batch in (matrices, matrices[:1, :1], matrices[0, 0]):
-            found = polar(batch)
-            for ours, matrix in zip(found.reshape(-1, 6, 6), batch.reshape(-1, 6, 6), strict=True):
+            factors = polar(batch)
+            for ours, matrix in zip(factors.reshape(-1, 6, 6), batch.reshape(-1, 6, 6), strict=True):
                 np.testing.assert_allclose(ours.numpy(), scipy.linalg.polar(matrix.numpy())[0], atol=1e-12)
-        assert found.shape == (6, 6) and torch.get_num_threads() == 2
+        assert factors.shape == (6, 6) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)

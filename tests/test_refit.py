@@ -86,7 +86,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_a_layer_is_fitted_on_three_sequences_of_four_and_judged_on_the_fourth(batch, bias):
-    """Inputs and targets differ, as they do behind a merged layer; the originals' bias is no target of W_O."""
+    """Inputs and targets differ, as they do behind a merged layer; the bias is no target of W_O."""
     assert HELD_OUT_EVERY == 4
     targets, inputs = normal(8, 10, 6, seed=1), normal(8, 10, 6, seed=2)
     inputs = targets + 0.1 * inputs
@@ -105,7 +105,8 @@ def test_a_layer_is_fitted_on_three_sequences_of_four_and_judged_on_the_fourth(b
         refitted = merged.self_attn.o_proj.weight
         np.testing.assert_allclose(refitted.numpy(), expected, atol=1e-4)  # products are float32
         assert row["before"] == pytest.approx(share(*judge, weight), rel=1e-4)
-        assert row["after"] == pytest.approx(share(*judge, refitted), rel=1e-3) and row["after"] < row["before"]
+        assert row["after"] == pytest.approx(share(*judge, refitted), rel=1e-3)
+        assert row["after"] < row["before"]
         for text, moved in zip(texts, (original(targets), merged(inputs), unrefitted), strict=True):
             torch.testing.assert_close(torch.cat(text), moved)
 
@@ -117,7 +118,8 @@ def test_one_batch_of_two_sequences_has_one_to_judge():
 
 def refit_model(model, merged, batch: int) -> list[dict]:
     """Every layer of `merged` refitted on TOKENS, in place."""
-    targets, inputs = (Spool(model.model.embed_tokens(part) for part in TOKENS.split(batch)) for _ in range(2))
+    batches = [model.model.embed_tokens(part) for part in TOKENS.split(batch)]
+    targets, inputs = Spool(batches), Spool(batches)
     refit = Refit(lambda layer, hidden: run_layer(model, layer, hidden), targets, inputs)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):
         refit.layer(*layers)
