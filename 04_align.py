@@ -164,14 +164,10 @@ def write_aligned(directory: str, inputs: Inputs, rotations: list) -> dict[str, 
         value_rotation, key_rotation = (rotation.flatten(0, 1) for rotation in rotations[index])
         fuse_layer(layer.self_attn, inputs.groups[index].flatten().tolist(), value_rotation, key_rotation)
 
-    def round_weights(index, layer):
-        for parameter in layer.parameters():
-            parameter.copy_(parameter.to(inputs.dtype))
-
     layers.edit(rotate)
     if inputs.dtype != torch.float32:
         logits["rotated"] = layers.logits(inputs.tokens)
-        layers.edit(round_weights)
+        layers.edit(lambda index, layer: layer.to(inputs.dtype).float())
         logits["rounded"] = layers.logits(inputs.tokens)
     with CheckpointWriter(directory, layers.config, inputs.dtype, inputs.source["path"]) as writer:
         for index, layer in enumerate(layers.decoder_layers()):
@@ -212,26 +208,21 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
         texts = inputs.refit_tokens.split(4), inputs.refit_tokens.split(4), inputs.tokens.split(1)
         refit = Refit(layers.run, *(layers.embed(batches, args.run) for batches in texts))
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
-        bar = tqdm(layers.decoder_layers(), "merging", source["layers"], unit="layer")
-        for index, layer in enumerate(bar):
+        for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
             merge = mean_merge(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
             if args.merge == "closed-form":
                 merge = closed_form_layer(inputs.grams(index), groups[index], *rotations[index])
             merged = merge_layer(layer, index, config, merge)
             if refit:
-                refit.layer(layer, merged)
+                row = refit.layer(layer, merged)
+                ridge = "kept" if row["ridge"] is None else f"{row['ridge']:g}"
+                tqdm.write(f"refit   layer {index:2d}, ridge {ridge:>6s}: error of the held-out output, as a "
+                           f"share of its energy, {row['before']:.4f} -> {row['after']:.4f}")
             writer.write(f"model.layers.{index}", merged)
         writer.write_rest(layers)
-    return finish_refit(refit, layers, inputs.tokens) if refit else {"refit_layers": []}
-
-
-def finish_refit(refit: Refit, layers: Layers, tokens: torch.Tensor) -> dict:
-    """Each layer's figures and the merged model's perplexity before the refit, printed."""
-    print("layer | ridge | output error before -> after, as a share of the held-out energy")
-    for index, row in enumerate(refit.figures):
-        ridge = "kept" if row["ridge"] is None else format(row["ridge"], "g")
-        print(f"{index:5d} | {ridge:>5s} | {row['before']:.4f} -> {row['after']:.4f}")
-    before = perplexity_of(layers.logits_of(refit.unrefitted), tokens)
+    if refit is None:
+        return {"refit_layers": []}
+    before = perplexity_of(layers.logits_of(refit.unrefitted), inputs.tokens)
     print(f"refit   perplexity of merged {before:.3f} before")
     return {"refit_layers": refit.figures, "perplexity_merged_before_refit": before}
 

@@ -157,6 +157,26 @@ def test_layer_by_layer_writes_the_same_bytes(aligned_run, tmp_path):
     assert written["whole"] == written["layerwise"]
 
 
+def test_refit_brings_merged_nearer(aligned_run, tmp_path):
+    """Only W_O changes, the recorded errors fall in every layer, and so does the difference of logits."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    done = run("04_align.py", "--run", home, "--force", "--refit")
+    summary = json.loads((home / "merged" / "stage.json").read_text())["summary"]
+    before = json.loads((aligned_run / "merged" / "stage.json").read_text())["summary"]
+    assert summary["perplexity_merged_before_refit"] == before["perplexity_merged"]
+    assert "refit   perplexity of merged" in done.stdout and len(summary["refit_layers"]) == 3
+    assert all(row["after"] < row["before"] for row in summary["refit_layers"])
+    refitted, plain = weights(home / "merged"), weights(aligned_run / "merged")
+    changed = [name for name in plain if not torch.equal(refitted[name], plain[name])]
+    assert len(changed) == 3 and all(name.endswith("self_attn.o_proj.weight") for name in changed)
+    models = [AutoModelForCausalLM.from_pretrained(path)
+              for path in (home / "aligned", home / "merged", aligned_run / "merged")]
+    tokens = torch.randint(32, 122, (4, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        source, refitted, plain = (model(tokens).logits for model in models)
+    assert (source - refitted).square().mean() < (source - plain).square().mean()
+
+
 def test_the_pair_names_one_another_and_every_file(aligned_run):
     aligned, merged = (str(aligned_run / name) for name in ("aligned", "merged"))
     record = read_record(merged, "04_align.py")
@@ -286,13 +306,13 @@ def test_mistakes_in_the_flags(aligned_run, tmp_path, arguments, message):
     assert digests(home) == digests(aligned_run)
 
 
-@pytest.mark.parametrize("projection", ["k_proj", "v_proj", "o_proj"])
-def test_a_layer_of_zeros_is_merged_by_the_mean(inputs, tmp_path, projection):
+def test_layers_of_zeros_are_merged_by_the_mean(inputs, tmp_path):
     """Keys, values or outputs that are all zero: no NaN, no singular matrix."""
     path = save_tiny(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        getattr(model.model.layers[1].self_attn, projection).weight.zero_()
+        for layer, projection in zip(model.model.layers, ("k_proj", "v_proj", "o_proj"), strict=True):
+            getattr(layer.self_attn, projection).weight.zero_()
     model.save_pretrained(path)
     home = tmp_path / "run"
     text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
@@ -301,8 +321,8 @@ def test_a_layer_of_zeros_is_merged_by_the_mean(inputs, tmp_path, projection):
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 5, "--iterations", 50)
     run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     aligned, merged = weights(home / "aligned"), weights(home / "merged")
-    for name in (["k_proj"] if projection == "k_proj" else ["v_proj"]):
-        name = f"model.layers.1.self_attn.{name}.weight"
+    for name in ("0.self_attn.k_proj", "1.self_attn.v_proj", "2.self_attn.v_proj"):
+        name = f"model.layers.{name}.weight"
         torch.testing.assert_close(merged[name], aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1))
     record = json.loads((home / "merged" / "stage.json").read_text())["summary"]
     assert all(np.isfinite(row["after"]) for row in record["refit_layers"])

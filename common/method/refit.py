@@ -72,8 +72,8 @@ class Refit:
         self.held_out = held_out.split(sizes)
 
     @torch.no_grad()
-    def layer(self, original, merged) -> None:
-        """Refit o_proj of the decoder layer `merged` in place, and move on to the next layer.
+    def layer(self, original, merged) -> dict:
+        """Refit o_proj of the decoder layer `merged` in place and move on to the next layer; returns its figures.
 
         original: the decoder layer to approximate, whatever its number of kv heads.
         """
@@ -84,6 +84,7 @@ class Refit:
         projection.weight.copy_(weight.to(projection.weight.dtype))
         self._advance(merged, self.inputs)
         self.figures.append({"ridge": ridge, "before": before, "after": after})
+        return self.figures[-1]
 
     def _advance(self, layer, batches) -> None:
         for number in range(len(batches)):
