@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import runpy
 import shutil
 
 import numpy
@@ -9,10 +11,20 @@ import pytest
 import torch
 
 from common import evaluate, models
+from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
 from common.reporting.scores import caption, results_table, write_scores
-from conftest import byte_tokenizer, copy_run, evaluate_arguments, expect_error, run, save_tiny, tiny_model
+from conftest import (
+    ROOT,
+    byte_tokenizer,
+    copy_run,
+    evaluate_arguments,
+    expect_error,
+    run,
+    save_tiny,
+    tiny_model,
+)
 
 
 def read_outcomes(home) -> list[dict]:
@@ -169,6 +181,14 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
     message = f"{weights}: its content is not what stage.json records"
     expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
     assert (home / "eval.json").read_bytes() == before
+
+
+def test_one_value_that_is_not_finite_is_enough():
+    require_finite = runpy.run_path(str(ROOT / "07_eval.py"))["require_finite"]
+    require_finite([0.5, -3.0], "a", tiny_model())
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(UserError, match="a: expected finite log-probabilities, found NaN or Inf"):
+            require_finite([0.5, value, -3.0], "a", tiny_model())
 
 
 def test_overflow_is_one_line_and_nothing_is_written(inputs, tmp_path):

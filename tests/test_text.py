@@ -41,6 +41,8 @@ def test_packed_where_too_few_are_long_enough(documents):
 def test_too_little_text_says_found_and_needed(documents):
     with pytest.raises(UserError, match="expected 4 x 40 = 160 tokens, found 114"):
         load_tokens(documents, byte_tokenizer(), sequences=4, length=40)
+    with pytest.raises(UserError, match="expected 3 x 40 = 120 tokens, found 114"):
+        load_tokens(documents, byte_tokenizer(), sequences=3, length=40)
 
 
 def test_no_special_tokens_are_added(tmp_path):
@@ -52,6 +54,7 @@ def test_no_special_tokens_are_added(tmp_path):
 
     (tmp_path / "text.txt").write_text("abc")
     assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 1, 3)[0].tolist() == [[97, 98, 99]]
+    assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 1, 2)[0].tolist() == [[97, 98]]
     assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 2, 2)[0].tolist() == [[97, 98], [99, 2]]
 
 
