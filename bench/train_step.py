@@ -13,12 +13,12 @@ of paired steps.
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,16 +38,19 @@ SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "1.3b": (2048, 5504, 24, 16, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
 }
+STEP, STEPS = 150, 1000  # the step that is timed, of that many
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16, layers recomputed)")
-    parser.add_argument("--attention", default="packed", help="of all models measured, as 05_prune_train.py --attention")
+    parser.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
-    parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one of each that is not counted")
+    parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
     parser.add_argument("--loss-chunk", type=int, default=512)
     return parser.parse_args()
 
@@ -63,11 +66,14 @@ def random_samples(count: int, vocab: int) -> list[Sample]:
     def ids(size):
         return tuple(torch.randint(0, vocab, (int(size),), generator=generator).tolist())
 
-    return [Sample(ids(min(length, 480)), ids(answer)) for length, answer in zip(lengths, answers, strict=True)]
+    pairs = zip(lengths, answers, strict=True)
+    return [Sample(ids(min(length, 480)), ids(answer)) for length, answer in pairs]
 
 
-def rows_of(samples: list[Sample], capacity: int, device) -> list:
-    return [build_row([samples[i] for i in row], len(samples)).to(device) for row in pack([len(s) for s in samples], capacity)]
+def lay_out(samples: list[Sample], capacity: int, device) -> list:
+    """The samples as rows of at most `capacity` tokens."""
+    packed = pack([len(sample) for sample in samples], capacity)
+    return [build_row([samples[i] for i in row], len(samples)).to(device) for row in packed]
 
 
 class Timed:
@@ -84,87 +90,111 @@ class Timed:
         return time.perf_counter() - start
 
 
-def measure(args, ranks) -> dict:
-    """The figures of the last line."""
-    assert ranks.device.type == args.device, f"--device {args.device}, but the device here is {ranks.device}"
-    cuda = args.device == "cuda"
-    hidden, inner, layers, heads, vocab = SHAPES[args.shape]
+class Models:
+    """The teacher and three students from random checkpoints: masked, plain and GQA, each with its
+    optimizer.
+    """
 
-    def config(kv_heads: int) -> LlamaConfig:
-        return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-                           num_key_value_heads=kv_heads, vocab_size=vocab)
+    def __init__(self, args, ranks):
+        hidden, inner, layers, heads, vocab = SHAPES[args.shape]
+        compute = torch.bfloat16 if args.device == "cuda" else torch.float32
+        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=heads, vocab_size=vocab,
+        )
+        grouped = copy.deepcopy(config)
+        grouped.num_key_value_heads = heads // 4
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as home:
+            mha, gqa = os.path.join(home, "mha"), os.path.join(home, "gqa")
+            for path, shape in ((mha, config), (gqa, grouped)):
+                with torch.device(ranks.device):
+                    LlamaForCausalLM(shape).to(compute).save_pretrained(path)
+            self.teacher = distill.frozen(mha, ranks, execution)
+            self.masked = build(
+                config, ranks, execution, distill.start_of_masked(mha, gqa),
+                lambda model: masks.patch(model, heads // 4), distill.start_masks(layers, heads),
+            )
+            self.plain = build(config, ranks, execution, lambda name: (mha, name))
+            self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
+        self.settings = distill.Settings(lr=1e-5, loss_chunk=args.loss_chunk)
+        self.optimizers = {
+            self.masked: distill.masked_optimizer(self.masked, self.settings),
+            self.plain: distill.teacher_optimizer(self.plain, 1e-5),
+            self.gqa: distill.gqa_optimizer(self.gqa, self.settings, masks.KEY_VALUE),
+        }
 
-    compute = torch.bfloat16 if cuda else torch.float32
-    execution = Execution(compute=compute, recompute=cuda, attention=args.attention)
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as home:
-        configs = {"mha": config(heads), "gqa": config(heads // 4)}
-        for name in configs:
-            with torch.device(ranks.device):
-                LlamaForCausalLM(configs[name]).to(compute).save_pretrained(os.path.join(home, name))
-        mha, gqa_start = os.path.join(home, "mha"), os.path.join(home, "gqa")
-        teacher = build(configs["mha"], ranks, replace(execution, weights=compute, recompute=False), lambda name: (mha, name))
-        teacher.eval().requires_grad_(False)
-        student = build(configs["mha"], ranks, execution, distill.start_of_masked(mha, gqa_start),
-                        lambda model: masks.patch(model, heads // 4), distill.start_masks(layers, heads))
-        plain = build(configs["mha"], ranks, execution, lambda name: (mha, name))
-        gqa = build(configs["gqa"], ranks, execution, lambda name: (gqa_start, name))
-    settings = distill.Settings(lr=1e-5, loss_chunk=args.loss_chunk)
-    masked_phase = distill.MaskedDistillation(student, teacher, 1000, settings)
-    gqa_phase = distill.Distillation(gqa, teacher, settings)
-    optimizers = {id(student): distill.masked_optimizer(student, settings), id(plain): distill.teacher_optimizer(plain, 1e-5),
-                  id(gqa): distill.gqa_optimizer(gqa, settings, masks.KEY_VALUE)}
-    samples = random_samples(args.batch, vocab)
-    packed, single = (rows_of(samples, capacity, ranks.device) for capacity in (args.tokens_per_microbatch, 1))
-    tokens = sum(map(len, samples))
+    def update(self, trainee) -> None:
+        self.optimizers[trainee].step()
+        self.optimizers[trainee].zero_grad(set_to_none=True)
 
-    def update(trainee):
-        optimizers[id(trainee)].step()
-        optimizers[id(trainee)].zero_grad(set_to_none=True)
-
-    def step(phase, trainee, rows):
-        phase.begin_step(150)
+    def step(self, phase, rows: list) -> None:
+        """A whole pruning step."""
+        trainee = phase.student
+        phase.begin_step(STEP)
         for row in rows:
             phase.row_loss(row)[0].backward()
         sum_over_ranks(phase.leaves(trainee))
-        phase.end_step(150)
+        phase.end_step(STEP)
         clip_gradients(trainee, 1.0)
-        update(trainee)
-        phase.after_update(150)
+        self.update(trainee)
+        phase.after_update(STEP)
 
-    def floor(rows):
+    def floor(self, rows: list) -> None:
+        """The teacher's forward pass, and a training step of the plain model."""
         for row in rows:
-            def cross_entropy(hidden, lm_head, row=row):
+
+            def loss(hidden, lm_head, row=row):
                 return torch.nn.functional.cross_entropy(lm_head(hidden).float(), row.targets)
 
             with torch.no_grad():
-                teacher(row, lambda hidden, lm_head: lm_head(hidden))
-            plain(row, cross_entropy).backward()
-        update(plain)
+                self.teacher(row, lambda hidden, lm_head: lm_head(hidden))
+            self.plain(row, loss).backward()
+        self.update(self.plain)
 
-    ways = {"floor": lambda: floor(packed), "masked": lambda: step(masked_phase, student, packed), "gqa": lambda: step(gqa_phase, gqa, packed),
-            "single": lambda: step(masked_phase, student, single)}
-    timed, taken = Timed(cuda), {name: [] for name in ways}
-    for number in range(args.pairs + 1):
+
+def time_pairs(ways: dict, pairs: int, timed: Timed) -> dict[str, list[float]]:
+    """Seconds of each way, taken in turn; the first round is not counted."""
+    taken = {name: [] for name in ways}
+    for number in range(pairs + 1):
         for name, way in ways.items():
             seconds = timed(way)
             if number:
                 taken[name].append(seconds)
         if number:
             print("  ".join(f"{name} {times[-1]:.3f} s" for name, times in taken.items()), flush=True)
+    return taken
 
-    def ratio(above, below):
+
+def measure(args, ranks) -> dict:
+    """The figures of the last line."""
+    assert ranks.device.type == args.device, f"--device {args.device}, but the device here is {ranks.device}"
+    models, cuda = Models(args, ranks), args.device == "cuda"
+    masked = distill.MaskedDistillation(models.masked, models.teacher, STEPS, models.settings)
+    gqa = distill.Distillation(models.gqa, models.teacher, models.settings)
+    samples = random_samples(args.batch, SHAPES[args.shape][-1])
+    packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
+    single = lay_out(samples, 1, ranks.device)
+    ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.step(masked, packed),
+            "gqa": lambda: models.step(gqa, packed), "single": lambda: models.step(masked, single)}
+    taken = time_pairs(ways, args.pairs, Timed(cuda))
+
+    def ratio(above: str, below: str) -> float:
         return round(statistics.median(a / b for a, b in zip(taken[above], taken[below], strict=True)), 3)
 
     medians = {name: statistics.median(times) for name, times in taken.items()}
-    figures = {"step_over_floor": ratio("masked", "floor"), "gqa_step_over_floor": ratio("gqa", "floor"), "packed_over_single": ratio("single", "masked"),
-               "samples_per_s": {"packed": round(args.batch / medians["masked"], 2), "single": round(args.batch / medians["single"], 2)},
-               "tokens_per_s": round(tokens / medians["masked"]), "rows": len(packed)}
-    flops = sum(map(masked_phase.flops, packed))
-    figures["tflops_per_s"] = round(flops / medians["masked"] / 1e12, 3)
+    rates = {name: round(args.batch / medians[way], 2)
+             for name, way in (("packed", "masked"), ("single", "single"))}
+    flops = sum(map(masked.flops, packed))
+    figures = {"step_over_floor": ratio("masked", "floor"), "gqa_step_over_floor": ratio("gqa", "floor"),
+               "packed_over_single": ratio("single", "masked"), "samples_per_s": rates,
+               "tokens_per_s": round(sum(map(len, samples)) / medians["masked"]), "rows": len(packed),
+               "tflops_per_s": round(flops / medians["masked"] / 1e12, 3)}
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
-        figures |= {"mfu": round(flops / medians["masked"] / peak, 3), "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+        figures["mfu"] = round(flops / medians["masked"] / peak, 3)
+        figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return figures | {"settings": vars(args), "machine": machine(args.device)}
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import common.training.packing  # noqa: F401  registers the attention "packed"
 from common.cli import UserError
 from common.weights import open_checkpoint
 
