@@ -4,22 +4,18 @@ Reads   the model that stage 1 read, RUN/calibration/, RUN/groups.json
 Writes  RUN/aligned/   an ordinary checkpoint of the same function: heads rotated, groups consecutive
         RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, no training
 
-    python 04_align.py --run runs/llama2-7b --rotate dist
     python 04_align.py --run runs/llama2-7b --merge closed-form --refit
     python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 6 GiB of memory
     python 04_align.py                                       # seconds on a CPU for the demo model
 
-Generalized Procrustes (Algorithm 1) on each group's Gram matrices in float64, fused into W_Q, W_K, W_V, W_O
-(Eq. 12-17). The equivalence check: aligned/, loaded back from disk, must give the source's logits on text up
-to float32 rounding. Storing rotated weights in 16 bits rounds them anew, so there the rotated model must pass
-in memory, in float32; aligned/ must give the logits of that model rounded; and its KL from the source is
-limited. Both checkpoints take their names when both are whole: if anything fails, an earlier pair stays as it
-was.
+Generalized Procrustes (Algorithm 1) on each group's Grams in float64, fused into W_Q, W_K, W_V, W_O
+(Eq. 12-17). The equivalence check: aligned/, loaded back from disk, must give the source's logits up to
+float32 rounding. 16-bit weights are rounded anew: there the rotated model must pass in memory, aligned/ must
+give the logits of that model rounded, and its KL from the source is limited. Else nothing is written.
 
---merge mean averages each group's keys and values (Eq. 25, 26); with --rotate none and 03_group.py --by none
-that is the mean-pool baseline. --merge closed-form keeps the best shared heads
-(common/method/closed_form.py): it starts nearer to the source, and suits 03_group.py --by energy. --refit
-then solves each layer's W_O anew on text.
+--merge mean averages each group's keys and values (Eq. 25, 26): after --rotate none and groups --by none,
+the mean-pool baseline. --merge closed-form keeps the best shared heads (common/method/closed_form.py): it
+starts nearer to the source, and suits groups --by energy. --refit then solves each layer's W_O anew.
 """
 
 import os
@@ -64,13 +60,11 @@ def parse():
     parser.add_argument("--merge", choices=("mean", "closed-form"), default="mean",
                         help="mean: as in the paper; closed-form: the best shared heads")
     parser.add_argument("--refit", action="store_true",
-                        help="solve each merged layer's W_O anew by least squares; costs three forward "
-                             "passes over --refit-sequences of text, in float32")
+                        help="least squares of each merged layer's W_O on text, in three forward passes")
     parser.add_argument("--refit-sequences", type=positive, default=128,
                         help="of the calibration text and as long; one in four judges the ridge")
     parser.section("the equivalence check")
-    parser.add_argument("--text", default=None,
-                        help="as in 01_calibrate.py (default: the calibration's, of c4 and demo held out)")
+    parser.add_argument("--text", default=None, help="as in 01_calibrate.py (default: the calibration's)")
     parser.add_argument("--sequences", type=positive, default=4, help="sequences of that text")
     parser.add_argument("--length", type=positive, default=None,
                         help="tokens per sequence (default: 512, or the calibration's if lower)")
@@ -122,9 +116,8 @@ def read_inputs(args) -> Inputs:
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; 03_group.py --by energy is made for --merge closed-form")
     tokenizer, calibrated = load_tokenizer(path), calibration["summary"]
-    default = min(512, calibrated["length"])
+    text, default = calibration["arguments"]["text"], min(512, calibrated["length"])
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
-    text = calibration["arguments"]["text"]
     tokens, description = load_tokens(args.text or text, tokenizer, args.sequences, length, split="heldout")
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
@@ -133,15 +126,16 @@ def read_inputs(args) -> Inputs:
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"])
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = torch.float32 if args.dtype == "float32" else (config.dtype or torch.float32)
-    return Inputs([calibration_path, groups_path], calibration, grouping, groups, source, tokens,
-                  refit_tokens, dtype, pick_device(args.device), args.layerwise)
+    chosen = pick_device(args.device)
+    return Inputs([calibration_path, groups_path], calibration, grouping, groups.to(chosen), source, tokens,
+                  refit_tokens, dtype, chosen, args.layerwise)
 
 
 def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
     """Rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, printed, of every layer."""
     rotations, cosines = [], []
     print("mean cosine within groups | keys before -> after | values before -> after")
-    for index, groups in enumerate(tqdm(inputs.groups.to(inputs.device), desc="aligning", unit="layer")):
+    for index, groups in enumerate(tqdm(inputs.groups, desc="aligning", unit="layer")):
         grams = inputs.grams(index)
         rotation = align_layer(grams, groups, criterion)
         cosine = within_group_cosine(grams, groups, *rotation, inputs.calibration["summary"]["tokens"])
@@ -201,9 +195,8 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
 
 def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, args) -> dict:
     """Merge the groups of the checkpoint `aligned`, and write the result. Returns the refit's figures."""
-    layers, source = inputs.open(aligned), inputs.source
+    layers, source, refit = inputs.open(aligned), inputs.source, None
     config = merged_config(layers.config, inputs.grouping["kv_heads"])
-    groups, refit = inputs.groups.to(inputs.device), None
     if args.refit:
         texts = inputs.refit_tokens.split(4), inputs.refit_tokens.split(4), inputs.tokens.split(1)
         refit = Refit(layers.run, *(layers.embed(batches, args.run) for batches in texts))
@@ -211,7 +204,7 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
         for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
             merge = mean_merge(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
             if args.merge == "closed-form":
-                merge = closed_form_layer(inputs.grams(index), groups[index], *rotations[index])
+                merge = closed_form_layer(inputs.grams(index), inputs.groups[index], *rotations[index])
             merged = merge_layer(layer, index, config, merge)
             if refit:
                 row = refit.layer(layer, merged)
@@ -238,12 +231,11 @@ def main():
         logits = write_aligned(aligned, inputs, rotations)
         figures = check_aligned(inputs, logits, inputs.open(aligned).logits(inputs.tokens))
         figures |= write_merged(merged, aligned, inputs, rotations, args)
-        merged_logits = inputs.open(merged).logits(inputs.tokens)
-        figures["perplexity_merged"] = perplexity_of(merged_logits, inputs.tokens)
-        summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")} | {
-            "rotate": args.rotate, "merge": args.merge, "refit": args.refit, "within_group_cosine": cosines,
-            "calibration_tokens": inputs.calibration["summary"]["tokens"]}
-        summary |= figures | {"peak_memory_gib": peak_memory()}
+        figures["perplexity_merged"] = perplexity_of(inputs.open(merged).logits(inputs.tokens), inputs.tokens)
+        summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
+        summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
+        summary |= {"calibration_tokens": inputs.calibration["summary"]["tokens"],
+                    "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
         written = record("04_align.py", args, inputs.source, inputs.paths, summary, clock())
         written["groups"] = inputs.grouping["groups"]
         write_record(aligned, written)

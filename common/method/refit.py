@@ -73,7 +73,7 @@ class Refit:
 
     @torch.no_grad()
     def layer(self, original, merged) -> dict:
-        """Refit o_proj of the decoder layer `merged` in place and move on to the next layer; returns its figures.
+        """Refit o_proj of the decoder layer `merged` in place; returns its figures. The texts move on.
 
         original: the decoder layer to approximate, whatever its number of kv heads.
         """
