@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import random
 import resource
 import runpy
@@ -23,6 +24,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from common.artifacts import write_record
 from common.cli import UserError
 from common.data.tasks import Sample
 from common.method import masks
@@ -45,6 +47,7 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
+from test_checkpoints import Attack, seal
 
 STAGE = "05_prune_train.py"
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
@@ -493,6 +496,21 @@ def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_pat
     expect_error("expected loss and tokens of every step", STAGE, *train_arguments(home, inputs))
     (home / "train" / "plan.json").write_text("{")
     expect_error("plan.json: expected the settings of a training", STAGE, *train_arguments(home, inputs))
+
+
+def test_a_crafted_checkpoint_runs_nothing_in_stages_5_and_6(finished_run, inputs, tmp_path):
+    """A .metadata that would run a command when unpickled, with all digests made to fit."""
+    home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
+    for path in steps_saved(str(home / "train")):
+        Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
+        seal(path)
+    record = json.loads((home / "train" / "stage.json").read_text())
+    write_record(str(home / "train"), record)
+    message = "expected the description of a training checkpoint, found that it asks for posix.system"
+    expect_error(message, "06_export.py", "--run", home, "--force")
+    (home / "train" / "stage.json").unlink()
+    expect_error(message, STAGE, *train_arguments(home, inputs))
+    assert not mark.exists()
 
 
 def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
