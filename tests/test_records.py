@@ -419,18 +419,21 @@ def test_a_killed_process_blocks_nobody(claims):
 
 
 def test_a_live_process_is_named(claims):
-    ready, release = os.pipe(), os.pipe()
+    ready, leave = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
+        os.close(leave[1])  # so that the read below ends with the parent, whatever becomes of it
         artifacts.claim("01_calibrate.py", claims)
         os.write(ready[1], b"x")
-        os.read(release[0], 1)
+        os.read(leave[0], 1)
         os._exit(0)
     os.read(ready[0], 1)
-    with pytest.raises(UserError, match=f"found process {child} on "):
-        artifacts.claim("01_calibrate.py", claims)
-    os.write(release[1], b"x")
-    os.waitpid(child, 0)
+    try:
+        with pytest.raises(UserError, match=f"found process {child} on "):
+            artifacts.claim("01_calibrate.py", claims)
+    finally:
+        os.close(leave[1])
+        os.waitpid(child, 0)
 
 
 # -- whole stages --
