@@ -111,7 +111,7 @@ def read_inputs(args) -> Inputs:
     path, config = source["path"], load_config(source["path"])
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
     if args.merge == "closed-form" and norms_heads(config):
-        raise UserError(f"{path}: expected --merge mean, found closed-form: the model's q_norm and k_norm "
+        raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
                         "undo the scale that queries would absorb")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; 03_group.py --by energy is made for --merge closed-form")

@@ -64,12 +64,12 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 4), (9, 3), (6, 1)])
 def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
     similarity = random_similarity(2, heads, seed=heads + kv_heads)
-    found = anneal(similarity, kv_heads, restarts=30, iterations=400, seed=0)
-    assert (np.sort(found.reshape(2, -1), -1) == np.arange(heads)).all()
+    groups = anneal(similarity, kv_heads, restarts=30, iterations=400, seed=0)
+    assert (np.sort(groups.reshape(2, -1), -1) == np.arange(heads)).all()
     for layer in range(2):
         groupings = all_groupings(list(range(heads)), heads // kv_heads)
-        best = max(direct_score(similarity[layer], groups) for groups in groupings)
-        assert score(similarity, found)[layer] == pytest.approx(best, abs=1e-12)
+        best = max(direct_score(similarity[layer], grouping) for grouping in groupings)
+        assert score(similarity, groups)[layer] == pytest.approx(best, abs=1e-12)
 
 
 def test_annealing_is_seeded():

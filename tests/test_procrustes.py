@@ -37,8 +37,8 @@ def heads() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     shared = torch.randn(N, 1, D, generator=generator, dtype=torch.float64)
     mix = torch.randn(H, D, D, generator=generator, dtype=torch.float64)
-    own = torch.randn(N, H, D, generator=generator, dtype=torch.float64)
-    return torch.einsum("nzd,hde->nhe", shared, mix) + 0.5 * own
+    noise = torch.randn(N, H, D, generator=generator, dtype=torch.float64)
+    return torch.einsum("nzd,hde->nhe", shared, mix) + 0.5 * noise
 
 
 def best_pair_rotations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
