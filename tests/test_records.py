@@ -335,15 +335,16 @@ def test_only_what_this_call_moved_is_removed(tmp_path):
     for name in ("gqa.old", "gqa.old-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text(name)
+    (tmp_path / "gqa.old-2").symlink_to("nowhere")
     for text in ("first", "second"):
         with artifacts.write_directory(str(path)) as aside:
             Path(aside, "file").write_text(text)
         assert content(path) == {"file": text}
     for name in ("gqa.old", "gqa.old-1"):
         assert content(tmp_path / name) == {"mine": name}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["gqa", "gqa.old", "gqa.old-1"]
-    assert artifacts.move_aside(str(path)) == f"{path}.old-2" and artifacts.move_aside(str(path)) is None
-    assert content(tmp_path / "gqa.old-2") == {"file": "second"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gqa", "gqa.old", "gqa.old-1", "gqa.old-2"]
+    assert artifacts.move_aside(str(path)) == f"{path}.old-3" and artifacts.move_aside(str(path)) is None
+    assert content(tmp_path / "gqa.old-3") == {"file": "second"}
 
 
 @pytest.mark.parametrize("moment", ["in the block", "before the rename"])
