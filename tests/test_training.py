@@ -762,7 +762,7 @@ def test_nothing_but_damaged_checkpoints(distributed_run, inputs, tmp_path):
     for files in saved_files(home):
         flip(files[-1])
     done = run("06_export.py", "--run", home, "--force", fails=True)
-    assert "is not what was written" in done.stderr and (home / "gqa").is_dir()
+    assert "its content is not what stage.json records" in done.stderr and (home / "gqa").is_dir()
     (home / "train" / "stage.json").unlink()
     command = ["--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
     done = run(STAGE, *command, processes=2, fails=True)
@@ -787,7 +787,9 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     assert process.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, errors
-    assert all(text in lines[0] for text in ("cannot be written", "File too large", "GiB free there")), errors
+    assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
+    reasons = ("File too large", "inline_container")  # torch's own zip writer may speak first
+    assert any(reason in lines[0] for reason in reasons), errors
     assert not list((home / "train").glob("*.tmp"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
     run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)

@@ -117,9 +117,10 @@ def save(job) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, or of the first rank's where torch gathered those of all ranks."""
-    failures = list(getattr(error, "failures", {}).values())
-    return str(failures[0][0] if failures else error).split("\n")[0]
+    """The first line of an error; of all ranks' errors, where torch gathered them, one of the system's."""
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
+    told = next((failure for failure in failures if isinstance(failure, OSError)), failures[0])
+    return str(told).split("\n")[0]
 
 
 def _write_digests(path: str, rank: int) -> None:
