@@ -184,7 +184,7 @@ def expect_error(message: str, command: str, *arguments, **options) -> None:
 
 
 def build_once(factory, name: str, build) -> Path:
-    """A directory that build(path) makes for all tests of all pytest-xdist workers."""
+    """A directory that build(path) makes once for all pytest-xdist workers. Nobody may change it."""
     root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
     complete = root / f"{name}.complete"
     with FileLock(root / f"{name}.lock"):
@@ -192,6 +192,11 @@ def build_once(factory, name: str, build) -> Path:
             build(root / name)
             complete.touch()
     return root / name
+
+
+def build_run(factory, name: str, build) -> Path:
+    """This worker's copy of a run directory that is built once: stages lock the one they work in."""
+    return copy_run(build_once(factory, name, build), factory.mktemp(name) / "run")
 
 
 def calibrate_arguments(inputs: dict[str, str]) -> list:
@@ -227,7 +232,7 @@ def aligned_run(inputs, tmp_path_factory) -> Path:
         run("03_group.py", "--run", home, *GROUPING)
         run("04_align.py", "--run", home)
 
-    return build_once(tmp_path_factory, "aligned", build)
+    return build_run(tmp_path_factory, "aligned", build)
 
 
 def finish(home: Path, aligned_run: Path, inputs: dict[str, str], processes: int) -> None:
@@ -242,14 +247,14 @@ def finish(home: Path, aligned_run: Path, inputs: dict[str, str], processes: int
 def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, each in one process."""
     build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=0)
-    return build_once(tmp_path_factory, "finished", build)
+    return build_run(tmp_path_factory, "finished", build)
 
 
 @pytest.fixture(scope="session")
 def distributed_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, trained on two processes: for slow tests."""
     build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=2)
-    return build_once(tmp_path_factory, "distributed", build)
+    return build_run(tmp_path_factory, "distributed", build)
 
 
 @pytest.fixture
