@@ -76,7 +76,7 @@ def load_config(path: str):
         name = os.path.join(path, "config.json") if os.path.isdir(path) else path
         with open(name, encoding="utf-8") as file:
             fault = mismatch(json.load(file), {name: Optional(COUNT) for name in SIZES}, "config.json")
-        config = None if fault else AutoConfig.from_pretrained(path)
+        config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a damaged file raises a different class for each kind of damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
@@ -182,7 +182,7 @@ def load_tokenizer(path: str):
     Raises UserError unless its ids fit the model's vocabulary and it has an end-of-sequence token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each tokenizer backend raises its own class
         raise UserError(f"{path}: cannot load a tokenizer: {first_line(error)}") from error
     largest, rows = max(tokenizer.get_vocab().values()), load_config(path).vocab_size

@@ -92,14 +92,14 @@ def test_operators_that_change_nothing_change_nothing_and_others_do(bias):
 def test_mixed_heads_are_equation_5():
     attention, operators = tiny_model(bias=True).model.layers[0].self_attn, random_operators()
     x = torch.randn(5, 48)
-    own = {"key": attention.k_proj(x).view(5, 8, 8), "value": attention.v_proj(x).view(5, 8, 8)}
+    plain = {"key": attention.k_proj(x).view(5, 8, 8), "value": attention.v_proj(x).view(5, 8, 8)}
     model = fusion.with_operators(tiny_model(bias=True), operators, GROUPS)
     for kind, name in fusion.PROJECTIONS.items():
         mixed = getattr(model.model.layers[0].self_attn, name)(x).view(5, 8, 8)
         for group, members in enumerate(GROUPS[kind][0]):
             for h, head in enumerate(members):
                 factors = operators[f"0_{kind}"][group, h]
-                expected = sum(factors[j] * own[kind][:, other] for j, other in enumerate(members))
+                expected = sum(factors[j] * plain[kind][:, other] for j, other in enumerate(members))
                 torch.testing.assert_close(mixed[:, head], expected, rtol=1e-4, atol=1e-5)
 
 

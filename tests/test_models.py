@@ -280,6 +280,15 @@ def test_a_damaged_config_is_refused(copy, content):
     assert str(path) in refusal(load_config, str(path))
 
 
+def test_code_beside_a_config_is_never_run(copy):
+    path = copy("whole")
+    (path / "strange.py").write_text(f"open({str(path / 'ran')!r}, 'w')\n")
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
+    (path / "config.json").write_text(json.dumps(config))
+    assert "custom code" in refusal(load_config, str(path))
+    assert not (path / "ran").exists()
+
+
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 

@@ -9,8 +9,8 @@ def cka(heads: torch.Tensor) -> torch.Tensor:
     """Linear CKA of every pair of heads, uncentred as Appendix B.1 prints it: [H, d, n] -> [H, H] float64."""
     heads = heads.double()
     overlap = torch.einsum("adn,ben->abde", heads, heads).square().sum((2, 3))  # |W_a W_b^T|_F^2
-    own_overlap = overlap.diagonal()
-    return overlap / (own_overlap[:, None] * own_overlap).sqrt()
+    self_overlap = overlap.diagonal()
+    return overlap / (self_overlap[:, None] * self_overlap).sqrt()
 
 
 def redundancy(similarity: torch.Tensor) -> float:
