@@ -1,21 +1,25 @@
-"""Stage 4: rotate the heads of each group onto each other without changing the model, and merge them.
+"""Stage 4: align the heads of each group by rotations that leave the model equivalent, then merge them.
 
-Reads   the model that stage 1 read, RUN/calibration/, RUN/groups.json
-Writes  RUN/aligned/   an ordinary checkpoint of the same function: heads rotated, groups consecutive
-        RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, no training
+Reads   the source model, RUN/calibration/, RUN/groups.json
+Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads rotated, groups consecutive
+        RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, untrained
 
     python 04_align.py --run runs/llama2-7b --merge closed-form --refit
     python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 6 GiB of memory
     python 04_align.py                                       # seconds on a CPU for the demo model
 
-Generalized Procrustes (Algorithm 1) on each group's Grams in float64, fused into W_Q, W_K, W_V, W_O
-(Eq. 12-17). The equivalence check: aligned/, loaded back from disk, must give the source's logits up to
-float32 rounding. 16-bit weights are rounded anew: there the rotated model must pass in memory, aligned/ must
-give the logits of that model rounded, and its KL from the source is limited. Else nothing is written.
+Generalized Procrustes (Algorithm 1) finds the rotations from each group's Grams, in float64. They are fused
+into W_Q, W_K, W_V and W_O (Eq. 12-17).
 
---merge mean averages each group's keys and values (Eq. 25, 26): after --rotate none and groups --by none,
-the mean-pool baseline. --merge closed-form keeps the best shared heads (common/method/closed_form.py): it
-starts nearer to the source, and suits groups --by energy. --refit then solves each layer's W_O anew.
+Equivalence check: aligned/, loaded back from disk, must reproduce the source's logits up to float32 rounding.
+A 16-bit checkpoint rounds the rotated weights once more. There the rotated float32 model must match the
+source, aligned/ must match that model rounded to 16 bits, and its KL from the source is bounded. If the check
+fails, nothing is written.
+
+--merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
+none it is the mean-pool baseline. --merge closed-form computes the best shared heads
+(common/method/closed_form.py), a start closer to the source, best with 03_group.py --by energy. --refit then
+re-solves each layer's W_O by least squares.
 """
 
 import os
@@ -46,8 +50,8 @@ from common.method.rope import norms_heads
 from common.method.stats import LayerGrams
 from common.models import load_config, load_tokenizer, pick_device, source_model
 
-LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, or of the largest logit if more: float32 rounding in all layers
-STORED_KL = 0.01  # nats per token, source to 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
+LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
+STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
 
 
 def parse():
@@ -60,17 +64,18 @@ def parse():
     parser.add_argument("--merge", choices=("mean", "closed-form"), default="mean",
                         help="mean: as in the paper; closed-form: the best shared heads")
     parser.add_argument("--refit", action="store_true",
-                        help="least squares of each merged layer's W_O on text, in three forward passes")
+                        help="re-solve each merged layer's W_O by least squares (three forward passes)")
     parser.add_argument("--refit-sequences", type=positive, default=128,
-                        help="of the calibration text and as long; one in four judges the ridge")
+                        help="sequences of the calibration text, at its length; one in four is held out to "
+                             "choose the ridge strength")
     parser.section("the equivalence check")
-    parser.add_argument("--text", default=None, help="as in 01_calibrate.py (default: the calibration's)")
-    parser.add_argument("--sequences", type=positive, default=4, help="sequences of that text")
+    parser.add_argument("--text", help="as in 01_calibrate.py (default: the calibration's text)")
+    parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
-                        help="tokens per sequence (default: 512, or the calibration's if lower)")
+                        help="tokens per sequence (default: 512, or the calibration's length if shorter)")
     parser.section("execution")
     parser.add_argument("--dtype", choices=("source", "float32"), default="source",
-                        help="of the checkpoints written; rotations are float64, forward passes float32")
+                        help="of the checkpoints written; rotations use float64, forward passes float32")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
@@ -78,15 +83,15 @@ def parse():
 
 @dataclass
 class Inputs:
-    """What the stage reads."""
+    """The inputs of the stage."""
 
-    paths: list[str]  # of the calibration and the groups
+    paths: list[str]  # calibration, groups
     calibration: dict
     grouping: dict
-    groups: torch.Tensor  # [layers, G, D] head numbers
-    source: dict  # the source model's path, fingerprint and geometry
+    groups: torch.Tensor  # [layers, G, D] head indices
+    source: dict  # path, fingerprint and geometry of the source model
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
-    refit_tokens: torch.Tensor | None
+    refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
     dtype: torch.dtype  # of the checkpoints to write
     device: str
     layerwise: bool
@@ -97,12 +102,12 @@ class Inputs:
         return LayerGrams(tensors, self.source["kv_heads"])
 
     def open(self, path: str) -> Layers:
-        """A checkpoint as from_pretrained reads it, in float32."""
+        """A checkpoint in float32."""
         return Layers(path, torch.float32, self.device, one_by_one=self.layerwise)
 
 
 def read_inputs(args) -> Inputs:
-    """Everything the stage reads, checked and listed; models are opened later."""
+    """Read and validate all inputs except the model weights, and print a line for each."""
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
     calibration = read_calibration(calibration_path)
@@ -112,9 +117,9 @@ def read_inputs(args) -> Inputs:
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
     if args.merge == "closed-form" and norms_heads(config):
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
-                        "undo the scale that queries would absorb")
+                        "would undo the scale folded into the queries")
     if args.merge == "closed-form" and by != "energy":
-        print(f"note    groups by {by}; 03_group.py --by energy is made for --merge closed-form")
+        print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     tokenizer, calibrated = load_tokenizer(path), calibration["summary"]
     text, default = calibration["arguments"]["text"], min(512, calibrated["length"])
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
@@ -132,7 +137,7 @@ def read_inputs(args) -> Inputs:
 
 
 def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
-    """Rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, printed, of every layer."""
+    """Each layer's rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, also printed."""
     rotations, cosines = [], []
     print("mean cosine within groups | keys before -> after | values before -> after")
     for index, groups in enumerate(tqdm(inputs.groups, desc="aligning", unit="layer")):
@@ -149,7 +154,8 @@ def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
 def write_aligned(directory: str, inputs: Inputs, rotations: list) -> dict[str, list]:
     """Rotate and reorder the source's heads, and write the checkpoint.
 
-    Returns logits of the source and, unless the checkpoint is float32, of the "rotated" and "rounded" models.
+    Returns the logits of the "source" and, unless the checkpoint is float32, of the "rotated" model and of
+    the "rounded" one, which is the rotated model rounded to the checkpoint's dtype.
     """
     layers = inputs.open(inputs.source["path"])
     logits = {"source": layers.logits(inputs.tokens)}
@@ -171,13 +177,13 @@ def write_aligned(directory: str, inputs: Inputs, rotations: list) -> dict[str, 
 
 
 def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dict[str, float]:
-    """The equivalence check of aligned/ as loaded back; its figures. Raises UserError when it fails."""
+    """Equivalence check of aligned/ as loaded back: returns its figures, raises UserError if it fails."""
     source = logits["source"]
     allowed = max(LOGIT_TOLERANCE[0], LOGIT_TOLERANCE[1] * max(float(rows.abs().max()) for rows in source))
     pairs = [(source, aligned)]
-    if "rotated" in logits:  # one after the other: rotated in float32, then rounded as stored
+    if "rotated" in logits:  # in two steps: rotation in float32, then rounding to the stored dtype
         pairs = [(source, logits["rotated"]), (logits["rounded"], aligned)]
-    difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # NaN if one is
+    difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # propagates NaN
     figures = {"max_logit_difference": difference, "kl": mean_kl(source, aligned),
                "perplexity_source": perplexity_of(source, inputs.tokens),
                "perplexity_aligned": perplexity_of(aligned, inputs.tokens)}
@@ -194,7 +200,7 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
 
 
 def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, args) -> dict:
-    """Merge the groups of the checkpoint `aligned`, and write the result. Returns the refit's figures."""
+    """Merge the groups of the checkpoint `aligned` and write the result. Returns the figures of the refit."""
     layers, source, refit = inputs.open(aligned), inputs.source, None
     config = merged_config(layers.config, inputs.grouping["kv_heads"])
     if args.refit:
@@ -209,14 +215,14 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
             if refit:
                 row = refit.layer(layer, merged)
                 ridge = "kept" if row["ridge"] is None else f"{row['ridge']:g}"
-                tqdm.write(f"refit   layer {index:2d}, ridge {ridge:>6s}: error of the held-out output, as a "
-                           f"share of its energy, {row['before']:.4f} -> {row['after']:.4f}")
+                tqdm.write(f"refit   layer {index:2d}, ridge {ridge:>6s}: relative squared error on held-out "
+                           f"sequences {row['before']:.4f} -> {row['after']:.4f}")
             writer.write(f"model.layers.{index}", merged)
         writer.write_rest(layers)
     if refit is None:
         return {"refit_layers": []}
     before = perplexity_of(layers.logits_of(refit.unrefitted), inputs.tokens)
-    print(f"refit   perplexity of merged {before:.3f} before")
+    print(f"refit   perplexity of merged/ before the refit {before:.3f}")
     return {"refit_layers": refit.figures, "perplexity_merged_before_refit": before}
 
 
@@ -244,7 +250,7 @@ def main():
     print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
           f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
           f"{', refitted' if args.refit else ''}) without training {figures['perplexity_merged']:.3f} "
-          f"in {clock()} s, at most {summary['peak_memory_gib']} GiB of host memory")
+          f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,33 @@
-"""Stage 5: train. First a teacher (SFT of the untouched model), then the student: L0 masks move each head
-from its own key/value projection to its group's, while KL + BiLD keep it close to the teacher (Eq. 27-31).
+"""Stage 5: fine-tune a teacher, then turn the aligned model into a GQA student with L0 masks.
 
-Reads   RUN/aligned/ and RUN/merged/ of 04_align.py, the source model, the training sets of the eight tasks
+The teacher is the source model after supervised fine-tuning (SFT). The student starts as the aligned model:
+L0 masks move each head from its own key and value projections to its group's, while KL + BiLD keep it close
+to the teacher (Eq. 27-31).
+
+Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, the training sets of the eight tasks
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/
-                      (where it is installed); stage.json when it is done
+                      (if installed); stage.json when training is complete
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
 
-After 80% of the steps every mask is 0: the student is saved, rebuilt as the GQA model it has become, and
-trained on. Where merging changed W_Q and W_O too (--merge closed-form), a mask blends its whole head: W_Q,
-W_K, W_V and W_O. --masks off trains merged/ itself, without masks and L0 term: shorter, where merged/ is
-close to its source. With torchrun --nnodes N, RUN lies on a disk that all nodes share; weights are sharded
-within a node and replicated over nodes.
+After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained for the
+remaining steps. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the
+whole head: W_Q, W_K, W_V and W_O. --masks off trains merged/ directly, without masks or L0 term: for a
+merged/ that already starts close to the source.
 
-The same command resumes from the last whole checkpoint; at the same number of processes, a run that was
-killed ends bit-identical to one that was not. SIGTERM and Ctrl-C save at the end of the step and exit with 75
-(torchrun exits with 1), so that "05 && 06" stops there. torchrun waits 30 s for that save: where it takes
-longer, pass --shutdown-timeout 600. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts
-anew; a teacher named by --teacher stays. Flags left out take the published values (Appendix A), or for the
-demo model values that suit its size.
+The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
+bit-identical to an uninterrupted one. SIGTERM and Ctrl-C finish the step, save and exit with 75 (torchrun
+itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout
+600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; a
+teacher given by --teacher is left alone.
+
+With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
+replicated across nodes. Flags left out default to the published values (Appendix A), or for the demo model to
+values that suit its size.
 """
 
 import argparse
@@ -70,21 +75,23 @@ ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.section("what is trained on what")
+    parser.section("models and data")
     parser.add_argument("--tasks", metavar="DIR",
-                        help="TASK.train.jsonl files, or hub (default: hub; the demo's for the demo model)")
+                        help="directory of TASK.train.jsonl or .parquet files, or hub (default: hub; for the "
+                             "demo model: its tasks)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--teacher", metavar="DIR",
-                        help="share this SFT teacher between runs; made if missing (default: RUN/teacher)")
+                        help="SFT teacher, to share between runs; trained if missing (default: RUN/teacher)")
     parser.add_argument("--masks", choices=("l0", "off"), default="l0",
-                        help="l0: as in the paper; off: train the merged model directly")
-    parser.section("length of the two phases")
+                        help="l0: as in the paper; off: train merged/ directly")
+    parser.section("length of training")
     parser.add_argument("--teacher-epochs", type=positive_float,
                         help="SFT passes over the training sets (published: 2)")
     parser.add_argument("--teacher-steps", type=positive, help="instead of --teacher-epochs")
     parser.add_argument("--epochs", type=positive_float,
-                        help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads)")
+                        help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
+                             "other group sizes need this flag or --steps)")
     parser.add_argument("--steps", type=positive, help="instead of --epochs")
     add_training_flags(parser)
     add_execution_flags(parser)
@@ -97,40 +104,40 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--merged-lr-factor", type=positive_float, default=1.0,
                         help="learning rate of the shared projections, times --lr (the authors' code: 2)")
     parser.add_argument("--mask-lr", type=positive_float, help="learning rate of log alpha (published: 1e-2)")
-    parser.add_argument("--l0-weight", type=non_negative_float, help="of Eq. 29 in Eq. 31 (published: 1)")
-    parser.add_argument("--batch", type=positive, help="samples per step, all ranks together (published: 64)")
+    parser.add_argument("--l0-weight", type=non_negative_float, help="weight of the L0 term (published: 1)")
+    parser.add_argument("--batch", type=positive, help="samples per step over all ranks (published: 64)")
     parser.add_argument("--warmup", type=positive, help="warm-up steps (published: 32)")
-    parser.add_argument("--teacher-lr", type=positive_float, help="learning rate of SFT (published: 1e-5)")
-    parser.add_argument("--teacher-batch", type=positive, help="samples per step of SFT (published: 128)")
-    parser.add_argument("--teacher-warmup", type=positive, help="warm-up steps of SFT (published: 16)")
-    parser.add_argument("--clip", type=non_negative_float, default=1.0, help="largest gradient norm, 0: any")
+    parser.add_argument("--teacher-lr", type=positive_float, help="SFT peak learning rate (published: 1e-5)")
+    parser.add_argument("--teacher-batch", type=positive, help="SFT samples per step (published: 128)")
+    parser.add_argument("--teacher-warmup", type=positive, help="SFT warm-up steps (published: 16)")
+    parser.add_argument("--clip", type=non_negative_float, default=1.0, help="gradient norm limit, 0: none")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
-                        help="tokens of the KL term: prompt, as in the authors' code; all, as Eq. 30 reads")
-    parser.add_argument("--seed", type=seed, default=0, help="random seed of batches and mask noise")
+                        help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed for batches and mask noise")
 
 
 def add_execution_flags(parser) -> None:
-    parser.section("how it runs")
+    parser.section("execution")
     parser.add_argument("--tokens-per-microbatch", type=positive,
-                        help="tokens packed into one row (default: 4096; 2048 on a CPU)")
+                        help="tokens per packed row (default: 4096; 2048 on a CPU)")
     parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens per chunk of logits")
     parser.add_argument("--attention", choices=ATTENTIONS, default="packed",
-                        help="packed: torch's fused kernel sample by sample; the others are transformers'")
+                        help="packed: torch's fused kernel, sample by sample; the others are transformers'")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
-                        help="activation checkpointing of every layer (default: on GPUs)")
+                        help="activation checkpointing of every layer (default: on GPUs only)")
     parser.add_argument("--save-minutes", type=non_negative_float, default=20,
-                        help="longest time between checkpoints")
-    parser.add_argument("--save-steps", type=positive, help="steps between checkpoints as well")
+                        help="maximum minutes between checkpoints")
+    parser.add_argument("--save-steps", type=positive, help="also save every so many steps")
     parser.add_argument("--print-every", type=positive, default=1,
-                        help="steps between printed lines; metrics.jsonl has all")
+                        help="steps between printed lines; metrics.jsonl has every step")
     parser.add_argument("--plan", metavar="COUNTxDEVICE",
-                        help=f"print memory, operations and time on that hardware, and exit; devices: "
+                        help=f"print the memory, FLOPs and time needed on this hardware, and exit; devices: "
                              f"{', '.join(budget.HARDWARE)}")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all phases share."""
+    """State shared by all phases."""
 
     args: argparse.Namespace
     ranks: Ranks
@@ -149,7 +156,7 @@ class Run:
 
 
 def set_defaults(args, demo: bool) -> None:
-    """The published value, or the demo model's, for each flag that was left out."""
+    """Fill in each flag that was left out: the published value, or the demo model's."""
     for name, value in (distill.DEMO_SETTINGS if demo else distill.PUBLISHED_SETTINGS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -163,7 +170,7 @@ def set_defaults(args, demo: bool) -> None:
 
 
 def make_plans(args, pair: Pair, samples: int, cuda: bool) -> dict[str, Plan]:
-    """The numbers of both phases, "teacher" and "student"."""
+    """The plans of both phases, "teacher" and "student"."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every,
               "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
@@ -180,17 +187,17 @@ def make_plans(args, pair: Pair, samples: int, cuda: bool) -> dict[str, Plan]:
 
 
 def print_plan(run: Run, plans: dict[str, Plan]) -> None:
-    """What both phases take on --plan's hardware. Raises UserError when one does not fit."""
+    """Print what both phases need on --plan's hardware. Raises UserError if one does not fit."""
     args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
     workload = budget.Workload.of(config, run.samples, args.loss_chunk, run.execution.recompute)
     student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else ())
     phases = [("teacher", None, plans["teacher"]), (f"pruning {pair.title}", student, plans["student"])]
     hours = budget.print_phases(workload, phases, args.plan)
-    print(f"05_prune_train: {hours:.2g} h on {args.plan}, the teacher included")
+    print(f"05_prune_train: {hours:.2g} h on {args.plan}, including the teacher")
 
 
 def start_anew(run: Run) -> None:
-    """--force: days of training may lie there, so what was trained before is moved aside, not deleted."""
+    """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
     if run.ranks.first:
         teacher = [] if run.args.teacher else [run.teacher, run.teacher + ".train"]
         for path in (run.directory, *teacher):
@@ -200,7 +207,7 @@ def start_anew(run: Run) -> None:
 
 
 def read_teacher(run: Run) -> bool:
-    """Whether there is a teacher already, checked to be the fine-tuned source model, unchanged."""
+    """Whether a teacher exists. Raises UserError unless it is an intact fine-tune of this source model."""
     if not os.path.lexists(run.teacher):
         return False
     if not os.path.isdir(run.teacher):
@@ -212,7 +219,7 @@ def read_teacher(run: Run) -> bool:
 
 
 def last_checkpoint(directory: str, plan: Plan, ranks) -> str | None:
-    """The whole checkpoint to resume from, announced; None at the beginning."""
+    """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
     path = checkpoints.newest(directory, ranks)
     if path:
         ranks.say(f"resumes {directory} after step {checkpoints.step_of(path)} of {plan.steps}")
@@ -220,9 +227,9 @@ def last_checkpoint(directory: str, plan: Plan, ranks) -> str | None:
 
 
 def train_teacher(run: Run, plan: Plan) -> bool:
-    """SFT of the untouched source model, then teacher/ is written. False when stopped by a signal."""
+    """Fine-tune the source model and write teacher/. Returns False if a signal stopped it."""
     source, directory, ranks = run.pair.model["path"], run.teacher + ".train", run.ranks
-    if run.args.teacher:  # another run may be making it, too
+    if run.args.teacher:  # shared: another run may be training it, too
         parent, name = os.path.split(os.path.abspath(run.teacher))
         claim(name, argparse.Namespace(run=parent))
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
@@ -242,7 +249,7 @@ def train_teacher(run: Run, plan: Plan) -> bool:
 
 
 def write_teacher(run: Run, directory: str, settings: dict) -> None:
-    """Write teacher/ from the last checkpoint in `directory`, which is then removed."""
+    """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
     source = run.pair.model["path"]
     config = load_config(source)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
@@ -259,7 +266,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
 
 
 def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
-    """What a resumed training must share: flags, samples and the checkpoints it starts from."""
+    """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
     pair = run.pair
     losses = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
     shared = {"masks": run.args.masks, "merge": pair.merge, "kv_heads": pair.kv_heads}
@@ -269,14 +276,14 @@ def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
 
 
 def train_student(run: Run, plan: Plan) -> bool:
-    """Distillation from the teacher, with masks and then as a GQA model. False when stopped by a signal."""
+    """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
     args, ranks, pair = run.args, run.ranks, run.pair
     settings = distill.Settings(args.lr, args.merged_lr_factor, args.mask_lr, args.l0_weight,
                                 args.kl_on, args.loss_chunk, args.seed)
     recorded = student_settings(run, plan, settings)
     checkpoints.begin(run.directory, recorded, ranks)
     if os.path.exists(os.path.join(run.directory, RECORD)):
-        ranks.say(f"05_prune_train: {run.directory} is finished; --force starts anew")
+        ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
     teacher = distill.frozen(run.teacher, ranks, run.execution)
@@ -285,7 +292,7 @@ def train_student(run: Run, plan: Plan) -> bool:
     start = checkpoints.step_of(saved) if saved else 0
     switch = distill.switch_step(plan.steps) if args.masks == "l0" else 0
 
-    if start < switch:  # every head moves from its own projection to its group's, masks from 1 to 0
+    if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
         job = distill.masked_job(pair, settings, setup, saved)
         phase = distill.MaskedDistillation(job.trainee, teacher, plan.steps, settings)
         if not train(job, phase, run.samples, plan, switch):
@@ -304,7 +311,7 @@ def train_student(run: Run, plan: Plan) -> bool:
 
 
 def write_student(run: Run, plan: Plan, settings: dict) -> None:
-    """curves.png and, last of all, the record of a finished training."""
+    """Write curves.png and then the record, which marks training as complete."""
     pair, directory = run.pair, run.directory
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
@@ -317,7 +324,7 @@ def write_student(run: Run, plan: Plan, settings: dict) -> None:
 
 
 def prune_train(args, clock: Clock, ranks) -> int:
-    """Samples, teacher, student: each from where it was left. Returns the exit code."""
+    """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = read_pair(args.run, ranks)
     set_defaults(args, demo=pair.model["name"] == DEMO)
     samples = load_samples(args.only, args.tasks, pair.model["path"], ranks)
@@ -330,11 +337,11 @@ def prune_train(args, clock: Clock, ranks) -> int:
         print_plan(run, plans)
         return 0
 
-    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving or writing
+    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving anything
     if args.force:
         start_anew(run)
     if has_teacher:
-        ranks.say(f"reads   {run.teacher}: the teacher exists already")
+        ranks.say(f"reads   {run.teacher}: the teacher already exists")
     elif not train_teacher(run, plans["teacher"]):
         return STOPPED
     return 0 if train_student(run, plans["student"]) else STOPPED
