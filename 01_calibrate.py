@@ -1,20 +1,19 @@
-"""Stage 1: run text through the model and keep the statistics of its key and value heads.
+"""Stage 1: run text through the model and collect statistics of its key and value heads.
 
 Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text
-Writes  RUN/calibration/: per layer a safetensors file with the Gram matrices of all heads, raw and unit-norm,
-        keys before RoPE; what closed-form merging needs (query energies, Grams of W_O); and --sample-tokens
-        raw head vectors, from which Eq. 2-22 can be recomputed directly
+Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
+        unit-norm, keys before RoPE; query energies and Grams of W_O for closed-form merging; and the raw head
+        vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
 
     python 01_calibrate.py                                              # the demo model, made on first use
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
     python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64   # seconds
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 6 GiB of memory
 
-The default is the paper's calibration: 128 sequences of 2048 tokens of C4, or as many tokens as the model has
-positions if those are fewer. No cache is stored: a 7B model's statistics take 5 GB instead of 128 GiB. The
-text passes through one layer after the other; with --layerwise only that layer is in memory, and hidden
-states wait in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both ways write the same
-bytes.
+By default as in the paper: 128 sequences of 2048 tokens from C4, shorter if the model has fewer positions.
+The KV cache is never stored: a 7B model's statistics take 5 GB instead of 128 GiB. The text passes through
+the model layer by layer; with --layerwise only the current layer is in memory, and the hidden states are kept
+in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both modes write the same bytes.
 """
 
 import os
@@ -48,24 +47,24 @@ def parse():
     parser.section("input")
     parser.add_argument("--model", default=DEMO, help="checkpoint directory, hub repository, or demo")
     parser.add_argument("--text", default=None,
-                        help="c4, demo, or a .txt, .jsonl or .json.gz file (default: c4; for demo: demo)")
+                        help="c4, demo, or a .txt, .jsonl or .json.gz file (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
-                        help=f"tokens per sequence (default: {LENGTH}, or the model's positions if fewer)")
+                        help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
     parser.section("output")
     parser.add_argument("--sample-tokens", type=positive, default=256,
-                        help="tokens, evenly spread, whose raw head vectors are kept")
+                        help="number of evenly spaced tokens whose raw head vectors are kept")
     parser.section("execution")
     parser.add_argument("--batch", type=positive, default=4, help="sequences per forward pass")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
-                        help="of the forward pass; sums are float64")
+                        help="of the forward pass; sums use float64")
     return parser.parse_args()
 
 
 class Collector:
-    """Forward hooks on one layer's q_proj, k_proj and v_proj: they sum batches and keep sampled vectors."""
+    """Forward hooks on one layer's q_proj, k_proj and v_proj that accumulate sums and sampled vectors."""
 
     def __init__(self, layer, name: str, shape: Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
@@ -79,7 +78,7 @@ class Collector:
         ]
 
     def begin(self, start: int, end: int) -> None:
-        """Announce that the next forward pass holds tokens start to end - 1 of the whole text."""
+        """Set the position of the next forward pass: tokens start to end - 1 of the whole text."""
         inside = (self.sampled >= start) & (self.sampled < end)
         self.sampled_rows = self.sampled[inside] - start
 
@@ -107,7 +106,7 @@ class Collector:
 
 
 def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
-    """Yield each layer's tensors from one pass of the text, [sequences, length], through the model."""
+    """Run the text, tokens [sequences, length], through the model once and yield each layer's tensors."""
     batches, length = tokens.split(args.batch), tokens.shape[1]
     samples = min(args.sample_tokens, tokens.numel())
     sampled = torch.linspace(0, tokens.numel() - 1, samples).long().unique()
@@ -139,7 +138,7 @@ def main():
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), one_by_one=args.layerwise)
-    if args.text is None:  # set here so that the record names it: stage 4 reads it there
+    if args.text is None:  # resolved here because stage 4 takes it from the record
         args.text = DEMO if args.model == DEMO else "c4"
     tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length)
     print(f"reads   {text}; {tokens.numel()} tokens")
@@ -158,7 +157,7 @@ def main():
         write_record(aside, record("01_calibrate.py", args, model, [], summary, clock()))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
-          f"in {clock()} s, at most {summary['peak_memory_gib']} GiB of host memory")
+          f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Stage 2: how similar any two heads of a layer are, and how similar an orthogonal map can make them.
+"""Stage 2: measure how similar each pair of heads in a layer is, before and after optimal alignment.
 
 Reads   RUN/calibration/
 Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
-        the source's H key/value heads, and energy, minus what merging a pair in closed form would lose
+        the source's H key/value heads, and energy: minus the energy lost by merging a pair in closed form
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
     python 02_similarity.py --run runs/llama2-7b
     python 02_similarity.py                       # a second on a CPU for the demo model
 
-cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 prints the norm,
-the authors' code squares it). Values may be aligned by any orthogonal map, keys by one rotation per RoPE pair
-(Qwen3: a sign flip where the key norm allows no other rotation).
+cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 has the norm, the
+authors' code squares it). Values are aligned by any orthogonal map, keys by one rotation per RoPE pair (in
+Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation).
 """
 
 import os
@@ -33,13 +33,13 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--layers-drawn", type=non_negative, nargs="+", default=None, metavar="LAYER",
-                        help="layers in the picture (default: four, evenly spaced)")
+                        help="layers to plot (default: four, evenly spaced)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
 
 
 def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
-    """Layers to draw: the requested ones (UserError for one that the model lacks), or four evenly spaced."""
+    """Layers to plot: the requested ones, or four evenly spaced. Raises UserError for one out of range."""
     if requested is None:
         return sorted({round(i * (layers - 1) / 3) for i in range(4)})
     for layer in requested:
@@ -49,7 +49,7 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
 
 
 def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
-    """Name -> [H, H] over one layer's source kv heads: similarity before and after alignment; energy."""
+    """One layer's matrices by name, each [H, H]: similarity before and after alignment, and energy."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
@@ -66,8 +66,8 @@ def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
-    """A line per layer. means: name -> [layers], over all pairs of heads."""
-    print("mean over the pairs of heads of a layer, before -> after alignment")
+    """Print one line per layer. means: name -> [layers], averaged over all pairs of heads."""
+    print("mean over all pairs of heads in a layer, before -> after alignment")
     print("layer | " + " | ".join(f"{name.replace('.', ' '):^20s}" for name in COLUMNS))
     for layer in range(layers):
         cells = []
@@ -75,7 +75,7 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
             before, after = means[f"{name}.before"][layer], means[f"{name}.after"][layer]
             cells.append(f"{before:8.4f} -> {after:8.4f}")
         print(f"{layer:5d} | " + " | ".join(cells))
-    print(f"energy that merging a pair loses, values and keys, as shares of a layer's: mean "
+    print(f"energy lost by merging a pair, values plus keys, as a share of the layer's: mean "
           f"{-float(means['energy'].mean()):.4f}")
 
 
@@ -106,9 +106,9 @@ def main():
     for head in ("key", "value"):
         for when in ("before", "after"):
             rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
-    title = "Similarity of heads, before and after alignment"
+    title = "Similarity of heads before and after alignment"
     plots.heatmaps(os.path.join(args.run, "similarity.png"), rows, drawn, title)
-    print(f"02_similarity: mean cosine of two heads, "
+    print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")
 

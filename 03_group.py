@@ -1,15 +1,15 @@
-"""Stage 3: decide which key/value heads of each layer become one; in a GQA source their query heads follow.
+"""Stage 3: choose which key/value heads of each layer to merge. In a GQA source, query heads move with them.
 
 Reads   RUN/similarity.safetensors
-Writes  RUN/groups.json: per layer, kv_heads groups of the source's key/value heads, with their scores
+Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads groups, with their scores
 
     python 03_group.py --run runs/llama2-7b --kv-heads 8 --by value --criterion dist
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
 
 The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23,
-24). Algorithm 2 as published: random starts, random swaps, only improvements are kept. For groups of two the
-exact optimum is printed beside the result. --by none takes adjacent heads; --by energy (minus the energy that
-merging a pair loses) is made for 04_align.py --merge closed-form.
+24). The search is Algorithm 2 as published: random starts and random swaps, of which only improvements are
+kept. For groups of two the exact optimum is printed next to the result. --by none groups adjacent heads; --by
+energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge closed-form.
 """
 
 import os
@@ -28,24 +28,24 @@ def parse():
                         help="default: RUN/similarity.safetensors")
     parser.section("grouping")
     parser.add_argument("--kv-heads", type=positive, default=None,
-                        help="groups per layer (default: a quarter of the source's kv heads)")
+                        help="kv heads to keep per layer (default: a quarter of the source's)")
     parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value",
-                        help="similarity that decides; both: keys and values, each scaled by its spread over "
-                             "a layer's pairs; energy: least loss in closed-form merging")
+                        help="similarity to maximize; both: keys plus values, each divided by its standard "
+                             "deviation over a layer's pairs; energy: least loss in closed-form merging")
     parser.add_argument("--criterion", choices=("cos", "dist"), default="dist",
                         help="cosine or squared distance; not used by energy")
     parser.section("search")
     parser.add_argument("--restarts", type=positive, default=200, help="random starts (the paper's epoch)")
     parser.add_argument("--iterations", type=positive, default=3000,
                         help="swaps proposed per start (the paper's maxIter)")
-    parser.add_argument("--seed", type=seed, default=0, help="random seed of the search")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed for the search")
     return parser.parse_args()
 
 
 def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dict]:
-    """The similarity [layers, H, H] that decides, and the record of its file.
+    """The similarity to maximize, [layers, H, H], and the record of its file.
 
-    Raises UserError unless it is finite and of the shape that the record's model gives.
+    Raises UserError unless it is finite and its shape matches the model in the record.
     """
     file, similarity = read_tensors(path, "02_similarity.py")
     shape = similarity["model"]["layers"], similarity["model"]["kv_heads"], similarity["model"]["kv_heads"]
@@ -62,7 +62,7 @@ def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dic
     if by in ("key", "value"):
         return matrix(f"{by}.{criterion}.after"), similarity
     key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value), similarity  # both; and of none the scores
+    return combine(key, value), similarity  # for both; for none it only gives the scores
 
 
 def main():

@@ -1,15 +1,15 @@
 """Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
-Reads   RUN/train/ (finished by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and README.md, its model
-        card. It loads without this repository
+Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer
+Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and a model card (README.md);
+        it loads without this repository
 
     python 06_export.py --run runs/llama2-7b
     python 06_export.py                          # seconds on a CPU for the demo model
 
-The stock model takes every trained tensor under its own name; a missing or an extra one stops the export. The
-checkpoint is loaded back with plain AutoModelForCausalLM and its logits are compared with the student's own
-at z = 0.
+The trained tensors are loaded into the stock model by name; a missing or unexpected one stops the export. The
+exported model's logits must equal those of the masked student at z = 0; they are compared once more after
+loading the checkpoint back with plain AutoModelForCausalLM.
 """
 
 import copy
@@ -36,7 +36,7 @@ from common.reporting import model_card
 from common.training.checkpoints import step_of, steps_saved, whole_weights
 from common.weights import check_finite
 
-# of the largest logit: student and export compute the same float32 products, shaped differently
+# relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
 
 
@@ -50,7 +50,7 @@ def parse():
 def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
     """The records of train/ and aligned/.
 
-    Raises UserError unless both are whole and the student was trained from this aligned/ and merged/.
+    Raises UserError unless both are intact and the student was trained from this aligned/ and merged/.
     """
     trained, alignment = read_record(training, "05_prune_train.py"), read_record(aligned, "04_align.py")
     if "kv_heads" not in trained["summary"]:
@@ -69,7 +69,7 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
 
 
 def last_weights(training: str, steps: int) -> dict[str, torch.Tensor]:
-    """The weights after the last step, by name. Raises UserError where they are missing or not finite."""
+    """The weights after the last step, by name. Raises UserError if they are missing or not finite."""
     saved = steps_saved(training)
     if not saved or step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
@@ -80,9 +80,9 @@ def last_weights(training: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model, weights: dict[str, torch.Tensor], left_out: str | None = None) -> None:
-    """Fill a model by name; parameters with `left_out` in their name may stay as they are.
+    """Load weights into a model by name; parameters with `left_out` in their name may be missing.
 
-    Raises UserError for other missing names, and for extra ones.
+    Raises UserError for any other missing name and for unexpected ones.
     """
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if left_out is None or left_out not in name]
@@ -93,11 +93,11 @@ def load_weights(model, weights: dict[str, torch.Tensor], left_out: str | None =
 
 @torch.no_grad()
 def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the student as masked training computes it, with the source's heads and every mask at 0."""
+    """Logits of the student as masked training computes them: the source's heads, with every mask at 0."""
     student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     masks.patch(student, kv_heads)
     blended = {masks.blended_name(name): tensor for name, tensor in weights.items()}
-    load_weights(student, blended, left_out=".original.")  # at z = 0 the heads' own projections do not count
+    load_weights(student, blended, left_out=".original.")  # unused at z = 0
     masks.set_masks(student, torch.zeros(config.num_hidden_layers, geometry(config).kv_heads))
     return all_logits(student, tokens)
 
@@ -142,10 +142,10 @@ def main():
         }
         export = record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
         write_record(aside, export)
-        # not among the record's files: stage 7 adds the scores
+        # after the record, which must not list it: stage 7 adds the scores
         model_card.write(aside, output, alignment, trained, export)
     print(f"check   student at z = 0 against export: max |logit difference| {difference:.2e}; "
-          f"loaded back from {dtype}: {stored:.2e}")
+          f"loaded back as {dtype}: {stored:.2e}")
     print(f"wrote   {output}")
     print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "
           f"{sum(p.numel() for p in model.parameters())} parameters in {clock()} s")

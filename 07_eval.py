@@ -1,20 +1,20 @@
-"""Stage 7: measure checkpoints side by side: the eight tasks, perplexity, cache bytes, speed.
+"""Stage 7: evaluate checkpoints side by side: eight tasks, perplexity, KV cache size, speed.
 
-Reads   any checkpoints (default: those in RUN), the eight tasks' validation sets, a text
+Reads   any checkpoints (default: those in RUN), the validation sets of the eight tasks, a text
 Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
         RUN/eval.jsonl: each checkpoint's answer to each question
-        the scores in the README.md of a checkpoint that has a place for them
+        the scores into the model card (README.md) of a checkpoint exported by stage 6
 
     python 07_eval.py --run runs/llama2-7b --device cuda
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
-    python 07_eval.py --harness runs/harness     # also writes the questions as tasks of the harness lm_eval
-    python 07_eval.py --report                   # measures nothing: RUN/report.html from the stages' records
+    python 07_eval.py --harness runs/harness     # also write the questions as tasks for lm_eval
+    python 07_eval.py --report                   # evaluate nothing: RUN/report.html from the stages' records
     python 07_eval.py                            # the demo model, under a minute on two cores
 
-Exact match as published: greedy generation, stripped, equal to the text of the right answer. Likelihood: the
-right choice has the largest log-probability, summed over its tokens. Averages: macro over tasks, micro over
-questions; a standard error follows each ±. Prompts, answers and text are tokenized without a beginning of
-sequence, as in training.
+Exact match, as published: greedy generation, stripped, equals the text of the right answer. Likelihood: the
+right choice has the highest log-probability, summed over its tokens. Averages are macro over tasks and micro
+over questions, ± standard error. Prompts, answers and text are tokenized without a beginning-of-sequence
+token, as in training.
 """
 
 import importlib
@@ -47,57 +47,57 @@ from common.reporting.scores import caption, results_table, write_scores
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
-LENGTH = 512  # tokens per sequence of text, or the model's positions where it has fewer
+LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.section("what is measured")
+    parser.section("checkpoints and tasks")
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
-                        help="checkpoints, the first is the reference (default: RUN's teacher, merged, gqa)")
+                        help="checkpoints; the first is the reference (default: RUN's teacher, merged, gqa)")
     parser.add_argument("--tasks", default=None, metavar="DIR",
                         help="directory of TASK.validation.jsonl or .parquet files, or hub (default: hub; "
                              "the demo's tasks for the demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--limit", type=cli.positive, default=None, metavar="N",
-                        help="questions per task, the first N (default: all)")
+                        help="use the first N questions of each task (default: all)")
     parser.add_argument("--seed", type=cli.seed, default=None,
-                        help="with --limit: random seed that draws the N questions, instead of the first N")
+                        help="with --limit: draw the N questions with this random seed instead")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
-                        help="c4, demo (its held-out part), a .txt, .jsonl or .json.gz file, or none for no "
+                        help="c4, demo (its held-out part), a .txt, .jsonl or .json.gz file, or none to skip "
                              "perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32,
-                        help="sequences of text for the perplexity")
+                        help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
-                        help=f"tokens per sequence (default: {LENGTH}, or the model's own limit if lower)")
-    parser.section("how it runs")
+                        help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
+    parser.section("execution")
     parser.add_argument("--batch", type=cli.positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="of the forward passes")
     parser.add_argument("--register", nargs="+", default=None, metavar="MODULE",
-                        help="modules that register further model types, e.g. related.dha.modeling")
-    parser.section("other readers")
+                        help="modules that register more model types, e.g. related.dha.modeling")
+    parser.section("other outputs")
     parser.add_argument("--harness", default=None, metavar="DIR",
-                        help="also write the questions there as tasks of lm_eval, and lm_eval.sh to run it")
+                        help="also write the questions as lm_eval tasks to DIR, with lm_eval.sh to run them")
     parser.add_argument("--report", action="store_true",
-                        help="measure nothing: write RUN/report.html from what RUN holds")
+                        help="evaluate nothing: write RUN/report.html from the records in RUN")
     args = parser.parse_args()
     if args.seed is not None and args.limit is None:
-        raise UserError("--seed: expected --limit N with it, as it draws N questions; found no --limit")
+        raise UserError("--seed: expected --limit N with it, found no --limit")
     return args
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one checkpoint is measured on, in its own tokens."""
+    """The text and questions for one checkpoint, tokenized with its tokenizer."""
 
     tokenizer: object
     length: int  # tokens per sequence
-    tokens: torch.Tensor | None  # [sequences, length], None without a text
-    text: str  # a line that says where the tokens come from
+    tokens: torch.Tensor | None  # [sequences, length]; None for --text none
+    text: str  # where the tokens come from, in one line
     samples: dict[str, list[list[Sample]]]  # task -> question -> choice
 
 
@@ -144,7 +144,7 @@ def verify(path: str) -> None:
 
 
 def choose_sources(args) -> tuple[str, str]:
-    """Where the questions and the text come from: by default the demo's own for a run of the demo model."""
+    """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path = os.path.join(args.run, "calibration")
     demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == DEMO
     questions = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
@@ -152,20 +152,20 @@ def choose_sources(args) -> tuple[str, str]:
 
 
 def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
-    """Task -> index in the file -> question, of those that are selected."""
+    """The selected questions: task -> index in the file -> question."""
     tasks = {}
     for task in args.only:
         examples, path = load_task(task, "validation", source)
         selected = select_questions(len(examples), args.limit, args.seed)
         tasks[task] = {index: examples[index] for index in selected}
         repeated = sum(len(set(example.choices)) < len(example.choices) for example in tasks[task].values())
-        note = f", {repeated} of them with a choice given twice" if repeated else ""
+        note = f", {repeated} of them with a duplicate choice" if repeated else ""
         print(f"reads   {path}: {len(selected)} of {len(examples)} questions{note}")
     return tasks
 
 
 def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) -> Inputs:
-    """Tokenize the text and the questions for one checkpoint, and check them against its positions."""
+    """Tokenize the text and questions for one checkpoint, and check their lengths against its positions."""
     tokenizer, positions = load_tokenizer(path), load_config(path).max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description = None, ""
@@ -181,7 +181,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
 
 
 def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> tuple[dict, list[dict]]:
-    """All figures of one checkpoint, and an outcome per question. checkpoint: its description."""
+    """All figures of one checkpoint, and one outcome per question. checkpoint: from models.describe."""
     print(f"reads   {checkpoint['path']}")
     model = load_model(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device))
     figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
@@ -192,13 +192,13 @@ def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> t
         require_finite([figures["perplexity"]], name, model)
         figures["perplexity_text"] = inputs.text
         figures["perplexity_tokens"] = inputs.tokens.numel()
-    row = torch.arange(inputs.length) % model.config.vocab_size  # cost depends on their number alone
+    row = torch.arange(inputs.length) % model.config.vocab_size  # only their number affects the cost
     figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
     return figures | evaluate.speed(model, row), outcomes
 
 
 def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> tuple[dict, list[dict]]:
-    """Rates with standard errors per task, and an outcome per question."""
+    """Per-task rates with standard errors, and one outcome per question."""
     figures, outcomes, total = {}, [], 0
     for samples in inputs.samples.values():
         total += sum(1 + len(choices) for choices in samples)
@@ -217,21 +217,20 @@ def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> 
 
 
 def require_finite(values, name: str, model) -> None:
-    """Raise UserError unless all values, computed by a checkpoint's model, are finite."""
+    """Raise UserError if a value computed by the model is not finite. name: the checkpoint's."""
     if not all(map(math.isfinite, values)):
         raise UserError(f"{name}: expected finite log-probabilities, found NaN or Inf in {model.dtype}; "
                         "try --dtype float32 or bfloat16")
 
 
 def summarize(results: dict[str, dict]) -> str:
-    """The macro averages, and the cache of the last checkpoint beside the first's."""
+    """One line: macro averages, and the last checkpoint's cache size relative to the first's."""
     macro = []
     for name, figures in results.items():
         rate, error = figures["macro_exact_match"], figures["macro_exact_match_stderr"]
         macro.append(f"{name} {rate:.1%} ± {error:.1%}")
     sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
-    return (f"macro average {', '.join(macro)}; the last caches {sizes[-1] / sizes[0]:.3f} "
-            "of the first's bytes")
+    return f"macro average {', '.join(macro)}; KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"
 
 
 def main():
@@ -271,7 +270,7 @@ def main():
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
         if write_scores(path, f"{results_table(pair)}\n\n{note}"):
-            print(f"wrote   {os.path.join(path, 'README.md')}: the scores")
+            print(f"wrote   {os.path.join(path, 'README.md')}: scores")
 
     print(f"07_eval: {summarize(results)}; in {clock()} s")
 
