@@ -119,7 +119,7 @@ def test_metadata_that_runs_a_command_is_refused_and_runs_nothing(saved, tmp_pat
     mark = tmp_path / "executed"
     Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
     seal(path)
-    assert_refused(job, path, r"expected the description of a training checkpoint, found that .*system")
+    assert_refused(job, path, r"expected the metadata of a training checkpoint, found .*system")
     assert not mark.exists()
 
 
@@ -129,7 +129,7 @@ def test_only_what_describes_tensors_is_unpickled(saved, name):
     job, path = saved
     Path(path, ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     seal(path)
-    assert_refused(job, path, f"asks for {name}, which describes no tensor")
+    assert_refused(job, path, f"a reference to {name}, which is not allowed")
 
 
 def test_entries_that_are_no_tensors_are_refused(saved, tmp_path):
@@ -140,7 +140,7 @@ def test_entries_that_are_no_tensors_are_refused(saved, tmp_path):
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
     Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
     seal(path)
-    assert_refused(job, path, "BytesStorageMetadata, which describes no tensor")
+    assert_refused(job, path, "BytesStorageMetadata, which is not allowed")
 
 
 @pytest.mark.parametrize("file", ["../other.distcp", "/etc/passwd"])
@@ -159,7 +159,7 @@ def test_metadata_that_describes_nothing_is_refused(saved, content):
     job, path = saved
     Path(path, ".metadata").write_bytes(content)
     seal(path)
-    assert_refused(job, path, "expected the description of a training checkpoint")
+    assert_refused(job, path, "expected the metadata of a training checkpoint")
 
 
 def test_a_tensor_file_that_holds_code_is_refused(saved, tmp_path):
@@ -194,13 +194,14 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
     checkpoints.save(job)
     damaged = Path(job.directory, "step-00000002")
     fault(next(damaged.glob(name)))
-    with pytest.raises(UserError, match="expected a whole training checkpoint, found that "):
+    with pytest.raises(UserError, match="expected an intact training checkpoint, found that "):
         checkpoints.whole_weights(str(damaged))
     Path(job.directory, "step-00000002.damaged-1").mkdir()  # of an earlier time: stays
     assert checkpoints.newest(job.directory, job.ranks) == path
-    assert "moved to step-00000002.damaged-2, the one before it is used" in capsys.readouterr().out
+    assert "moved to step-00000002.damaged-2; using the one before it" in capsys.readouterr().out
     flip(next(Path(path).glob("*.distcp")))
-    with pytest.raises(UserError, match="expected a whole checkpoint, found 1 damaged; --force starts anew"):
+    message = "expected an intact checkpoint, found 1 damaged; --force starts over"
+    with pytest.raises(UserError, match=message):
         checkpoints.newest(job.directory, job.ranks)
 
 
@@ -221,7 +222,7 @@ def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
     directory, settings = str(tmp_path / "train"), {"lr": 1e-5, "samples_sha256": "a"}
     checkpoints.begin(directory, settings, group_of_one)
     checkpoints.begin(directory, dict(settings), group_of_one)
-    with pytest.raises(UserError, match=r"other settings \(samples_sha256 a -> b\): give the same"):
+    with pytest.raises(UserError, match=r"other settings \(samples_sha256 a -> b\): pass the same"):
         checkpoints.begin(directory, settings | {"samples_sha256": "b"}, group_of_one)
     assert json.loads((tmp_path / "train" / "plan.json").read_text()) == settings
 
@@ -229,7 +230,7 @@ def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\udcff"])
 def test_damaged_settings_are_one_line(group_of_one, tmp_path, text):
     (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
-    message = "expected the settings of a training, found .*--force starts anew"
+    message = "expected the settings of a training run, found .*--force starts over"
     with pytest.raises(UserError, match=message) as error:
         checkpoints.begin(str(tmp_path), {"lr": 1.0}, group_of_one)
     assert "\n" not in str(error.value)

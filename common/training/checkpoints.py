@@ -1,11 +1,10 @@
-"""Training checkpoints: sharded, written aside and renamed, the last two kept, each file with its sha256.
+"""Training checkpoints: sharded, written to a temporary directory and renamed, each file with its sha256.
 
-A checkpoint step-N/ holds one tensor per name: weights.X for a parameter X of the trainee,
-optimizer.state.X.Y for what AdamW remembers of it. Learning rates and the like are not in it: they follow
-from the step.
+A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
+state. Learning rates and the like follow from the step and are not stored. The last two checkpoints are kept.
 
-torch.distributed.checkpoint describes its shards in a pickle, .metadata. Ours is unpickled with the few
-classes that describe tensors and nothing else, so reading a checkpoint never runs code that lies in it.
+torch.distributed.checkpoint describes its shards in a pickle, .metadata. It is unpickled with a whitelist of
+the few classes that describe tensors, so reading a checkpoint never executes code from it.
 """
 
 import json
@@ -25,10 +24,10 @@ from common.artifacts import move_aside, sha256, write_json
 from common.cli import UserError
 
 KEPT = 2
-DIGESTS = "sha256.json"  # file name -> digest, of every other file of a checkpoint
-SETTINGS = "plan.json"  # what a training was begun with
+DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
+SETTINGS = "plan.json"  # the settings that training started with
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-METADATA = {  # all that .metadata needs; its tensors carry dtypes, which are attributes of torch
+METADATA = {  # module -> classes allowed in .metadata, besides torch's dtypes
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "StorageMeta", "ChunkStorageMetadata",
         "MetadataIndex", "_MEM_FORMAT_ENCODING",
@@ -42,9 +41,9 @@ METADATA = {  # all that .metadata needs; its tensors carry dtypes, which are at
 
 
 def begin(directory: str, settings: dict, ranks) -> None:
-    """Note the settings of a training in its directory. All ranks call it.
+    """Record the settings of a training run in its directory. All ranks call it.
 
-    Raises UserError where one was begun there with other settings: it is refused, not continued.
+    Raises UserError if a run with other settings was started there.
     """
     path = os.path.join(directory, SETTINGS)
     if os.path.exists(path):
@@ -52,8 +51,8 @@ def begin(directory: str, settings: dict, ranks) -> None:
         changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
             changes = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
-            raise UserError(f"{directory} was begun with other settings ({changes}): give the same, or "
-                            "--force to start anew")
+            raise UserError(f"{directory} was started with other settings ({changes}): pass the same, or "
+                            "--force to start over")
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
@@ -64,11 +63,11 @@ def _read_settings(path: str) -> dict:
         with open(path, encoding="utf-8") as file:
             settings = json.load(file)
     except ValueError as error:
-        raise UserError(f"{path}: expected the settings of a training, found no JSON ({error}); "
-                        "--force starts anew") from error
+        raise UserError(f"{path}: expected the settings of a training run, found no JSON ({error}); "
+                        "--force starts over") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: expected the settings of a training, found {type(settings).__name__}; "
-                        "--force starts anew")
+        raise UserError(f"{path}: expected the settings of a training run, found {type(settings).__name__}; "
+                        "--force starts over")
     return settings
 
 
@@ -79,14 +78,14 @@ def steps_saved(directory: str) -> list[str]:
 
 
 def step_of(path: str) -> int:
-    """Steps done when it was written."""
+    """The number of completed steps at a checkpoint."""
     return int(path.rsplit("-", 1)[1])
 
 
 def save(job) -> None:
-    """Save the weights, replicated parameters and optimizer of a Job after its step. All ranks call it.
+    """Save the weights, replicated parameters and optimizer state of a Job. All ranks call it.
 
-    Raises UserError when it cannot be written (disk full); the checkpoints before it are whole.
+    Raises UserError if it cannot be written (disk full); earlier checkpoints stay intact.
     """
     directory, rank = job.directory, dist.get_rank()
     path = os.path.join(directory, f"step-{job.step:08d}")
@@ -106,10 +105,10 @@ def save(job) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         reason = _reason(error)
         free = shutil.disk_usage(directory).free / 2**30
-        raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); the checkpoints "
-                        f"before it are whole, and the same command resumes from the last") from error
+        raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); earlier "
+                        "checkpoints are intact, and the same command resumes from the last") from error
     if rank == 0:
-        shutil.rmtree(path, ignore_errors=True)  # of a run that fell back to an earlier step: the same bytes
+        shutil.rmtree(path, ignore_errors=True)  # left if the run resumed from an earlier step: same bytes
         os.rename(aside, path)
         for old in steps_saved(directory)[:-KEPT]:
             shutil.rmtree(old)
@@ -117,14 +116,14 @@ def save(job) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error; of all ranks' errors, where torch gathered them, one of the system's."""
+    """First line of an error's message; of errors gathered from all ranks, an OSError's if there is one."""
     failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
     told = next((failure for failure in failures if isinstance(failure, OSError)), failures[0])
     return str(told).split("\n")[0]
 
 
 def _write_digests(path: str, rank: int) -> None:
-    """Each rank hashes the files it wrote; the first writes all digests, its own of .metadata among them."""
+    """Each rank hashes the files it wrote; rank 0 writes all digests, including that of .metadata."""
     written = [name for name in os.listdir(path) if name.startswith(f"__{rank}_")]
     digests = {name: sha256(os.path.join(path, name)) for name in written}
     gathered = [None] * dist.get_world_size()
@@ -137,9 +136,7 @@ def _write_digests(path: str, rank: int) -> None:
 
 
 def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files (each rank reads a share of them); None when all are as they
-    were written.
-    """
+    """What is wrong with this rank's share of a checkpoint's files; None if they are intact."""
     try:
         with open(os.path.join(path, DIGESTS), encoding="utf-8") as file:
             digests = dict(json.load(file))
@@ -148,19 +145,18 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
     for name in sorted({".metadata", *digests})[rank::world]:
         file = os.path.join(path, name)
         if os.path.basename(name) != name:
-            return f"{DIGESTS} names {name!r}, which is not a file of it"
+            return f"{DIGESTS} lists {name!r}, which is not a file name"
         if not os.path.isfile(file):
             return f"{name} is missing"
         if sha256(file) != digests.get(name):
-            return f"{name} is not what was written (cut off, or changed on the disk)"
+            return f"{name} does not match its sha256 (truncated or modified)"
     return None
 
 
 def newest(directory: str, ranks) -> str | None:
-    """The newest whole checkpoint, None where there are none. All ranks call it.
+    """The newest intact checkpoint, or None if there are no checkpoints. All ranks call it.
 
-    A damaged one is renamed to step-N.damaged-1 with a line that says so. Raises UserError when all are
-    damaged.
+    Damaged ones are renamed to step-N.damaged-1 and reported. Raises UserError if all are damaged.
     """
     saved = steps_saved(directory)
     dist.barrier()
@@ -172,32 +168,28 @@ def newest(directory: str, ranks) -> str | None:
             return path
         if ranks.first:
             name = os.path.basename(move_aside(path, "damaged"))
-            ranks.say(f"damaged {path}: {fault}; moved to {name}, the one before it is used")
+            ranks.say(f"damaged {path}: {fault}; moved to {name}; using the one before it")
     if saved:
-        raise UserError(f"{directory}: expected a whole checkpoint, found {len(saved)} damaged; "
-                        "--force starts anew")
+        raise UserError(f"{directory}: expected an intact checkpoint, found {len(saved)} damaged; "
+                        "--force starts over")
     return None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of METADATA and torch's dtypes. Anything else is refused before it is imported."""
+    """Allows the classes in METADATA and torch's dtypes; anything else is refused before it is imported."""
 
     def find_class(self, module: str, name: str):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
+            raise pickle.UnpicklingError(f"a reference to {module}.{name}, which is not allowed")
         return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader of checkpoint files, with .metadata unpickled by _Unpickler; shards it reads with
-    weights_only.
-    """
+    """torch's checkpoint reader, which loads shards with weights_only, with .metadata read by _Unpickler."""
 
     def read_metadata(self, *args, **kwargs):
-        """The checkpoint's metadata. Raises UserError for a file that holds more than descriptions of
-        tensors.
-        """
+        """The checkpoint's metadata. Raises UserError if it holds anything but descriptions of tensors."""
         path = os.path.join(self.path, ".metadata")
         try:
             with open(path, "rb") as file:
@@ -205,16 +197,16 @@ class Reader(dcp.FileSystemReader):
             for entry in metadata.storage_data.values():
                 name = entry.relative_path
                 if os.path.basename(name) != name or entry.transform_descriptors:
-                    raise ValueError(f"it names {name!r}, which is not a plain file of this checkpoint")
+                    raise ValueError(f"the name {name!r}, which is not a plain file of this checkpoint")
             metadata.storage_meta.load_id = self.load_id
-        except Exception as error:  # a damaged pickle raises whatever it likes
-            raise UserError(f"{path}: expected the description of a training checkpoint, found that "
-                            f"{error}") from error
+        except Exception as error:  # a damaged pickle may raise anything
+            raise UserError(f"{path}: expected the metadata of a training checkpoint, found none "
+                            f"that can be read: {error}") from error
         return metadata
 
 
 def _read(tensors: dict, reader: Reader, **options) -> None:
-    """Fill tensors from a checkpoint. Raises UserError for files that hold something else."""
+    """Fill tensors from a checkpoint. Raises UserError if its files cannot be read into them."""
     try:
         dcp.load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:
@@ -222,11 +214,10 @@ def _read(tensors: dict, reader: Reader, **options) -> None:
 
 
 def load(job, path: str, stored_name=lambda name: name) -> None:
-    """Fill weights, replicated parameters, optimizer and step of a Job from a checkpoint written at any
-    world size.
+    """Load a Job's weights, replicated parameters, optimizer state and step from a checkpoint.
 
-    stored_name: a parameter's name in the trainee -> its name in the checkpoint. What the trainee does not
-    have is not read. Raises UserError for a checkpoint without a tensor that it does have.
+    The checkpoint may come from any world size. stored_name: a parameter's name in the trainee -> its name in
+    the checkpoint. Tensors that the trainee lacks are not read. Raises UserError if one it needs is missing.
     """
     trainee, optimizer = job.trainee, job.optimizer
     weights, optimizer_state = get_state_dict(trainee, optimizer, options=FLAT)
@@ -246,12 +237,13 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
 
 
 def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint, unsharded, on the CPU: those of the language model under its own names,
-    or, with part="replicated", the parameters beside it. Raises UserError for a damaged checkpoint.
+    """All weights of a checkpoint by name, unsharded, on the CPU. Raises UserError if it is damaged.
+
+    part: "net" for the language model, "replicated" for the parameters that every rank holds whole.
     """
     fault = damage(path)
     if fault:
-        raise UserError(f"{path}: expected a whole training checkpoint, found that {fault}")
+        raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")
     reader, prefix = Reader(path), f"weights.{part}."
     tensors = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""The training loop: one plain loop for every phase. What is trained and how it is judged are given to it."""
+"""The training loop, shared by all phases: a Job says what is trained, a Phase how its loss is computed."""
 
 import contextlib
 import math
@@ -16,35 +16,33 @@ from common.training.metrics import Metrics
 from common.training.packing import batch_indices, rows_of_step
 from common.training.sharding import Ranks, Trainee, sum_over_ranks
 
-STOPPED = 75  # exit code of a training that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later"
+STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of one training phase."""
+    """The hyperparameters of one training phase."""
 
     steps: int
     batch: int  # samples per step, over all ranks
-    warmup: int  # steps of linear warm-up, then a cosine
-    clip: float  # largest gradient norm, 0: any
+    warmup: int  # steps of linear warm-up, followed by cosine decay
+    clip: float  # maximum gradient norm, 0: no clipping
     seed: int
     tokens_per_microbatch: int
-    save_steps: int | None  # steps between checkpoints, None: by time alone
-    save_minutes: float  # the longest time between checkpoints
-    print_every: int
-    final_share: float = 0.0  # of the peak learning rate, where the cosine ends
+    save_steps: int | None  # steps between checkpoints; None: save_minutes alone decides
+    save_minutes: float  # maximum time between checkpoints
+    print_every: int  # steps between printed lines
+    final_share: float = 0.0  # learning rate at the end of the cosine, as a share of the peak
 
     def to_resume(self) -> dict:
-        """What a resumed training must share: all but when to save and print."""
+        """The settings that must match on resume: all but those for saving and printing."""
         free = ("save_steps", "save_minutes", "print_every")
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 
 @dataclass
 class Job:
-    """A training under way: what is trained, how it is updated, where its checkpoints lie, and the steps
-    done.
-    """
+    """A training run: the model, its optimizer, the directory of its checkpoints, and the steps completed."""
 
     trainee: Trainee
     optimizer: torch.optim.Optimizer  # each group carries its peak learning rate as "initial_lr"
@@ -54,40 +52,35 @@ class Job:
 
 
 class Phase:
-    """What the loop asks of a training phase; see common/training/distill.py for those of the paper."""
+    """The interface of a training phase; common/training/distill.py has the paper's."""
 
     def begin_step(self, step: int) -> None:
-        """Before the first row of a step."""
+        """Called before the first row of a step."""
 
     def row_loss(self, row) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One row's share of the batch's loss, and its parts by name; all are summed over rows and ranks."""
+        """One row's share of the batch loss, and its terms by name; all are summed over rows and ranks."""
         raise NotImplementedError
 
     def flops(self, row) -> float:
-        """Useful floating-point operations of a row, forward and backward, nothing counted twice; 0 if not
-        known.
-        """
+        """Model FLOPs of a row, forward and backward, without recomputation; 0 if unknown."""
         return 0.0
 
     def leaves(self, trainee: Trainee) -> list[torch.Tensor]:
-        """Tensors that every rank holds whole and rows add gradients to: those gradients are summed over
-        ranks.
-        """
+        """Tensors held whole by every rank, whose gradients must be summed over ranks."""
         return list(trainee.replicated.values())
 
     def end_step(self, step: int) -> dict:
-        """After all gradients are summed: add those that rows do not give. Returns figures for
-        metrics.jsonl.
-        """
+        """Called after gradients are summed, to add any others. Returns figures for metrics.jsonl."""
         return {}
 
     def after_update(self, step: int) -> None:
-        """After the optimizer's step."""
+        """Called after the optimizer step."""
 
 
 def learning_rate(step: int, plan: Plan) -> float:
-    """Share of the peak at step `step` (from 0): linear warm-up, then a cosine to plan.final_share at the
-    last step.
+    """Learning rate at `step` (from 0) as a share of the peak: linear warm-up, then cosine decay.
+
+    The cosine ends at plan.final_share.
     """
     if step < plan.warmup:
         return (step + 1) / plan.warmup
@@ -96,11 +89,10 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 
 def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None):
-    """AdamW over all parameters of a trainee, the replicated ones included.
+    """AdamW over all parameters of a trainee, including the replicated ones.
 
-    special: pattern -> options of the parameters whose name it matches (the first pattern counts);
-    `options` are those of the rest, the first group. Options are AdamW's, with the peak learning rate as
-    "initial_lr".
+    special: pattern -> options for parameters whose name it matches (the first match wins); `options` apply
+    to the rest, which form the first group. Options are AdamW's, with the peak learning rate as "initial_lr".
     """
     special = special or {}
     groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | special).items()}
@@ -112,9 +104,7 @@ def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | N
 
 
 class Signals:
-    """Turns SIGTERM and SIGINT into a note for the length of a block, so that a step and its checkpoint end
-    whole.
-    """
+    """Records SIGTERM and SIGINT within its block, so that the current step and its checkpoint complete."""
 
     def __enter__(self):
         self.asked: int | None = None
@@ -127,15 +117,14 @@ class Signals:
     def __exit__(self, error, *_) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if self.asked and error is None:  # too late for a step: the handler before this block answers
+        if self.asked and error is None:  # arrived after the last step: leave it to the previous handler
             signal.raise_signal(self.asked)
 
 
 def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None) -> bool:
-    """Run a phase's steps from job.step to `until` (default: plan.steps), saving at the end and as often as
-    the plan says.
+    """Train from job.step to `until` (default: plan.steps), saving as planned and at the end.
 
-    Writes checkpoints and metrics.jsonl (a line per step) in job.directory. Returns False when SIGTERM or
+    Writes checkpoints and metrics.jsonl (a line per step) to job.directory. Returns False if SIGTERM or
     SIGINT stopped it, after saving. Raises UserError on a non-finite loss or gradient, before the update.
     """
     until = until or plan.steps
@@ -148,27 +137,27 @@ def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None =
             job.step += 1
             ended = time.perf_counter()
             metrics.write({"step": job.step} | figures | {"seconds": round(ended - began, 4)})
-            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # by one clock
+            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # one clock decides
             stop, late = on_any_rank(bool(signals.asked), late)
             if stop or late or job.step == until or (plan.save_steps and job.step % plan.save_steps == 0):
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if stop:
-            signals.asked = None  # and answered
+            signals.asked = None  # handled
     if stop:
         job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
     return not stop
 
 
 def on_any_rank(*flags: bool) -> list[bool]:
-    """Whether any rank raises each flag: the same answer on all of them."""
+    """Whether any rank raises each flag; the same result on every rank."""
     raised = torch.tensor([float(flag) for flag in flags])
     dist.all_reduce(raised)
     return [count > 0 for count in raised.tolist()]
 
 
 def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
-    """One step of training; returns its figures, the batch's loss and tokens among them."""
+    """One training step. Returns its figures, among them the batch's loss and tokens."""
     ranks, step = job.ranks, job.step
     factor = learning_rate(step, plan)
     for group in job.optimizer.param_groups:
@@ -178,7 +167,7 @@ def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
     totals: dict[str, torch.Tensor] = {}
     for row in rows:
         loss, parts = phase.row_loss(row.to(ranks.device))
-        (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch's loss is a sum
+        (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch loss is a sum
         for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
             totals[name] = totals.get(name, 0) + part.detach().double().cpu()
     sum_over_ranks(phase.leaves(job.trainee))
@@ -189,7 +178,7 @@ def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
     dist.all_reduce(summed)
     sums = dict(zip(totals, summed.tolist(), strict=True))
     norm = clip_gradients(job.trainee, plan.clip)
-    if not math.isfinite(sums["loss"] + norm):  # before the update: no checkpoint ever holds what came of it
+    if not math.isfinite(sums["loss"] + norm):  # before the update, so that no checkpoint contains it
         _refuse_non_finite(rank_loss, norm, batch_indices(step, plan.batch, len(samples), plan.seed), job)
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
@@ -198,9 +187,9 @@ def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
 
 
 def clip_gradients(trainee, clip: float) -> float:
-    """Scale the model's gradients to a norm of at most `clip` (0: leave them); returns the norm before.
+    """Clip the model's gradients to norm `clip` (0: no clipping). Returns the norm before clipping.
 
-    Replicated parameters neither count nor are scaled.
+    Replicated parameters are neither counted nor scaled.
     """
     weights = [p for p in trainee.net.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in weights])
@@ -211,9 +200,7 @@ def clip_gradients(trainee, clip: float) -> float:
 
 
 def _refuse_non_finite(rank_loss: float, norm: float, batch: list[int], job: Job) -> None:
-    """Every rank raises UserError, naming the ranks whose loss it was and their samples. The last
-    checkpoint stays.
-    """
+    """Raise UserError on every rank, naming the ranks with a non-finite loss and their samples."""
     losses = [None] * job.ranks.world
     dist.all_gather_object(losses, rank_loss)
     faults = [f"rank {rank}: loss {loss}, samples {batch[rank :: job.ranks.world]}"

@@ -1,6 +1,4 @@
-"""What training starts from: the pair of checkpoints that stage 4 left, and the tokenized samples, both
-checked.
-"""
+"""The inputs of training, validated: the pair of checkpoints from stage 4 and the tokenized samples."""
 
 import array
 import hashlib
@@ -16,7 +14,7 @@ from common.models import load_config, load_tokenizer, source_model
 
 @dataclass(frozen=True)
 class Pair:
-    """aligned/ and merged/: one grouping of one model, before and after merging."""
+    """aligned/ and merged/: the same model and grouping before and after merging."""
 
     aligned: str
     merged: str
@@ -31,13 +29,15 @@ class Pair:
 
 
 def read_pair(run: str, ranks) -> Pair:
-    """The pair in a run directory. Raises UserError unless both are as stage 4 wrote them, for one
-    grouping, and the source model is as stage 1 read it.
+    """The pair in a run directory.
+
+    Raises UserError unless both are intact and belong together, and the source model is unchanged since
+    stage 1.
     """
     aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
     aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
     check_input(merged_record, aligned)
-    if ranks.first:  # the weights once, for all ranks
+    if ranks.first:  # hash the weights once, not on every rank
         verify_files(aligned, aligned_record)
         verify_files(merged, merged_record)
     summary = aligned_record["summary"]
@@ -47,10 +47,10 @@ def read_pair(run: str, ranks) -> Pair:
 
 
 def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sample]:
-    """The training sets of the tasks, tokenized, one task after another.
+    """The training sets of the tasks, tokenized and concatenated.
 
-    source: of `load_task`; model: directory of the checkpoint that gives tokenizer and positions. Raises
-    UserError for a sample that the model has no positions for, or that has no prompt.
+    source: as for load_task; model: the checkpoint directory whose tokenizer and position limit apply. Raises
+    UserError for a sample that exceeds that limit or has no prompt.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     samples = []
@@ -69,12 +69,12 @@ def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sampl
 
 
 def describe_samples(samples: list[Sample]) -> dict:
-    """What a training's settings say of its data: the number of samples, and their digest."""
+    """The training data as recorded in the settings: number of samples and their digest."""
     return {"samples": len(samples), "samples_sha256": samples_digest(samples)}
 
 
 def samples_digest(samples: list[Sample]) -> str:
-    """A sha256 of the token ids of all samples in their order: other training data has another."""
+    """sha256 of all samples' token ids, in order: it changes with the training data."""
     digest = hashlib.sha256()
     for sample in samples:
         for part in (sample.prompt, sample.answer):
