@@ -156,7 +156,7 @@ def test_all_phases_must_fit(capsys):
     cluster = budget.parse_hardware("8xA100-80GB")
     each = [budget.report(title, work, student, numbers, cluster)[1] for title, student, numbers in phases]
     assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
-    with pytest.raises(UserError, match="expected 1xA100-80GB to hold all phases"):
+    with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
         budget.print_phases(work, phases, "1xA100-80GB")
 
 

@@ -148,7 +148,7 @@ def test_published_numbers():
 
 @pytest.mark.parametrize("group_size", [3, 16])
 def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
-    with pytest.raises(UserError, match=f"groups of {group_size} kv heads .* give --epochs or --steps"):
+    with pytest.raises(UserError, match=f"groups of {group_size} kv heads .* pass --epochs or --steps"):
         distill.published_epochs(group_size)
 
 

@@ -325,7 +325,7 @@ def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise(stage):
     assert planned(stage, False, 640, 16, "--steps", "7", "--teacher-steps", "3") == (3, 7)
     assert planned(stage, True, 640, 16) == (100, 350)
     assert planned(stage, True, 640, 16, "--epochs", "2", "--teacher-epochs", "3") == (60, 80)
-    with pytest.raises(UserError, match="none is published for groups of 16 kv heads"):
+    with pytest.raises(UserError, match="no published value for groups of 16 kv heads"):
         planned(stage, False, 640, 16)
     with pytest.raises(UserError, match="--steps: expected at least 2"):
         planned(stage, False, 640, 4, "--steps", "1")

@@ -1,9 +1,7 @@
-"""What training costs, from configs alone: memory per rank, floating-point operations per step, time on
-given hardware.
+"""The cost of training, from configs alone: memory per rank, FLOPs per step, time on given hardware.
 
-Weights, gradients and optimizer are counted exactly. Activations are counted tensor by tensor for a Llama
-layer as transformers computes it; buffers of the allocator, of nccl and of CUDA itself are not counted,
-hence USABLE.
+Weights, gradients and optimizer state are counted exactly, activations tensor by tensor for a Llama layer as
+transformers computes it. Buffers of the allocator, NCCL and CUDA are not counted, hence USABLE.
 """
 
 import copy
@@ -16,21 +14,21 @@ from transformers import AutoModelForCausalLM
 from common.cli import UserError
 from common.method import masks
 
-USABLE = 0.9  # share of a device's memory: the rest is CUDA's context, nccl's buffers, the allocator's gaps
-EFFICIENCY = 0.4  # share of peak that well-fed dense training reaches on these devices
+USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
+EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator: dense bf16 operations/s, GiB, bytes/s to the others of its node (one direction)."""
+    """One accelerator: dense bf16 FLOP/s, memory in GiB, bytes/s to its node's others in one direction."""
 
     flops: float
     memory: float
     link: float
 
 
-HARDWARE = {  # data sheets: dense bf16 with float32 accumulation
+HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation
     "A100-40GB": Hardware(312e12, 40, 300e9),
     "A100-80GB": Hardware(312e12, 80, 300e9),
     "H100-80GB": Hardware(989e12, 80, 450e9),
@@ -42,9 +40,7 @@ HARDWARE = {  # data sheets: dense bf16 with float32 accumulation
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bf16 operations/s of a device by the name CUDA gives it ("NVIDIA A100-SXM4-80GB"); None when it is
-    not known.
-    """
+    """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
     for name, hardware in HARDWARE.items():
         if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
             return hardware.flops
@@ -53,14 +49,14 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks that share the weights, each on one device."""
+    """Ranks that shard the weights, one device each."""
 
     world: int
     device: Hardware
 
 
 def parse_hardware(text: str) -> Cluster:
-    """"8xA100-80GB" -> 8 ranks of that device. Raises UserError."""
+    """"8xA100-80GB" -> 8 ranks of that device. Raises UserError for anything else."""
     count, _, name = text.partition("x")
     if not count.isdecimal() or int(count) < 1 or name not in HARDWARE:
         raise UserError(f"--plan: expected COUNTxDEVICE, a device of {', '.join(HARDWARE)}, found {text!r}")
@@ -69,9 +65,7 @@ def parse_hardware(text: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Student:
-    """A model being pruned: its shared heads, and the projections that masks blend (none: GQA from the
-    start).
-    """
+    """A model being pruned: its kv heads, and the projections that masks blend (empty: no masks)."""
 
     kv_heads: int
     blended: tuple[str, ...] = masks.KEY_VALUE
@@ -79,12 +73,12 @@ class Student:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a phase trains on, and how."""
+    """The model and data of a phase."""
 
     config: object  # of the source model
-    lengths: list[int]  # tokens of each sample
-    answers: list[int]  # answer tokens of each sample
-    chunk: int  # tokens whose logits exist at a time
+    lengths: list[int]  # tokens in each sample
+    answers: list[int]  # answer tokens in each sample
+    chunk: int  # tokens whose logits are in memory at a time
     recompute: bool  # activation checkpointing
 
     @classmethod
@@ -95,9 +89,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a model: all of them, those of one layer, and those outside the layers (embedding,
-    head, norm).
-    """
+    """Parameter counts of a model: in total, in one layer, and outside the layers (embedding, head, norm)."""
 
     whole: int
     layer: int
@@ -105,7 +97,7 @@ class Size:
 
 
 def size(config, student: Student | None = None) -> Size:
-    """The size of a model of this config, or of the student made from it."""
+    """Parameter counts for a config, or for the student made from it."""
     config = copy.deepcopy(config)
     if student and not student.blended:
         config.num_key_value_heads = student.kv_heads
@@ -119,10 +111,10 @@ def size(config, student: Student | None = None) -> Size:
 
 
 def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
-    """Multiply-adds of one forward pass, times two: matrix products alone.
+    """FLOPs of the matrix products in one forward pass, two per multiply-add.
 
-    tokens: all of them; attended: (query, key) pairs of each layer and head; predicted: tokens whose logits
-    are formed.
+    tokens: in total; attended: (query, key) pairs per layer and head; predicted: tokens whose logits are
+    computed.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
@@ -133,13 +125,14 @@ def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
 
 
 def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Bytes that the backward pass of one layer needs, and those of its input alone. compute: bytes per
-    number.
+    """Activation bytes that one layer saves for its backward pass, and those of its input alone.
+
+    compute: bytes per activation.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim
-    wide = 4 if compute < 4 else 0  # a norm's own float32 copy of its input
-    norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input, output less what is shared
+    wide = 4 if compute < 4 else 0  # a norm's float32 copy of its input
+    norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input; its output counts below
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
     matrices = {"q_proj": 1, "k_proj": 3, "v_proj": 3, "o_proj": 1}  # the blend; repeated shared heads
@@ -148,21 +141,20 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
 
 
 def memory(work: Workload, student: Student | None, world: int, row: int, compute: int = 2) -> dict:
-    """Bytes per rank at the worst moment of a step, by what they hold; "total" is their sum.
+    """Peak bytes per rank in a step, by purpose; "total" is their sum.
 
-    student: None for plain fine-tuning, else there is a frozen teacher of the same config in `compute`
-    beside it; world: ranks that share the weights; row: tokens of a row; compute: bytes per number of the
-    forward pass.
+    student: None for plain fine-tuning, otherwise a frozen teacher of the same config is in memory, too;
+    world: ranks that shard the weights; row: tokens in a row; compute: bytes per number in the forward pass.
     """
     config, layers = work.config, work.config.num_hidden_layers
     trained, source = size(config, student), size(config)
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
     activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
-    gathered = 2 if world > 1 else 1  # layers whole at once: one computes, the next is on its way
+    gathered = 2 if world > 1 else 1  # layers gathered at once: the current one and the next, prefetched
     teacher = compute * (source.whole / world + source.root + gathered * source.layer)
     parts = {
         "parameters": 4 * trained.whole / world + compute * (trained.root + gathered * trained.layer),
-        # sharded, but for the one that is being reduced
+        # sharded, except for the one being reduced
         "gradients": 4 * trained.whole / world + (compute + 4) * max(trained.root, trained.layer),
         "optimizer": 8 * trained.whole / world,
         "activations": activations,
@@ -173,37 +165,36 @@ def memory(work: Workload, student: Student | None, world: int, row: int, comput
 
 
 def seconds(flops: float, traffic: float, cluster: Cluster) -> float:
-    """Expected time of a step: computing at EFFICIENCY of peak, or moving `traffic` bytes per rank if that
-    takes longer.
-    """
+    """Expected seconds per step: compute at EFFICIENCY of peak or `traffic` bytes per rank, the longer."""
     return max(flops / (cluster.world * cluster.device.flops * EFFICIENCY), traffic / cluster.device.link)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step takes on a cluster."""
+    """The cost of one training step on a cluster."""
 
     rows: int  # per rank
-    row: int  # tokens of the longest
-    flops: float  # useful ones: nothing counted twice
+    row: int  # tokens in the longest row
+    flops: float  # without recomputation
     traffic: float  # bytes moved per rank
     seconds: float
 
 
 def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -> Step:
-    """The cost of a step of fine-tuning (student None) or of distillation. plan: its batch and
-    tokens_per_microbatch.
+    """The cost of a step of fine-tuning (student None) or distillation.
+
+    plan: an object with batch and tokens_per_microbatch.
     """
     count, world = len(work.lengths), cluster.world
     tokens = plan.batch * sum(work.lengths) / count
     predicted = tokens if student else plan.batch * sum(work.answers) / count
     attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
     forward = forward_flops(work.config, tokens, attended, predicted)
-    useful = forward * (4 if student else 3)  # forward and twice that backward; the teacher forward
+    useful = forward * (4 if student else 3)  # forward, backward at twice its cost, and the teacher's forward
     row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(work.lengths))))
     rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
     trained, source = size(work.config, student).whole, size(work.config).whole
-    moved = 2 * 2 * trained + 4 * trained  # gathered twice, reduced once
+    moved = 2 * 2 * trained + 4 * trained  # weights gathered twice in bf16, gradients reduced once in float32
     if student:
         moved += 2 * source  # the teacher is gathered once
     traffic = rows * moved * (world > 1)
@@ -211,7 +202,7 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
 
 
 def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple:
-    """(lines that say what a phase takes, its hours, whether it fits)."""
+    """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
     step = step_cost(work, student, plan, cluster)
     need = memory(work, student, cluster.world, step.row)
     limit = USABLE * cluster.device.memory * 2**30
@@ -223,7 +214,7 @@ def report(title: str, work: Workload, student: Student | None, plan, cluster: C
         f"{step.rows} row(s) of up to {step.row} tokens per rank",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {step.traffic / 2**30:.3g} GiB moved per rank | "
-        f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in all",
+        f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in total",
     ]
     if fits:
         return [*lines, "  fits"], hours, True
@@ -236,9 +227,9 @@ def report(title: str, work: Workload, student: Student | None, plan, cluster: C
 
 
 def print_phases(work: Workload, phases: list[tuple], hardware: str) -> float:
-    """Print the report of each (title, student, plan) on "8xA100-80GB"; returns the hours of all.
+    """Print the cost of each (title, student, plan) on hardware like "8xA100-80GB"; return the hours.
 
-    Raises UserError when one does not fit.
+    Raises UserError if one does not fit.
     """
     cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
     for title, student, plan in phases:
@@ -246,5 +237,5 @@ def print_phases(work: Workload, phases: list[tuple], hardware: str) -> float:
         print("\n".join(lines))
         hours, all_fit = hours + phase_hours, all_fit and fits
     if not all_fit:
-        raise UserError(f"--plan: expected {hardware} to hold all phases, found that it does not; see above")
+        raise UserError(f"--plan: expected all phases to fit on {hardware}, found too little memory; see above")
     return hours

@@ -1,6 +1,4 @@
-"""The phases of stage 5 and their settings: SFT of the teacher, distillation (Eq. 30), distillation with
-masks (Eq. 31).
-"""
+"""Training phases of stage 5: SFT of the teacher, distillation (Eq. 30), masked distillation (Eq. 31)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,17 +14,17 @@ from common.training.engine import Job, Phase, make_optimizer
 from common.training.inputs import Pair
 from common.training.sharding import Execution, Ranks, Trainee, build
 
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper names none: the usual ones
-# A mask's first gradients are sigmoid'(START) / (layers * heads), ~1e-7, so Adam's usual eps of 1e-8 would
-# show. While z is exactly 1 they come from Eq. 29 alone and are as small again; with the usual memory of
-# 1000 steps a mask that the loss once held open would then never close.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper gives none: torch's defaults
+# A mask's first gradients are sigmoid'(START) / (layers * heads), about 1e-7, not negligible next to Adam's
+# default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again: with
+# beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
 MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Appendix A)
 TEACHER_EPOCHS = 2
 PUBLISHED_SETTINGS = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                       "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
-# The demo model's masks have hundreds of steps to close in, not ten thousand: a larger rate and weight.
+# The demo's masks must close within hundreds of steps, not ten thousand: hence the higher rate and weight.
 DEMO_SETTINGS = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup": 20,
                  "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20}
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
@@ -34,39 +32,37 @@ DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 
 @dataclass(frozen=True)
 class Settings:
-    """What Eq. 30 and 31 leave open, and how fast each kind of parameter learns."""
+    """Hyperparameters of Eq. 30 and 31, and the learning rate of each kind of parameter."""
 
     lr: float  # peak learning rate of the student's weights
-    merged_lr_factor: float = 1.0  # of the shared projections, times lr (the authors' code: 2)
-    mask_lr: float = 1e-2  # of log alpha
-    l0_weight: float = 1.0  # of Eq. 29 in Eq. 31
-    kl_on: str = "prompt"  # tokens of the KL term: "prompt", as the authors' code; "all", as Eq. 30 reads
-    loss_chunk: int = 512  # tokens whose logits exist at a time
-    seed: int = 0  # of the mask noise
+    merged_lr_factor: float = 1.0  # learning rate of the shared projections, times lr (the authors' code: 2)
+    mask_lr: float = 1e-2  # peak learning rate of log alpha
+    l0_weight: float = 1.0  # weight of Eq. 29 in Eq. 31
+    kl_on: str = "prompt"  # tokens of the KL term: "prompt", as in the authors' code; "all": Eq. 30
+    loss_chunk: int = 512  # tokens whose logits are in memory at a time
+    seed: int = 0  # random seed for the mask noise
 
 
 def published_epochs(group_size: int) -> int:
-    """Pruning passes over the training sets. Raises UserError for a group size that the paper does not
-    have.
-    """
+    """The paper's passes over the training sets. Raises UserError for a group size it does not cover."""
     if group_size not in EPOCHS:
-        raise UserError(f"--epochs: none is published for groups of {group_size} kv heads (published: groups "
-                        f"of {', '.join(map(str, EPOCHS))}); give --epochs or --steps")
+        raise UserError(f"--epochs: no published value for groups of {group_size} kv heads (published: "
+                        f"groups of {', '.join(map(str, EPOCHS))}); pass --epochs or --steps")
     return EPOCHS[group_size]
 
 
 def epochs_to_steps(epochs: float, samples: int, batch: int) -> int:
-    """Steps of `batch` samples that make this many passes over the training sets; at least 1."""
+    """Steps of `batch` samples in this many passes over the training sets; at least 1."""
     return max(1, math.ceil(epochs * samples / batch))
 
 
 def switch_step(steps: int) -> int:
-    """The step after which the student trains on as a GQA model."""
+    """The number of steps with masks, after which the student becomes a GQA model."""
     return max(1, int(SWITCH * steps))
 
 
 def row_flops(config, row, predicted: int) -> float:
-    """Floating-point operations of one forward pass; a token attends to those of its sample up to itself."""
+    """FLOPs of one forward pass over a row; attention is causal within each sample."""
     return budget.forward_flops(config, row.input_ids.numel(), int((row.position_ids + 1).sum()), predicted)
 
 
@@ -77,7 +73,7 @@ class Sft(Phase):
         self.trainee, self.chunk = trainee, chunk
 
     def row_loss(self, row):
-        """The row's share of the batch's cross-entropy."""
+        """The row's share of the batch's mean cross-entropy."""
 
         def loss(kind, at, logits):
             return (cross_entropy(logits.float(), row.targets[at]) * row.answer_weight[at]).sum()
@@ -92,14 +88,14 @@ class Sft(Phase):
 class Distillation(Phase):
     """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
 
-    Either is a mean over a sample's tokens, then over the batch: the rows' weights.
+    Each term is a mean over a sample's tokens, then over the batch, by the weights in the rows.
     """
 
     def __init__(self, student, teacher, settings: Settings):
         self.student, self.teacher, self.settings = student, teacher, settings
 
     def row_loss(self, row):
-        """The row's share of Eq. 30, and of its two terms."""
+        """The row's share of Eq. 30 and of its two terms, "kl" and "bild"."""
         with torch.no_grad():
             teacher_hidden = self.teacher(row)
         teacher_head, kl_on_all = self.teacher.net.lm_head, self.settings.kl_on == "all"
@@ -131,11 +127,10 @@ class Distillation(Phase):
 
 
 class MaskedDistillation(Distillation):
-    """Eq. 31: Eq. 30 for a student whose heads are blended by masks z, + the L0 term that moves the masks
-    from 1 to 0.
+    """Eq. 31: Eq. 30 for a student blended by masks z, plus the L0 term that moves the masks from 1 to 0.
 
-    z is drawn from log_alpha once a step, the same on every rank, and is a leaf: the rows of all ranks add
-    up dL/dz, and end_step hands it on to log_alpha.
+    z is sampled from log_alpha once per step, identically on every rank, and is a leaf: the rows of all ranks
+    accumulate dL/dz, which end_step backpropagates to log_alpha.
     """
 
     def __init__(self, student, teacher, steps: int, settings: Settings):
@@ -143,7 +138,7 @@ class MaskedDistillation(Distillation):
         self.steps, self.log_alpha = steps, student.replicated["log_alpha"]
 
     def begin_step(self, step: int) -> None:
-        """Draw this step's masks."""
+        """Sample this step's masks."""
         self.drawn = masks.draw(self.log_alpha, self.settings.seed, step)
         self.z = self.drawn.detach().requires_grad_()
         masks.set_masks(self.student.net, self.z)
@@ -152,7 +147,7 @@ class MaskedDistillation(Distillation):
         return [self.z]
 
     def end_step(self, step: int) -> dict:
-        """d/dlog_alpha of Eq. 31: that of Eq. 30 through z, and that of Eq. 29."""
+        """Accumulate the gradient of Eq. 31 in log_alpha: that of Eq. 30 through z, plus that of Eq. 29."""
         goal = masks.target(step, self.steps)
         l0 = masks.l0_loss(self.log_alpha, goal)
         torch.autograd.backward([self.drawn, self.settings.l0_weight * l0], [self.z.grad, None])
@@ -166,14 +161,12 @@ class MaskedDistillation(Distillation):
 
 
 def teacher_optimizer(trainee, lr: float) -> torch.optim.AdamW:
-    """AdamW for SFT: one learning rate."""
+    """AdamW for SFT, with one learning rate."""
     return make_optimizer(trainee, {"initial_lr": lr, **ADAM})
 
 
 def masked_optimizer(student, settings: Settings) -> torch.optim.AdamW:
-    """AdamW for masked distillation: the weights, the shared projections and the masks, each at its own
-    rate.
-    """
+    """AdamW with separate learning rates for the weights, the shared projections and the masks."""
     return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
         r"\.merged\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
         r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **MASK_ADAM},
@@ -181,16 +174,17 @@ def masked_optimizer(student, settings: Settings) -> torch.optim.AdamW:
 
 
 def gqa_optimizer(student, settings: Settings, blended: tuple[str, ...]) -> torch.optim.AdamW:
-    """AdamW after the switch: what was a shared projection (the `blended` ones) keeps its rate."""
+    """AdamW after the switch: the shared projections (named in `blended`) keep their learning rate."""
     return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
         rf"\.({'|'.join(blended)})\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
     })
 
 
 def start_of_masked(aligned: str, merged: str):
-    """sources of `build` for a masked student: X.k_proj.original.Y is X.k_proj.Y of aligned/,
-    X.k_proj.merged.Y that of merged/, and every other name is its own in aligned/. masks.blended_name is
-    the way back, after the switch.
+    """The `sources` of build() for a masked student.
+
+    X.k_proj.original.Y comes from X.k_proj.Y in aligned/, X.k_proj.merged.Y from X.k_proj.Y in merged/, and
+    everything else from aligned/ under its own name. masks.blended_name is the inverse, for the switch.
     """
 
     def source(name: str) -> tuple[str, str]:
@@ -201,7 +195,7 @@ def start_of_masked(aligned: str, merged: str):
 
 
 def start_masks(layers: int, source_kv_heads: int) -> dict[str, torch.Tensor]:
-    """The replicated parameter of a masked student: log_alpha [layers, source kv heads], every mask open."""
+    """Initial replicated parameters of a masked student: log_alpha [layers, source kv heads], masks open."""
     return {"log_alpha": torch.full((layers, source_kv_heads), masks.START)}
 
 
@@ -215,9 +209,7 @@ class Setup:
 
 
 def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None = None) -> Job:
-    """The masked student: the aligned model, every blended projection about to move to that of merged/, all
-    masks open; or as the checkpoint `saved` has it.
-    """
+    """The masked student, from aligned/ and merged/ with every mask open, or from the checkpoint `saved`."""
     student = build(
         load_config(pair.aligned), setup.ranks, setup.execution,
         sources=None if saved else start_of_masked(pair.aligned, pair.merged),
@@ -231,11 +223,10 @@ def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None =
 
 
 def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, switched: bool) -> Job:
-    """The student as a GQA model, which it is with every mask at 0: as merged/ or the checkpoint `saved`
-    has it.
+    """The student as a GQA model, from merged/ or from the checkpoint `saved`.
 
-    switched: `saved` is the masked student's last checkpoint. What masks needed is then neither read nor
-    kept.
+    switched: `saved` is the masked student's last checkpoint, of which only the merged projections and the
+    shared parameters are read.
     """
     student = build(load_config(pair.merged), setup.ranks, setup.execution,
                     sources=None if saved else lambda name: (pair.merged, name))
@@ -247,7 +238,7 @@ def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, swi
 
 
 def frozen(path: str, ranks: Ranks, execution: Execution) -> Trainee:
-    """The teacher: sharded, without gradients, its weights in the dtype of the computation."""
+    """The teacher: sharded, without gradients, its weights in the compute dtype."""
     execution = replace(execution, weights=execution.compute, recompute=False)
     teacher = build(load_config(path), ranks, execution, lambda name: (path, name))
     return teacher.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""FSDP2: the process group, models built without memory, sharded, and filled from safetensors row by row."""
+"""FSDP2: the process group, and models built on the meta device, sharded and loaded from safetensors."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ from common.weights import open_checkpoint
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process's place in the process group."""
 
     rank: int
     world: int
@@ -42,7 +42,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is stored and run. It changes memory and speed, and the figures by rounding alone."""
+    """How a model is stored and run: it affects memory and speed, but results only by rounding."""
 
     weights: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
@@ -66,11 +66,10 @@ def init_ranks() -> Ranks:
 
 @contextlib.contextmanager
 def joined_ranks():
-    """init_ranks for a block. The ranks leave it together, so that none exits while the first is still
-    writing.
+    """init_ranks for a block. The ranks leave it together, so that none exits while the first is writing.
 
-    Outside of training steps SIGTERM is answered as Ctrl-C is: KeyboardInterrupt. After an error a rank
-    among others does not wait for them: they may be waiting for it in another collective.
+    Outside of training steps SIGTERM acts like Ctrl-C: KeyboardInterrupt. After an error a rank does not wait
+    for the others: they may be waiting for it in another collective.
     """
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -90,13 +89,12 @@ def joined_ranks():
 class Trainee(nn.Module):
     """The root that FSDP shards: a causal language model, and parameters that every rank holds whole.
 
-    replicated: a few hundred float32 numbers beside the sharded weights (the masks' log_alpha, say), by
-    name. What the rows of a step add to their gradients is summed over ranks by `sum_over_ranks`;
-    optimizers and checkpoints know them as replicated.NAME.
+    replicated: name -> a small float32 parameter, such as the masks' log_alpha. Its gradient is summed over
+    ranks by sum_over_ranks; in optimizers and checkpoints its name is replicated.NAME.
 
     forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden],
-    lm_head), so that logits are formed where the loss wants them, a chunk at a time. Without head_loss it
-    returns the hidden states.
+    lm_head), so that the loss can form logits a chunk at a time. Without head_loss it returns the hidden
+    states.
     """
 
     def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
@@ -117,9 +115,9 @@ class Trainee(nn.Module):
 
 
 def sum_over_ranks(leaves) -> None:
-    """Sum the gradients of tensors that every rank holds whole; a leaf that no row reached is left alone.
+    """Sum the gradients of tensors that every rank holds whole; those without a gradient are skipped.
 
-    Row losses are scaled by the number of ranks, for FSDP to take the mean: that scale is divided out again.
+    Row losses are scaled by the number of ranks because FSDP averages: that factor is divided out here.
     """
     for leaf in leaves:
         if leaf.grad is not None:
@@ -128,8 +126,9 @@ def sum_over_ranks(leaves) -> None:
 
 
 def device_mesh(ranks: Ranks):
-    """One node: weights sharded over all ranks. Several: sharded within a node and replicated over nodes
-    (HSDP), so that only gradients, reduced within their node first, travel between nodes.
+    """The mesh to shard over: all ranks of one node; on several nodes, sharded within and replicated across.
+
+    With the latter (HSDP), only gradients that are already reduced within a node travel between nodes.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
     if local == ranks.world:
@@ -139,11 +138,11 @@ def device_mesh(ranks: Ranks):
 
 
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
-    """A sharded Trainee, its gradients reduced in float32.
+    """A sharded Trainee whose gradients are reduced in float32.
 
-    sources(name) -> (checkpoint directory, tensor name) says where each parameter of the model comes from;
-    without it all are left for checkpoints.load to fill. prepare(model) changes the modules before they are
-    sharded. replicated: name -> initial value of the parameters that every rank holds whole.
+    sources(name) -> (checkpoint directory, tensor name) for each parameter of the model; without it, the
+    parameters stay uninitialized until checkpoints.load. prepare(model) changes the modules before sharding.
+    replicated: name -> initial value of each parameter that every rank holds whole.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -157,13 +156,13 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     for layer in model.model.layers:
         fully_shard(layer, **options)
     ignored = set(trainee.replicated.parameters())
-    # lm_head stays gathered for the loss
+    # the loss needs lm_head gathered after the forward pass
     fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)
     trainee.to_empty(device=ranks.device)
     model.tie_weights()
     with torch.no_grad():
         for name, start in (replicated or {}).items():
-            trainee.replicated[name].copy_(start)  # to_empty emptied these, too
+            trainee.replicated[name].copy_(start)  # to_empty discarded these, too
     rotary = model.model.rotary_emb  # its buffers are computed from the config, not stored
     model.model.rotary_emb = type(rotary)(config).to(ranks.device)
     if sources:
@@ -174,17 +173,13 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 
 
 def recompute_layers(model) -> None:
-    """Activation checkpointing of every decoder layer, by the name that this version of transformers has
-    for it.
-    """
+    """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def first_row(rows: int, parts: int, part: int) -> int:
-    """Where FSDP's Shard(0) of a tensor begins: as torch.chunk cuts it, in pieces of equal size but for the
-    last ones.
-    """
+    """First row of a part of FSDP's Shard(0), which splits like torch.chunk: equal parts but for the last."""
     return min(part * -(-rows // parts), rows)
 
 
@@ -202,9 +197,9 @@ def local_rows(parameter) -> slice:
 
 @torch.no_grad()
 def load_rows(model, sources) -> None:
-    """Fill each parameter with its rows: a rank reads from disk only what it holds.
+    """Load the parameters from checkpoints; each rank reads only the rows it holds.
 
-    Raises UserError for a tensor that is missing or has another shape.
+    Raises UserError for a tensor that is missing or has the wrong shape.
     """
     opened: dict[str, dict] = {}
     for name, parameter in model.named_parameters():
@@ -219,13 +214,13 @@ def load_rows(model, sources) -> None:
             raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, "
                             f"found {list(shape)}")
         rows = local_rows(parameter)
-        if rows.start < rows.stop:  # a rank may hold no rows of a small tensor
+        if rows.start < rows.stop:  # a small tensor may leave this rank without rows
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(stored[rows])
 
 
 def free_memory(ranks: Ranks) -> None:
-    """Modules refer to themselves: what nothing else refers to any more goes now, not some time later."""
+    """Collect garbage now: modules contain reference cycles, which would keep their memory for longer."""
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
