@@ -1,8 +1,8 @@
-"""What passes between stages: tensors or JSON, each with a record of its origin.
+"""Artifacts, the files passed between stages: tensors, JSON or directories, each with a record of its origin.
 
-X.safetensors has a sidecar X.json with the sha256 of the tensors; a directory artifact holds its record in
-stage.json, with the sha256 of every other file in it. A record is written last, so an artifact whose record
-is missing or differs from its content was cut off or changed. common/records.py says what the records hold.
+X.safetensors has a sidecar X.json with its sha256; a directory artifact has its record in stage.json, with
+the sha256 of every other file. The record is written last, so an artifact whose record is missing or does not
+match was truncated or modified. common/records.py specifies the fields.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ RECORD = "stage.json"  # the record inside a directory artifact
 
 
 def claim(stage: str, args, *outputs: str) -> None:
-    """Begin a stage: refuse existing outputs, and lock the stage in this run directory until run_stage ends.
+    """Start a stage: refuse existing outputs, and lock the stage in its run directory until run_stage ends.
 
-    Under torchrun the first rank does so for all. Raises UserError when another process runs the stage in
-    args.run, when an output exists and --force is off, or when an output is a symbolic link.
+    Under torchrun only rank 0 does so. Raises UserError if another process is running the stage in args.run,
+    if an output exists without --force, or if an output is a symbolic link.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -47,7 +47,7 @@ def claim(stage: str, args, *outputs: str) -> None:
     except filelock.Timeout as error:
         with open(path, encoding="utf-8", errors="replace") as file:
             holder = file.read(200) or "another process"
-        raise UserError(f"{args.run}: expected no other {stage} at work there, found {holder}") from error
+        raise UserError(f"{args.run}: expected no other {stage} running there, found {holder}") from error
     cli.cleanup.callback(release, lock)
     started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     with open(path, "w", encoding="utf-8") as file:
@@ -55,7 +55,7 @@ def claim(stage: str, args, *outputs: str) -> None:
 
 
 def release(lock) -> None:
-    """Give a lock back, and leave neither its file nor a run directory that holds nothing else."""
+    """Release a lock, and remove its file and, if nothing else is in it, the run directory."""
     with contextlib.suppress(OSError):
         os.remove(lock.lock_file)
     lock.release()
@@ -64,22 +64,22 @@ def release(lock) -> None:
 
 
 def refuse_overwrite(path: str, force: bool) -> None:
-    """Raise UserError when path exists and force is off, or is a symbolic link. Call it before any work."""
+    """Raise UserError if path is a symbolic link, or exists and force is off. Call it before any work."""
     if os.path.islink(path):
         raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; "
                         "remove it first")
     if os.path.exists(path) and not force:
-        raise UserError(f"{path} exists already; give --force to replace it")
+        raise UserError(f"{path} already exists; pass --force to replace it")
 
 
 def sha256(path: str) -> str:
-    """Hex digest of a file's bytes."""
+    """Hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(path: str) -> str:
-    """sha256 that identifies an artifact: of a file itself, of a directory's record."""
+    """sha256 that identifies an artifact: that of the file, or of a directory's record."""
     return sha256(os.path.join(path, RECORD) if os.path.isdir(path) else path)
 
 
@@ -89,16 +89,16 @@ def input_digests(run: str, paths: list[str]) -> dict[str, str]:
 
 
 def check_input(record: dict, path: str) -> None:
-    """Raise UserError unless the artifact at `path` is one that this record names among its inputs."""
+    """Raise UserError unless the artifact at `path` is among the inputs in this record."""
     if digest(path) not in record["inputs"].values():
         inputs = ", ".join(record["inputs"]) or "none"
         stage = record["stage"]
         raise UserError(f"{path}: expected the artifact that {stage} read (its inputs: {inputs}), "
-                        f"found another; run {stage} again with --force")
+                        f"found a different one; run {stage} again with --force")
 
 
 def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
-    """The record of an artifact: the stage, its inputs, settings and versions, and its key figures."""
+    """The record of an artifact: stage, arguments, inputs, versions and key figures."""
     command, source = ["git", "rev-parse", "HEAD"], os.path.dirname(__file__)
     commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     return {
@@ -115,7 +115,7 @@ def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seco
 
 
 def write_text(path: str, text: str) -> None:
-    """Write text aside, then rename."""
+    """Write text to a temporary file, then rename it."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path + ".tmp", "w", encoding="utf-8") as file:
         file.write(text)
@@ -125,12 +125,12 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_json(path: str, value: dict) -> None:
-    """Write JSON aside, then rename."""
+    """Write JSON to a temporary file, then rename it."""
     write_text(path, json.dumps(value, indent=1))
 
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
-    """Write tensors, then their sidecar with the digest."""
+    """Write tensors, then their sidecar with the sha256."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path + ".tmp")
     sidecar = sidecar | {"sha256": sha256(path + ".tmp")}
@@ -161,16 +161,16 @@ def files_in(directory: str) -> list[str]:
 
 @contextlib.contextmanager
 def write_directory(path: str):
-    """An empty directory to fill, PATH.tmp, which takes its name when the block ends without an error.
+    """Context manager: an empty directory PATH.tmp to fill, renamed to PATH if the block succeeds.
 
-    A previous directory keeps its content until then: it is moved aside under a free name and removed once
-    the new one is in place. Raises UserError when path is a file or a symbolic link.
+    A previous directory stays untouched until then: it is moved aside to a free name and removed once the new
+    one is in place. Raises UserError if path is a file or a symbolic link.
     """
     if os.path.islink(path) or os.path.isfile(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
         raise UserError(f"{path}: expected nothing or a directory, found {kind}; remove it first")
     aside = path + ".tmp"
-    shutil.rmtree(aside, ignore_errors=True)  # of a write that was killed
+    shutil.rmtree(aside, ignore_errors=True)  # from a killed run
     os.makedirs(aside)
     try:
         yield aside
@@ -191,13 +191,13 @@ def write_directory(path: str):
 
 
 def sync(path: str) -> None:
-    """Return when a file's bytes are on the disk."""
+    """Flush a file to disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def move_aside(path: str, kind: str = "old") -> str | None:
-    """Rename a path to the first free PATH.KIND-N and return that name; None where there is nothing."""
+    """Rename a path to the first free PATH.KIND-N and return that name; None if the path does not exist."""
     if not os.path.lexists(path):
         return None
     names = (f"{path}.{kind}-{number}" for number in itertools.count(1))
@@ -212,9 +212,9 @@ def sidecar_path(path: str) -> str:
 
 
 def read_record(path: str, stage: str, model: dict | None = None) -> dict:
-    """The record of an artifact, valid in every field, written by `stage`, and for `model` when one is given.
+    """The record of an artifact of `stage`, with every field validated; for `model` if one is given.
 
-    path: a .safetensors file, a .json artifact or a directory. Raises UserError with file, expected, found.
+    path: a .safetensors file, a .json artifact or a directory. Raises UserError.
     """
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
@@ -237,7 +237,7 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
 
 
 def check_same_model(path: str, expected: dict, actual: dict) -> None:
-    """Raise UserError when an artifact is of another model, or its record has another geometry."""
+    """Raise UserError if an artifact belongs to another model or its record has another geometry."""
     if expected["fingerprint"] != actual["fingerprint"]:
         raise UserError(f"{path}: expected an artifact of model {expected['path']} "
                         f"({expected['fingerprint'][:12]}), "
@@ -248,27 +248,28 @@ def check_same_model(path: str, expected: dict, actual: dict) -> None:
 
 
 def verify_files(path: str, record: dict) -> None:
-    """Raise UserError unless a directory artifact's files are, byte for byte, those that its record names."""
+    """Raise UserError unless every file in a directory artifact's record exists with the recorded sha256."""
     for name, expected in record["files"].items():
         file, stage = os.path.join(path, name), record["stage"]
         if not os.path.isfile(file):
-            raise UserError(f"{file}: expected as {stage} wrote it, found none; run it again with --force")
+            raise UserError(f"{file}: expected the file written by {stage}, found none; "
+                            f"run {stage} again with --force")
         if sha256(file) != expected:
-            raise UserError(f"{file}: its content is not what {RECORD} records (a write was cut off, or the "
-                            f"file was changed); run {stage} again with --force")
+            raise UserError(f"{file}: its content does not match {RECORD} (truncated or modified); "
+                            f"run {stage} again with --force")
 
 
 def read_tensors(path: str, stage: str):
-    """An open safetensors file and its record. Raises UserError if truncated, changed, foreign or missing."""
+    """An open safetensors file and its record. Raises UserError if missing, damaged or of another stage."""
     record = read_record(path, stage)
     if sha256(path) != record["sha256"]:
-        raise UserError(f"{path}: its content is not what {sidecar_path(path)} records (a write was cut off, "
-                        f"or the file was changed); run {stage} again with --force")
+        raise UserError(f"{path}: its content does not match {sidecar_path(path)} (truncated or modified); "
+                        f"run {stage} again with --force")
     return open_tensors(path), record
 
 
 def read_calibration(path: str) -> dict:
-    """The record of a calibration directory. Its files are verified, and their shapes."""
+    """The record of a calibration directory, after verifying its files and their shapes."""
     record = read_record(path, "01_calibrate.py")
     verify_files(path, record)
     model = record["model"]
@@ -284,14 +285,14 @@ def read_calibration(path: str) -> dict:
 def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
     """Copies of one layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
 
-    Copies, because memory-mapped tensors stay resident and are aligned to 8 bytes; complex kernels need 16.
+    Copies, because memory-mapped tensors stay resident and are 8-byte aligned; complex kernels need 16.
     """
     file = open_tensors(os.path.join(path, layer_file(index)))
     return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
 def open_tensors(path: str):
-    """An open safetensors file. Raises UserError when it is none."""
+    """An open safetensors file. Raises UserError if it cannot be read as one."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -300,6 +301,6 @@ def open_tensors(path: str):
 
 
 def read_groups(path: str, model: dict) -> tuple[dict, torch.Tensor]:
-    """The record and the groups of groups.json: int64 [layers, G, D], a partition of the model's kv heads."""
+    """The record of groups.json and its groups, int64 [layers, G, D]: a partition of the model's kv heads."""
     record = read_record(path, "03_group.py", model)
     return record, torch.tensor(record["groups"])

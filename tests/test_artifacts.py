@@ -40,7 +40,7 @@ def test_inputs_are_recorded_by_path_and_digest(tmp_path):
     assert record["inputs"] == {"a.safetensors": artifacts.sha256(first)}
     artifacts.check_input(record, first)
     write(tmp_path / "a.safetensors", 2.5)
-    with pytest.raises(UserError, match=r"\(its inputs: a.safetensors\), found another; run 02"):
+    with pytest.raises(UserError, match=r"\(its inputs: a.safetensors\), found a different one; run 02"):
         artifacts.check_input(record, first)
 
 
@@ -76,5 +76,5 @@ def test_overwriting_needs_force(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
     artifacts.refuse_overwrite(path, force=True)
     artifacts.refuse_overwrite(path + "2", force=False)
-    with pytest.raises(UserError, match="a.safetensors exists already; give --force"):
+    with pytest.raises(UserError, match="a.safetensors already exists; pass --force"):
         artifacts.refuse_overwrite(path, force=False)

@@ -927,7 +927,7 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     expect_error("expected the tokens of dha", "related/dha/compare.py", "--run", home, *names)
     weights = home / "searched" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    expect_error("its content is not what", "related/dha/fuse.py", "--run", home, "--force")
+    expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")
     (home / "searched" / "stage.json").write_text("{}")
     expect_error("searched: expected the artifact", "related/dha/fuse.py", "--run", home, "--force")
 

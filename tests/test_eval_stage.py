@@ -92,7 +92,7 @@ def test_scores_are_put_into_the_card(evaluation):
 
 def test_the_table_is_kept_unless_forced(evaluation):
     _, arguments, _ = evaluation
-    expect_error("eval.json exists already; give --force", "07_eval.py", *arguments)
+    expect_error("eval.json already exists; pass --force", "07_eval.py", *arguments)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
     weights = next((home / name).glob("*.safetensors"))
     flip(weights)
     before = (home / "eval.json").read_bytes()
-    message = f"{weights}: its content is not what stage.json records"
+    message = f"{weights}: its content does not match stage.json"
     expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
     assert (home / "eval.json").read_bytes() == before
 

@@ -377,7 +377,7 @@ def test_a_link_or_a_file_is_never_replaced(tmp_path):
             with artifacts.write_directory(str(tmp_path / name)):
                 pass
         args = SimpleNamespace(run=str(tmp_path), force=name != "file")
-        with pytest.raises(UserError, match="found a symbolic link|give --force"):
+        with pytest.raises(UserError, match="found a symbolic link|pass --force"):
             artifacts.claim("06_export.py", args, str(tmp_path / name))
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
@@ -396,7 +396,7 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
     with pytest.raises(UserError) as refused:
         artifacts.claim("05_prune_train.py", claims)
     message = str(refused.value)
-    assert f"expected no other 05_prune_train.py at work there, found process {os.getpid()} on " in message
+    assert f"expected no other 05_prune_train.py running there, found process {os.getpid()} on " in message
     assert " since 20" in message
     artifacts.claim("06_export.py", claims)  # another stage
     other_run = SimpleNamespace(run=claims.run + "2", force=False)
@@ -473,13 +473,13 @@ def refuse_each(home: Path, damages) -> None:
 
 
 def test_stages_refuse_damaged_inputs(home):
-    layer, not_recorded = "calibration/layer-00001.safetensors", "its content is not what"
+    layer, not_recorded = "calibration/layer-00001.safetensors", "its content does not match"
     similarity, align, group = "02_similarity.py", "04_align.py", "03_group.py"
     four_heads = replace('"kv_heads": 8', '"kv_heads": 4')
     refuse_each(home, (
         (layer, (home / layer).read_bytes()[:-8], similarity, not_recorded),
         (layer, flip_last, align, not_recorded),
-        (layer, None, similarity, "expected as 01_calibrate.py wrote it, found none"),
+        (layer, None, similarity, "expected the file written by 01_calibrate.py, found none"),
         ("calibration/stage.json", four_heads, similarity, "of shape [4, 4, 4, 2] for the model"),
         ("similarity.safetensors", flip_last, group, not_recorded),
         ("similarity.json", four_heads, group, "of shape [3, 4, 4], found [3, 8, 8]"),
@@ -528,7 +528,7 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
     in its name."""
     home = copy_run(finished_run, tmp_path / "run [1]*")
     step = max(path.name for path in (home / "train").glob("step-*"))
-    not_recorded = "its content is not what stage.json records"
+    not_recorded = "its content does not match stage.json"
     teacher = (home / "teacher/stage.json").read_bytes()
     another = replace('"seconds": ', '"seconds": 1')
     damages = (
@@ -540,7 +540,7 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
         ("train/stage.json", teacher, "expected a trained student, found a teacher"),
         (f"train/{step}/__0_0.distcp", flip_last, not_recorded),
         (f"train/{step}/.metadata", b"cos\nsystem\n(S'true'\ntR.", not_recorded),
-        ("train/metrics.jsonl", None, "metrics.jsonl: expected as 05_prune_train.py wrote it, found none"),
+        ("train/metrics.jsonl", None, "metrics.jsonl: expected the file written by 05_prune_train.py"),
     )
     refuse_each(home, [(file, damage, "06_export.py", message) for file, damage, message in damages])
     with_limit(5000, lambda: expect_error("File too large", "06_export.py", "--run", home, "--force"))

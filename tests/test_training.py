@@ -427,7 +427,7 @@ def test_changed_weights_are_refused_before_anything_is_written(
     options = ["--teacher", home / "teacher"] if force else []  # a shared one stays with --force
     shutil.move(home / "train", home / "before")
     flip(next((home / name).glob("*.safetensors")))
-    message = "its content is not what stage.json records"
+    message = "its content does not match stage.json"
     expect_error(message, STAGE, *train_arguments(home, inputs, *options, *force))
     assert not (home / "train").exists() and (home / "teacher").exists()
 
@@ -452,7 +452,7 @@ def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
 def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path):
     home, shared = copy_run(aligned_run, tmp_path / "run"), tmp_path / "shared"
     with filelock.FileLock(tmp_path / ".shared.lock"):
-        expect_error("expected no other shared at work there, found ", STAGE,
+        expect_error("expected no other shared running there, found ", STAGE,
                      *train_arguments(home, inputs, "--teacher", shared))
     assert not shared.exists()
 
@@ -762,7 +762,7 @@ def test_nothing_but_damaged_checkpoints(distributed_run, inputs, tmp_path):
     for files in saved_files(home):
         flip(files[-1])
     done = run("06_export.py", "--run", home, "--force", fails=True)
-    assert "its content is not what stage.json records" in done.stderr and (home / "gqa").is_dir()
+    assert "its content does not match stage.json" in done.stderr and (home / "gqa").is_dir()
     (home / "train" / "stage.json").unlink()
     command = ["--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
     done = run(STAGE, *command, processes=2, fails=True)

@@ -237,5 +237,5 @@ def print_phases(work: Workload, phases: list[tuple], hardware: str) -> float:
         print("\n".join(lines))
         hours, all_fit = hours + phase_hours, all_fit and fits
     if not all_fit:
-        raise UserError(f"--plan: expected all phases to fit on {hardware}, found too little memory; see above")
+        raise UserError(f"--plan: expected all phases to fit on {hardware}, found that not all do; see above")
     return hours

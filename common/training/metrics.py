@@ -1,6 +1,4 @@
-"""What training tells: metrics.jsonl (a line per step), TensorBoard where it is installed, and the printed
-lines.
-"""
+"""Training metrics: metrics.jsonl (a line per step), TensorBoard events if installed, and printed lines."""
 
 import contextlib
 import datetime
@@ -19,9 +17,9 @@ SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm"
 
 
 class Metrics:
-    """metrics.jsonl and, where tensorboard is installed, its event files; and the line printed per step.
+    """Writes metrics.jsonl and, if tensorboard is installed, its event files; prints a line per step.
 
-    After a resume all of them go on where the checkpoint was.
+    On resume, lines and events after the checkpoint are dropped.
     """
 
     def __init__(self, job, plan):
@@ -42,19 +40,15 @@ class Metrics:
 
     @contextlib.contextmanager
     def optional(self):
-        """TensorBoard is a convenience: where it cannot be written a line says so, and training goes on
-        without.
-        """
+        """TensorBoard is optional: if it cannot be written, say so and train on without it."""
         try:
             yield
-        except Exception as error:  # its writer raises what its thread met, of any class
+        except Exception as error:  # its writer re-raises anything from its thread
             self.events = None
             print(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all", flush=True)
 
     def write(self, figures: dict) -> None:
-        """A step's figures as a line of metrics.jsonl, as TensorBoard scalars and, every so many steps, on
-        the screen.
-        """
+        """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the plan says so."""
         if not self.ranks.first:
             return
         figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
@@ -74,7 +68,7 @@ class Metrics:
             self.show(figures)
 
     def show(self, figures: dict) -> None:
-        """The printed line of a step."""
+        """Print a step's figures on one line."""
         step, seconds = figures["step"], time.perf_counter() - self.began
         left = seconds / (step - self.start) * (self.plan.steps - step)
         columns = [f"step {step:5d}/{self.plan.steps}"]
@@ -92,7 +86,7 @@ class Metrics:
 
 
 def read_metrics(path: str) -> list[dict]:
-    """The whole lines of a metrics.jsonl; a last line cut off by a kill is left out.
+    """The lines of a metrics.jsonl, without a truncated last line, which a killed run may leave.
 
     Raises UserError for a line that is not a JSON object with a step.
     """
@@ -118,12 +112,12 @@ def _metrics_line(line: bytes, place: str) -> dict:
 
 
 def summarize(lines: list[dict]) -> dict:
-    """The last loss and the tokens of a phase, from the lines of its metrics.jsonl.
+    """The last loss and the total tokens of a phase, from the lines of its metrics.jsonl.
 
-    Raises UserError when there are none, or one without loss or tokens.
+    Raises UserError if there are no lines, or one lacks loss or tokens.
     """
     try:
         return {"loss": float(lines[-1]["loss"]), "tokens": int(sum(line["tokens"] for line in lines))}
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{METRICS}: expected loss and tokens of every step, found none of one ({error}); "
-                        "--force starts anew") from error
+        raise UserError(f"{METRICS}: expected loss and tokens of every step, found a step without ({error}); "
+                        "--force starts over") from error

@@ -1,5 +1,4 @@
-"""Batches: which samples step t holds, how a rank packs its share into rows, and what each token weighs in
-the loss.
+"""Batches: the samples of each step, packing a rank's share into rows, and each token's weight in the loss.
 
 Everything here is a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
 """
@@ -22,15 +21,15 @@ def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def batch_indices(step: int, batch: int, samples: int, seed: int) -> list[int]:
-    """Sample numbers of step `step` (from 0): consecutive pieces of one shuffle after another."""
+    """Sample indices of step `step` (from 0): consecutive slices of one shuffled epoch after another."""
     positions = range(step * batch, (step + 1) * batch)
     return [int(_order(samples, seed, p // samples)[p % samples]) for p in positions]
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Positions in `lengths` laid into rows of at most `capacity` tokens, longest first, first row that fits.
+    """Indices of `lengths` packed into rows of at most `capacity` tokens by first-fit decreasing.
 
-    A sample longer than the capacity gets a row of its own.
+    A sample longer than the capacity gets a row to itself.
     """
     rows, room = [], []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -46,25 +45,24 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @dataclass
 class Row:
-    """One micro-batch: samples end to end in a single sequence of T tokens.
+    """One micro-batch: samples concatenated into a single sequence of T tokens.
 
-    position_ids restart at every sample: attention does not cross samples, by `packed_attention` or, under
-    transformers' own implementations, by the block-diagonal mask they derive from the restarts. Weights
-    belong to the position that *predicts* a token: 1 / (the sample's predicted tokens of that part) /
-    global batch size, and 0 elsewhere, so that a weighted sum over all rows and ranks is the batch's loss.
-    targets: the next token, 0 where nothing is predicted. The positions of either part are listed apart,
-    since they carry other losses.
+    position_ids restart at every sample. Attention does not cross samples: packed_attention sees to it, or
+    the block-diagonal mask that transformers' implementations derive from the restarts. A weight belongs to
+    the position that *predicts* a token: 1 / (tokens the sample predicts in that part) / global batch size,
+    and 0 elsewhere, so that the weighted sum over all rows and ranks is the batch loss. Prompt and answer
+    positions are listed separately because their losses differ.
     """
 
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
-    targets: torch.Tensor  # [T]
+    targets: torch.Tensor  # [T], the next token; 0 where nothing is predicted
     prompt_weight: torch.Tensor  # [T] float32
     answer_weight: torch.Tensor  # [T] float32
-    all_weight: torch.Tensor  # [T] float32, both parts as one
+    all_weight: torch.Tensor  # [T] float32, prompt and answer as one part
     prompt_at: torch.Tensor  # positions that predict a prompt token
     answer_at: torch.Tensor  # positions that predict an answer token
-    lengths: tuple[int, ...]  # tokens of each sample
+    lengths: tuple[int, ...]  # tokens in each sample
 
     def to(self, device) -> "Row":
         tensors = [field.name for field in fields(self) if field.name != "lengths"]
@@ -73,12 +71,12 @@ class Row:
 
 def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, sliding_window=None,
                      **kwargs):
-    """Causal attention of each sample of a row by itself, with torch's fused kernel and without a T x T mask.
+    """Causal attention within each sample of a row, by torch's fused kernel, without a T x T mask.
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
-    with attn_implementation="packed"; sample_lengths, which sum to T, reach it through the model's forward.
-    None: one sample. sliding_window: positions that a token sees, its own included; None for all. Only a
-    sample that is longer needs a mask.
+    with attn_implementation="packed". sample_lengths, which sum to T, are passed through the model's forward;
+    None: one sample. sliding_window: number of positions a token attends to, including its own; None for all.
+    Only samples longer than that need a mask.
     """
     parts = (states.split(sample_lengths or query.shape[2], dim=2) for states in (query, key, value))
     alone = []
@@ -92,18 +90,16 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def _shares(tokens: int, batch: int) -> list[float]:
-    """The weight of each of a part's predicted tokens: together 1 / batch. None for a part that predicts
-    nothing.
-    """
+    """Weights of the predicted tokens of a part, 1 / batch in total; empty if it predicts nothing."""
     return [1 / tokens / batch for _ in range(tokens)]
 
 
 def build_row(samples: list[Sample], batch: int) -> Row:
-    """Lay samples end to end. batch: the global batch size that the weights divide by."""
+    """Concatenate samples into a row. batch: the global batch size, which divides the weights."""
     ids, positions, targets, prompt_weight, answer_weight, all_weight = [], [], [], [], [], []
     for sample in samples:
         tokens = [*sample.prompt, *sample.answer]
-        prompt, answer = len(sample.prompt) - 1, len(sample.answer)  # predicted tokens of either part
+        prompt, answer = len(sample.prompt) - 1, len(sample.answer)  # predicted tokens
         ids += tokens
         positions += range(len(tokens))
         targets += [*tokens[1:], 0]
@@ -117,10 +113,10 @@ def build_row(samples: list[Sample], batch: int) -> Row:
 
 
 def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
-    """This rank's rows of a step. Every rank gets the same number (a row that predicts nothing where it has
-    fewer), because sharded layers communicate in step.
+    """This rank's rows for a step, padded with idle rows to the same number on every rank.
 
-    plan: its batch (samples over all ranks), seed and tokens_per_microbatch; ranks: its rank and world.
+    Sharded layers communicate in every row, so ranks need equally many. plan: an object with batch (samples
+    over all ranks), seed and tokens_per_microbatch; ranks: one with rank and world.
     """
     indices = batch_indices(step, plan.batch, len(samples), plan.seed)
     shares = [indices[rank :: ranks.world] for rank in range(ranks.world)]
@@ -133,9 +129,7 @@ def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
 
 
 def idle_row(sample: Sample) -> Row:
-    """A row that predicts nothing: its rank takes part in the communication of a step and adds nothing to
-    the loss.
-    """
+    """A row that predicts nothing: its rank takes part in communication but adds nothing to the loss."""
     row = build_row([sample], 1)
     for weight in (row.prompt_weight, row.answer_weight, row.all_weight):
         weight.zero_()
