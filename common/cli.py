@@ -1,4 +1,4 @@
-"""What every stage's command line shares: one parser, one kind of user error, one way to end."""
+"""The command line shared by all stages: parser, argument types, user errors, exit codes."""
 
 import argparse
 import contextlib
@@ -14,16 +14,16 @@ import time
 import torch
 from safetensors import SafetensorError
 
-cleanup = contextlib.ExitStack()  # what run_stage undoes when the stage ends: its lock
+cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: one line (what, where, expected, found) and exit code 2."""
+    """An error the user can fix: reported on one line (what, where, expected, found), exit code 2."""
 
 
 def suggest(name: str, known) -> str:
-    """"; did you mean X?" for the known name closest to `name` or beginning with it; "" where none is."""
-    names = {other.lstrip("-").lower(): other for other in known}  # dashes alone are no similarity
+    """"; did you mean X?" for the known name closest to `name` or starting with it; "" if there is none."""
+    names = {other.lstrip("-").lower(): other for other in known}  # shared dashes must not count
     name = name.lstrip("-").lower()
     near = difflib.get_close_matches(name, names, n=1)
     if not near and name:
@@ -38,7 +38,7 @@ def number_type(
     at_most: float = math.inf,
     above: float = -math.inf,
 ):
-    """An argparse type: a finite number of a kind, at_least <= number <= at_most and above < number."""
+    """An argparse type: a finite number of `kind`, between at_least and at_most inclusive and greater than above."""
 
     def parse(text: str):
         try:
@@ -65,7 +65,7 @@ probability = number_type(float, "a number from 0 to 1", at_least=0, at_most=1)
 
 
 def choice(names):
-    """An argparse type: one of some names, with a suggestion for a typo."""
+    """An argparse type: one of `names`, with a suggestion for typos."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -78,7 +78,7 @@ def choice(names):
 
 
 def device(text: str) -> str:
-    """An argparse type: auto, cpu, cuda or cuda:N, the latter two where there is such a GPU."""
+    """An argparse type: auto, cpu, cuda or cuda:N; the GPU must exist."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", text):
         raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:N, found {text}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -89,13 +89,13 @@ def device(text: str) -> str:
 
 
 def manual(prog: str) -> argparse.HelpFormatter:
-    """The module docstring as written; flags as wide as the terminal."""
+    """A formatter that prints the module docstring verbatim and wraps flags to the terminal's width."""
     width = min(110, shutil.get_terminal_size((110, 24)).columns) - 2
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width)
 
 
 class StageParser(argparse.ArgumentParser):
-    """argparse with flags in sections, where a mistake is one line: what, expected, found, a suggestion."""
+    """argparse with sections of flags and one-line errors: what, expected, found, and a suggestion."""
 
     def __init__(self, doc: str):
         super().__init__(description=doc, usage="%(prog)s [flags]", formatter_class=manual,
@@ -103,11 +103,11 @@ class StageParser(argparse.ArgumentParser):
         self.flags: list[str] = []
 
     def section(self, title: str) -> None:
-        """Show the flags added from here on under this title in --help."""
+        """List the flags added from here on under this title in --help."""
         self.group = self.add_argument_group(title)
 
     def add_argument(self, *flags, choices=None, help: str = "", **options):
-        """argparse's own, in the current section, with finite numbers, defaults in the help, suggestions."""
+        """As in argparse, in the current section; finite numbers, defaults in the help, suggestions."""
         default = options.get("default")
         if choices is not None:
             options["type"] = choice(choices)
@@ -136,13 +136,13 @@ class StageParser(argparse.ArgumentParser):
 
 
 def stage_parser(doc: str) -> StageParser:
-    """A parser whose manual is the stage's docstring, with the flags that every stage has."""
+    """A parser with the stage's docstring as its manual and the flags common to all stages."""
     parser = StageParser(doc)
     parser.section("every stage")
-    # torchrun on Python 3.11 takes --run for an abbreviation of its own --run-path, hence the second name
+    # --run-dir because torchrun on Python 3.11 takes --run as an abbreviation of its own --run-path
     parser.add_argument("--run", "--run-dir", default="runs/demo", metavar="DIR",
-                        help="run directory: artifacts are read and written here")
-    parser.add_argument("--force", action="store_true", help="overwrite what this stage wrote before")
+                        help="run directory, where artifacts are read and written")
+    parser.add_argument("--force", action="store_true", help="replace the stage's existing output")
     parser.add_argument("-h", "--help", action="help", help="show this page")
     parser.section("this stage")
     return parser
@@ -151,22 +151,22 @@ def stage_parser(doc: str) -> StageParser:
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
-    A UserError, or an error of the operating system, becomes one line and exit code 2.
+    A UserError or OSError is printed on one line, with exit code 2; Ctrl-C exits with 130.
     """
     try:
         code = main() or 0
     except (UserError, OSError, SafetensorError) as error:  # a full disk is a SafetensorError, too
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted: nothing unfinished was kept", file=sys.stderr)
+        print("interrupted: no partial output was kept", file=sys.stderr)
         code = 130
     finally:
         cleanup.close()
     if "RANK" in os.environ:
-        # A thread of the process group that needs the interpreter during Python's shutdown aborts the
-        # process, and torchrun reports a failed run: a rank leaves without that shutdown.
+        # Skip interpreter shutdown: a process-group thread that needs the interpreter during it aborts the
+        # process, and torchrun reports a failed run.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -183,7 +183,7 @@ def peak_memory() -> float:
 
 
 class Clock:
-    """Seconds since its creation, for records and closing lines."""
+    """Seconds since its creation, for records and final lines."""
 
     def __init__(self):
         self.start = time.perf_counter()

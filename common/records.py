@@ -1,8 +1,8 @@
-"""What the record of every artifact must hold: a table of fields per stage, and the check against it.
+"""The fields of every artifact's record, specified per stage, and validation against them.
 
-A specification is a type (str, bool), a Number, Text, a tuple of allowed values, [item] for a list of such
-items, {name: field} for an object with at least these fields, {str: field} for one with any names, or
-Optional(field) for a field that may be absent or null.
+A field's specification is a type (bool, object), a Number, a Text, a tuple of allowed values, [item] for a
+list, {name: field} for an object with at least these fields, {Text: field} for one with any names that match,
+or Optional(field) for a field that may be absent or null.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number in a range; whole: an integer."""
+    """A finite number with a lower bound; whole: an integer."""
 
     at_least: float = -math.inf
     whole: bool = False
@@ -26,12 +26,12 @@ class Number:
         kinds = int if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        return self.at_least <= value and abs(value) <= sys.float_info.max  # an integer may be larger
+        return self.at_least <= value and abs(value) <= sys.float_info.max  # JSON integers may exceed it
 
 
 @dataclass(frozen=True)
 class Text:
-    """A string that matches a pattern as a whole."""
+    """A string that fully matches a pattern."""
 
     pattern: str
     description: str
@@ -71,15 +71,15 @@ RECORD = {
     "date": STRING,
     "summary": {STRING: object},
 }
-FILES = {FILE_NAME: DIGEST}  # of a directory artifact, everything in it but its record
+FILES = {FILE_NAME: DIGEST}  # everything in a directory artifact except its record
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
-PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine"}  # an item per layer
+PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine"}  # one item per layer
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
-# of train/, not of teacher/
+# in train/, not in teacher/
 STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}
-STAGES = {  # stage -> what its record holds beside RECORD
+STAGES = {  # stage -> fields of its record in addition to RECORD
     "01_calibrate.py": {
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
@@ -119,7 +119,7 @@ STAGES = {  # stage -> what its record holds beside RECORD
 
 
 def find_fault(record, stage: str) -> str | None:
-    """What is wrong with the record of a stage, as "WHERE: expected X, found Y"; None when nothing is."""
+    """What is wrong with a stage's record, as "WHERE: expected X, found Y"; None if it is valid."""
     fault = mismatch(record, RECORD, "record") or mismatch(record, STAGES.get(stage, {}), "record")
     if fault is None and STUDENT.keys() & record["summary"].keys() and stage == "05_prune_train.py":
         fault = mismatch(record["summary"], STUDENT, "record.summary")
@@ -127,7 +127,7 @@ def find_fault(record, stage: str) -> str | None:
 
 
 def find_inconsistency(record: dict, stage: str) -> str | None:
-    """The first contradiction between fields that are valid one by one."""
+    """The first inconsistency between fields that are valid by themselves; None if there is none."""
     model, summary = record["model"], record["summary"]
     if model["heads"] % model["kv_heads"]:
         return (f"record.model.kv_heads: expected a divisor of {model['heads']} heads, "
@@ -148,7 +148,7 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
 
 
 def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
-    """Why `groups` does not split every layer's source kv heads into kv_heads groups of one size, or None."""
+    """Why `groups` is not a partition of each layer's source kv heads into kv_heads equal groups, or None."""
     source_kv_heads = model["kv_heads"]
     size = source_kv_heads // kv_heads
     if kv_heads >= source_kv_heads or source_kv_heads % kv_heads:
@@ -167,7 +167,7 @@ def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
 
 
 def mismatch(value, field, where: str) -> str | None:
-    """The first difference of a value from its specification, as "WHERE: expected X, found Y", or None."""
+    """The first mismatch of a value with its specification, as "WHERE: expected X, found Y", or None."""
     if isinstance(field, Optional):
         return None if value is None else mismatch(value, field.field, where)
     if isinstance(field, dict):
@@ -187,7 +187,7 @@ def mismatch(value, field, where: str) -> str | None:
 
 
 def mismatch_object(value, fields: dict, where: str) -> str | None:
-    """mismatch for an object; `fields` has names, or one specification that every name must fit."""
+    """mismatch for an object; the keys of `fields` are names, or one Text that every name must match."""
     if not isinstance(value, dict):
         return f"{where}: expected an object, found {shown(value)}"
     for name, field in fields.items():
@@ -205,11 +205,11 @@ def mismatch_object(value, fields: dict, where: str) -> str | None:
 
 
 def shown(value) -> str:
-    """A value in an error message, shortened and printable."""
+    """A value for an error message, shortened and printable."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def layer_file(index: int) -> str:
-    """The file of a layer in a calibration directory."""
+    """File name of a layer in a calibration directory."""
     return f"layer-{index:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint directory: which files hold them, reading single tensors, checking them."""
+"""The weights of a checkpoint directory: finding their files, reading single tensors, validating them."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ from safetensors import safe_open
 from common.cli import UserError
 from common.records import FILE_NAME, STRING, mismatch, shown
 
-WEIGHT_FILES = (  # where transformers looks for weights, in its order
+WEIGHT_FILES = (  # where transformers looks for weights, in order
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
-# older releases store these, which are computed from the config
+# stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
 
 def weight_files(directory: str) -> list[str]:
-    """Names of the files that transformers reads a checkpoint's weights from; an index, if any, comes first.
+    """Names of the files from which transformers reads a checkpoint's weights; an index, if any, comes first.
 
-    Raises UserError when there are none, or when the index cannot be read or names files elsewhere.
+    Raises UserError if there are none, or if the index cannot be read or names files elsewhere.
     """
     present = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(directory, name))]
     if not present:
@@ -42,14 +42,14 @@ def weight_files(directory: str) -> list[str]:
     shards = sorted(set(index["weight_map"].values()))
     for shard in shards:
         if "/" in shard or not os.path.isfile(os.path.join(directory, shard)):
-            raise UserError(f"{path}: expected names of files beside it, found {shown(shard)}")
+            raise UserError(f"{path}: expected names of files in its directory, found {shown(shard)}")
     return [name, *shards]
 
 
 def fingerprint(path: str) -> str:
-    """A sha256 over config.json and 64 slices of each weight file that is read.
+    """A sha256 over config.json and 64 slices of each weight file.
 
-    Slices suffice, because a training step changes all weights, and 13 GB take no time.
+    Slices suffice, because a training step changes all weights; hashing them is fast even for a 7B model.
     """
     digest = hashlib.sha256()
     for name in ["config.json", *weight_files(path)]:
@@ -63,9 +63,9 @@ def fingerprint(path: str) -> str:
 
 
 def open_checkpoint(directory: str) -> dict:
-    """Tensor name -> an object that reads its rows when sliced, for each tensor that transformers would load.
+    """Tensor name -> a handle that reads rows when sliced, for each tensor that transformers would load.
 
-    Raises UserError for files that are damaged or hold more than tensors.
+    Raises UserError for files that are damaged or contain anything but tensors.
     """
     tensors = {}
     for name in weight_files(directory):
@@ -74,27 +74,27 @@ def open_checkpoint(directory: str) -> dict:
             if name.endswith(".safetensors"):
                 file = safe_open(path, framework="pt")
                 tensors |= {key: file.get_slice(key) for key in file.keys()}
-            elif name.endswith(".bin"):  # an older release; weights_only refuses pickles that would run code
+            elif name.endswith(".bin"):  # older format; weights_only refuses pickles that run code
                 mapped = zipfile.is_zipfile(path)
                 tensors |= torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-        except Exception as error:  # each kind of damage to a file raises its own class
+        except Exception as error:  # the exception class depends on the damage
             raise UserError(f"{path}: expected a file of tensors, found none that can be read: "
                             f"{first_line(error)}") from error
     return tensors
 
 
 def check_names(path: str, missing, unexpected) -> None:
-    """Raise UserError naming the first tensor that a checkpoint lacks, or that its model has no place for."""
+    """Raise UserError naming the first missing tensor of a checkpoint, or the first unexpected one."""
     if missing:
         raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
     unexpected = [name for name in unexpected if not IGNORED_TENSORS.fullmatch(name)]
     if unexpected:
-        raise UserError(f"{path}: expected the tensors of its config alone, "
+        raise UserError(f"{path}: expected only the tensors of its config, "
                         f"found also {shown(min(unexpected))}")
 
 
 def check_finite(tensors, where: str) -> None:
-    """Raise UserError naming the first tensor that holds a NaN or Inf."""
+    """Raise UserError naming the first tensor with a NaN or Inf. tensors: (name, tensor) pairs."""
     for name, tensor in tensors:
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: NaN or Inf in {name}")

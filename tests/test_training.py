@@ -407,7 +407,7 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
 
     monkeypatch.setattr(training_inputs, "tokenize", interrupting)
     done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
-    assert done.returncode == 130 and done.stderr == "interrupted: nothing unfinished was kept\n"
+    assert done.returncode == 130 and done.stderr == "interrupted: no partial output was kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert not list(home.glob(".*lock"))
 
