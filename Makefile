@@ -1,11 +1,13 @@
-# make demo      set up, convert the demo model through all seven stages, print the results table
-# make test      set up, run the quick tests (less than three minutes on two cores)
-# make test-all  the slow tests too: whole commands, every model family, related/, bench/
-# make mutants   check that the tests notice faults: mutate one line at a time
+# make demo          set up, convert the demo model through all seven stages, print the results table
+# make test          set up, run the quick tests (less than three minutes on two cores)
+# make test-all      the slow tests too: whole commands, every model family, related/, bench/
+# make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
+# make mutants       check that the tests notice faults: mutate one line at a time
+# make lint          ruff
 PYTHON ?= python3
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all mutants lint clean
+.PHONY: demo test test-all test-release mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -19,7 +21,10 @@ test: .venv/ready
 	$(PYTEST)
 
 test-all: .venv/ready
-	$(PYTEST) -m "slow or not slow"
+	$(PYTEST) -m "not release"
+
+test-release: .venv/ready
+	$(PYTEST) -m release
 
 mutants: .venv/ready
 	.venv/bin/python tests/mutants.py

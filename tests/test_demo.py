@@ -168,7 +168,7 @@ def test_alignment_helps_a_trained_model(made, tmp_path, kv_heads):
     assert aligned["perplexity_source"] < aligned["perplexity_merged"] < pooled["perplexity_merged"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_whole_demo(tmp_path):
     """`make demo` without its set-up: the teacher learns every task, and alignment beats mean-pooling."""
     environment = os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run")}

@@ -1,6 +1,5 @@
-"""pipelines/gguf.sh as a user runs it: mistakes at once; slow, the tokens of every family.
-
-The first slow test builds llama.cpp.
+"""pipelines/gguf.sh as a user runs it: mistakes at once; before a release, the
+tokens of every family. The first of those tests builds llama.cpp.
 """
 
 import os
@@ -70,7 +69,7 @@ def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, mess
     assert done.returncode == 2 and done.stderr == message + "\n" and not done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
     done = gguf(save_gqa(tmp_path / "gqa", family), PRE=PRE.get(family, "gpt-2"), TOKENS="20")
@@ -85,7 +84,7 @@ def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
     assert (tmp_path / "gqa.f32.gguf").read_bytes()[:4] == b"GGUF"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
     checkpoint, out, prompts = save_gqa(tmp_path / "gqa"), tmp_path / "gqa.gguf", tmp_path / "prompts.txt"
     prompts.write_text("import random\n\ndef choice(self, seq):\n")
@@ -104,7 +103,7 @@ def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
     assert out.read_bytes() == converted
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_tokens_that_quantization_changes_are_counted(tmp_path):
     (tmp_path / "prompts.txt").write_text("import random\n\ndef choice(self, seq):\n")
     settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": "q8_0"}

@@ -91,7 +91,7 @@ def test_small_recipes_scale_the_kv_heads_to_the_demo_model(recorded, tmp_path):
     assert after("--kv-heads", grouping) == "4"  # half of 8 heads, as 16 are of 32
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_table1_end_to_end(tmp_path):
     run = tmp_path / "a [1] run"
     small = {"SMALL": 1, "SMALL_STEPS": 20, "SMALL_TEACHER_STEPS": 10, "LIMIT": 20, "RUN": run}
@@ -122,7 +122,7 @@ def test_table1_end_to_end(tmp_path):
     assert (run / "eval.json").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("name", "kv_heads"), [("llama2_7b.sh", 2), ("sheared_llama_1.3b.sh", 2)])
 def test_recipe_end_to_end(name, kv_heads, tmp_path):
     run = tmp_path / "it's a run"
