@@ -38,7 +38,7 @@ def number_type(
     at_most: float = math.inf,
     above: float = -math.inf,
 ):
-    """An argparse type: a finite number of `kind`, between at_least and at_most inclusive and greater than above."""
+    """An argparse type: a finite `kind` from at_least to at_most, and greater than `above`."""
 
     def parse(text: str):
         try:

@@ -1,8 +1,8 @@
-"""A model one decoder layer at a time: every sequence passes through a layer before the next layer is needed.
+"""Running a model layer by layer: all sequences pass through one decoder layer before the next.
 
-The model is held in memory as a whole, or one by one: only the layer at work, with hidden states on disk, so
-that a 7B model needs the memory of one of its layers. Both do the same operations in the same order and give
-the same bytes. CheckpointWriter writes a model in the same way.
+Either the whole model is in memory, or, with one_by_one, only the current layer, with hidden states on disk:
+a 7B model then needs the memory of one layer. Both do the same operations in the same order and give the same
+bytes. CheckpointWriter writes a model one part at a time.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from common.cli import UserError
 from common.models import load_config, load_model, save_tokenizer, sliding_window, window_mask
 from common.weights import check_finite, check_names, open_checkpoint
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
-PART = "part-{}.safetensors"  # a shard until its checkpoint is whole
+M_MMAP_THRESHOLD = -3  # from malloc.h
+PART = "part-{}.safetensors"  # name of a shard until their number is known
 
 
 class Layers:
-    """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's own.
+    """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's.
 
-    one_by_one: a module is loaded when its `with` block begins and dropped when it ends. Raises UserError for
-    weights that are missing, of another shape, not finite, or not the model's.
+    one_by_one: a module is loaded when its `with` block begins and freed when it ends. Raises UserError for
+    missing, unexpected, mis-shaped or non-finite weights.
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
         self.path, self.device, self.one_by_one = path, device, one_by_one
-        self.edits = []  # functions to apply to a decoder layer once it is read
+        self.edits = []  # functions to apply to each decoder layer after loading it
         if one_by_one:
             return_freed_memory()
             with torch.device("meta"):
@@ -50,7 +50,7 @@ class Layers:
 
     @contextlib.contextmanager
     def part(self, name: str):
-        """A context with a module: "model.embed_tokens", "model.layers.0", "model.norm" or "lm_head"."""
+        """Context manager: a module by name, as "model.embed_tokens", "model.layers.0" or "lm_head"."""
         module = self.model.get_submodule(name)
         if not self.one_by_one:
             yield module
@@ -63,20 +63,20 @@ class Layers:
 
     @contextlib.contextmanager
     def layer(self, index: int):
-        """A context with decoder layer `index`, edited."""
+        """Context manager: decoder layer `index`, edited."""
         with self.part(f"model.layers.{index}") as layer:
             for function in self.edits:
                 function(index, layer)
             yield layer
 
     def decoder_layers(self):
-        """Yield each decoder layer in turn; the last one yielded is the one in memory."""
+        """Yield each decoder layer in turn; one_by_one, only the current one is in memory."""
         for index in range(self.config.num_hidden_layers):
             with self.layer(index) as layer:
                 yield layer
 
     def edit(self, function) -> None:
-        """Change every decoder layer in place by function(index, layer): now, or each time it is read."""
+        """Apply function(index, layer) to every decoder layer: now, or one_by_one each time it is loaded."""
         if self.one_by_one:
             self.edits.append(function)
             return
@@ -86,7 +86,7 @@ class Layers:
     def embed(self, batches, directory: str | None) -> "Spool":
         """Hidden states before the first layer, from batches of token ids [n, T].
 
-        One by one they are kept in a file in `directory`.
+        one_by_one, they are kept in a temporary file in `directory`.
         """
         with self.part("model.embed_tokens") as embedding:
             embedded = (embedding(batch.to(self.device)) for batch in batches)
@@ -94,37 +94,37 @@ class Layers:
 
     @contextlib.contextmanager
     def head(self):
-        """A context with the function from the last layer's hidden states to logits [n, T, vocab]."""
+        """Context manager: a function from the last layer's hidden states to logits [n, T, vocab]."""
         with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
             yield lambda hidden: lm_head(norm(hidden))
 
     def run(self, layer, hidden: torch.Tensor) -> torch.Tensor:
-        """The output of a decoder layer, this model's or one like it, for hidden states [n, T, hidden]."""
+        """Output of a decoder layer, this model's or a similar one, for hidden states [n, T, hidden]."""
         return run_layer(self.model, layer, hidden)
 
     def advance(self, layer, hidden: "Spool") -> None:
-        """Replace every batch of hidden states by a decoder layer's output for it."""
+        """Replace every batch of hidden states by the decoder layer's output."""
         for number in range(len(hidden)):
             hidden[number] = self.run(layer, hidden[number])
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, directory: str | None = None) -> list[torch.Tensor]:
-        """Token ids [n, T] -> n logits [T, vocab], float32 on the CPU. directory: as for embed."""
+        """Token ids [n, T] -> n tensors of logits [T, vocab], float32 on the CPU. directory: as for embed."""
         hidden = self.embed(tokens.split(1), directory)
         for layer in self.decoder_layers():
             self.advance(layer, hidden)
         return self.logits_of(hidden)
 
     def logits_of(self, hidden: "Spool") -> list[torch.Tensor]:
-        """Hidden states after the last layer, batches of one -> logits [T, vocab], float32 on the CPU."""
+        """Hidden states after the last layer, in batches of one -> logits [T, vocab], float32 on the CPU."""
         with self.head() as head:
             return [head(hidden[number])[0].float().cpu() for number in range(len(hidden))]
 
 
 def return_freed_memory() -> None:
-    """From here on, freeing a tensor returns its memory to the system.
+    """Make glibc return the memory of freed tensors to the system from now on.
 
-    glibc otherwise keeps freed blocks of up to 32 MiB, which seldom fit what the next layer asks for.
+    By default it keeps freed blocks of up to 32 MiB, which the next layer can seldom reuse.
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
@@ -132,9 +132,9 @@ def return_freed_memory() -> None:
 
 @torch.no_grad()
 def fill(module, path: str, prefix: str) -> None:
-    """Read a module's parameters from the checkpoint's tensors PREFIX.NAME.
+    """Load a module's parameters from the checkpoint's tensors PREFIX.NAME.
 
-    The files are closed again, because what was read of an open one stays in memory.
+    The files are reopened each time, because pages read from an open one stay in memory.
     """
     stored = open_checkpoint(path)
     for name, parameter in module.named_parameters():
@@ -150,7 +150,7 @@ def fill(module, path: str, prefix: str) -> None:
 
 
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
-    """The output of a decoder layer for hidden states [n, T, hidden]: causal, positions from 0."""
+    """Output of a decoder layer for hidden states [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
     mask = window_mask(hidden.shape[1], sliding_window(layer.self_attn), hidden.device)
     rotary = model.model.rotary_emb(hidden, position_ids=positions)
@@ -159,14 +159,11 @@ def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Spool:
-    """Hidden states, batch by batch, to be read and replaced.
-
-    In memory, or in an unnamed temporary file in `directory`, which vanishes with the process.
-    """
+    """A list of batches of hidden states, in memory or in an unnamed temporary file in `directory`."""
 
     def __init__(self, batches, directory: str | None = None):
         self.file = tempfile.TemporaryFile(dir=directory) if directory else None
-        self.batches, self.offsets = [], [0]  # the batches themselves, or dtype, shape and device of each
+        self.batches, self.offsets = [], [0]  # the batches, or their dtype, shape and device
         for number, batch in enumerate(batches):
             self.batches.append(None)
             self.offsets.append(self.offsets[-1] + batch.nbytes)
@@ -185,7 +182,7 @@ class Spool:
         return torch.from_numpy(raw).view(dtype).view(shape).to(device)
 
     def __setitem__(self, number: int, batch: torch.Tensor) -> None:
-        """Replace a batch by one of the same size."""
+        """Replace a batch by one of the same size in bytes."""
         if self.file is None:
             self.batches[number] = batch
             return
@@ -195,10 +192,10 @@ class Spool:
 
 
 class CheckpointWriter:
-    """A transformers checkpoint, written part by part: a safetensors shard for each, then their index.
+    """Context manager that writes a transformers checkpoint part by part: one shard each, then the index.
 
-    directory: an existing one to fill. config, dtype: of the model written. source: the checkpoint whose
-    tokenizer and generation config it takes. Raises RuntimeError when the block ends before all is written.
+    directory: an existing directory to fill. config, dtype: of the model to write. source: the checkpoint to
+    take tokenizer and generation config from. Raises RuntimeError if tensors are missing when the block ends.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
@@ -208,9 +205,9 @@ class CheckpointWriter:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         self.config.architectures = [type(model).__name__]
-        # of tied parameters the first alone
+        # tied parameters appear once, under their first name
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.shards: list[list[str]] = []  # names of the tensors in each
+        self.shards: list[list[str]] = []  # tensor names in each shard
 
     def __enter__(self):
         self.config.save_pretrained(self.directory)
@@ -222,13 +219,13 @@ class CheckpointWriter:
         return self
 
     def write(self, name: str, module) -> None:
-        """Write the parameters of a module under its name in the model, as "model.layers.0".
+        """Write a module's parameters under `name`, its name in the model ("model.layers.0").
 
-        Tied parameters are written once. Raises ValueError for a shape that the config does not give.
+        Tied parameters are written once. Raises ValueError for a shape that does not match the config.
         """
         tensors = {}
         for key, parameter in module.named_parameters(prefix=name):
-            if key not in self.shapes:  # tied to one with another name
+            if key not in self.shapes:  # tied to a parameter with another name
                 continue
             if parameter.shape != self.shapes[key]:
                 raise ValueError(f"{key}: expected shape {list(self.shapes[key])}, "
@@ -239,7 +236,7 @@ class CheckpointWriter:
             self.shards.append(list(tensors))
 
     def write_rest(self, layers: Layers) -> None:
-        """Write the embedding, norm and head of `layers`."""
+        """Write the embedding, final norm and head of `layers`."""
         for name in ("model.embed_tokens", "model.norm", "lm_head"):
             with layers.part(name) as module:
                 self.write(name, module)
@@ -248,14 +245,14 @@ class CheckpointWriter:
         if kind is not None:
             return
         weight_map = {}
-        for number, names in enumerate(self.shards):  # renamed now, because the names tell how many there are
+        for number, names in enumerate(self.shards):  # the final names contain the number of shards
             shard = f"model-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
             os.rename(self._path(PART.format(number)), self._path(shard))
             weight_map |= dict.fromkeys(names, shard)
         missing = self.shapes.keys() - weight_map.keys()
         if missing:
             raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, "
-                               f"{min(missing)} first")
+                               f"among them {min(missing)}")
         parameters = sum(shape.numel() for shape in self.shapes.values())
         sizes = {"total_parameters": parameters, "total_size": parameters * self.dtype.itemsize}
         index = {"metadata": sizes, "weight_map": weight_map}

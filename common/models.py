@@ -1,4 +1,4 @@
-"""Models: their geometry, whether the method applies to them, and loading them with clear refusals."""
+"""Models: geometry, whether the method applies, and loading with clear errors."""
 
 import glob
 import json
@@ -13,14 +13,14 @@ from common.cli import UserError, suggest
 from common.records import COUNT, Optional, mismatch
 from common.weights import check_finite, check_names, fingerprint, first_line, weight_files
 
-logging.set_verbosity_error()  # the stages print their own account of what they load
+logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
 
-# config.model_type of the supported families: decoders of one layout, with RoPE over pairs (p, p + d/2)
+# supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEMO = "demo"
-DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is kept once made
-# the models of the paper's experiments, on the hub
+DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is built on first use
+# hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
 DOWNLOADED = ("*.json", "*.model", "*.txt", "*.safetensors", "*.bin")
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
@@ -29,7 +29,7 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hea
 
 @dataclass(frozen=True)
 class Geometry:
-    """The numbers that shape an attention layer."""
+    """The dimensions of a model's attention layers."""
 
     layers: int
     heads: int
@@ -39,7 +39,7 @@ class Geometry:
 
 
 def geometry(config) -> Geometry:
-    """Read the geometry off a transformers config."""
+    """The geometry of a transformers config."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -47,9 +47,9 @@ def geometry(config) -> Geometry:
 
 
 def resolve_model(name: str) -> str:
-    """The directory of a model: `name` itself, or where the hub repository of that name was downloaded to.
+    """The directory of a model: `name` itself, or the download of the hub repository of that name.
 
-    Raises UserError when it is neither.
+    Raises UserError if it is neither.
     """
     if os.path.isdir(name):
         return name
@@ -59,7 +59,7 @@ def resolve_model(name: str) -> str:
 
     try:
         return snapshot_download(name, allow_patterns=DOWNLOADED)
-    except Exception as error:  # a bad name, no network and no permission are different classes
+    except Exception as error:  # bad names, network and permissions raise different classes
         configs = sorted(glob.glob(os.path.join("runs", "*", "*", "config.json")))
         known = [DEMO, *map(os.path.dirname, configs), *PUBLISHED_MODELS]
         raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached "
@@ -68,16 +68,16 @@ def resolve_model(name: str) -> str:
 
 
 def load_config(path: str):
-    """The config of a checkpoint directory, or in a file.
+    """The config in a checkpoint directory or file.
 
-    Raises UserError where there is none that can be read, or a size in it is not a positive integer.
+    Raises UserError if it cannot be read or a size in it is not a positive integer.
     """
     try:
         name = os.path.join(path, "config.json") if os.path.isdir(path) else path
         with open(name, encoding="utf-8") as file:
             fault = mismatch(json.load(file), {name: Optional(COUNT) for name in SIZES}, "config.json")
         config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # a damaged file raises a different class for each kind of damage
+    except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
     if fault:
@@ -90,8 +90,8 @@ def require_convertible(path: str, config) -> None:
     if config.model_type not in SUPPORTED:
         raise UserError(f"{path}: expected model_type in {list(SUPPORTED)}, found {config.model_type!r}")
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{path}: expected weights in floating point, found a quantized checkpoint; "
-                        "rotated weights would not fit its grid")
+        raise UserError(f"{path}: expected floating-point weights, found a quantized checkpoint; "
+                        "rotated weights do not lie on its grid")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
         raise UserError(f"{path}: expected RoPE over whole heads, "
@@ -105,11 +105,11 @@ def require_convertible(path: str, config) -> None:
                         f"found {shape.kv_heads}")
     if shape.kv_heads < 2:
         raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: "
-                        "there is nothing to merge")
+                        "nothing to merge")
 
 
 def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
-    """Raise UserError unless kv_heads is a proper divisor of the source's key/value heads."""
+    """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
     allowed = [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
     if kv_heads not in allowed:
         raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
@@ -117,18 +117,18 @@ def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
 
 
 def describe(path: str, name: str | None = None) -> dict:
-    """A model in a record: its name as given, path, fingerprint and geometry."""
-    if not os.path.isdir(path):  # transformers would take it for a hub name and try to reach the network
+    """The description of a model in records: its name as given, path, fingerprint and geometry."""
+    if not os.path.isdir(path):  # transformers would try it as a hub name
         raise UserError(f"{path}: expected a checkpoint directory, found none")
     config = load_config(path)
     return {"name": name or path, "path": path, "fingerprint": fingerprint(path)} | asdict(geometry(config))
 
 
 def source_model(record: dict) -> dict:
-    """The source model of an artifact's record. Raises UserError when it is gone or has changed."""
+    """The source model in an artifact's record. Raises UserError if it is missing or has changed."""
     recorded, path = record["model"], record["model"]["path"]
     if not os.path.isdir(path):
-        raise UserError(f"model {path}: the directory that 01_calibrate.py read is gone")
+        raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])
     if model["fingerprint"] != recorded["fingerprint"]:
         raise UserError(f"model {path}: changed since 01_calibrate.py read it "
@@ -140,14 +140,14 @@ def source_model(record: dict) -> dict:
 
 
 def sliding_window(attention) -> int | None:
-    """How many positions, including its own, a token of this layer attends to; None for all before it."""
-    if hasattr(attention, "sliding_window"):  # Qwen: layer by layer
+    """Number of positions a token of this layer attends to, including its own; None for all before it."""
+    if hasattr(attention, "sliding_window"):  # Qwen: set per layer
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None)
 
 
 def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
-    """[1, 1, T, T] bool, true where a token attends; None where plain causal attention does."""
+    """[1, 1, T, T] bool, true where a token attends; None if plain causal attention suffices."""
     if window is None or window >= length:
         return None
     positions = torch.arange(length, device=device)
@@ -158,7 +158,7 @@ def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
 def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """The causal language model in eval mode.
 
-    Raises UserError unless its weights are all present, of its shapes and finite, and are the only ones.
+    Raises UserError for missing, unexpected, mis-shaped or non-finite weights.
     """
     load_config(path)
     weight_files(path)
@@ -166,7 +166,7 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
         )
-    except Exception as error:  # each kind of damage to a file raises its own class
+    except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "
                         f"{first_line(error)}") from error
     check_names(path, report["missing_keys"], report["unexpected_keys"])
@@ -177,7 +177,7 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
 
 
 def load_tokenizer(path: str):
-    """The checkpoint's own tokenizer.
+    """The tokenizer of a checkpoint.
 
     Raises UserError unless its ids fit the model's vocabulary and it has an end-of-sequence token.
     """
@@ -188,14 +188,14 @@ def load_tokenizer(path: str):
     largest, rows = max(tokenizer.get_vocab().values()), load_config(path).vocab_size
     if largest >= rows:
         raise UserError(f"{path}: expected token ids below the model's vocab_size {rows}, "
-                        f"found a tokenizer with {largest}")
+                        f"found {largest} in the tokenizer")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{path}: expected a tokenizer with an end-of-sequence token, found none")
     return tokenizer
 
 
 def save_tokenizer(path: str, directory: str) -> None:
-    """Write the tokenizer of the checkpoint at `path` into another directory."""
+    """Copy the tokenizer of the checkpoint at `path` into another directory."""
     tokenizer = load_tokenizer(path)
     try:
         tokenizer.save_pretrained(directory)
@@ -204,7 +204,7 @@ def save_tokenizer(path: str, directory: str) -> None:
 
 
 def pick_device(name: str) -> str:
-    """"auto" -> cuda where there is one, else cpu."""
+    """"auto" -> cuda if available, else cpu."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name

@@ -50,7 +50,7 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, tied, dtype):
 
 def test_a_checkpoint_with_parts_missing_or_misshapen_is_refused(tmp_path):
     source, model = save_tiny(tmp_path / "source"), tiny_model()
-    with pytest.raises(RuntimeError, match=r"1 tensors were not written, lm_head\.weight first"):
+    with pytest.raises(RuntimeError, match=r"1 tensors were not written, among them lm_head\.weight"):
         with CheckpointWriter(str(tmp_path), model.config, torch.float32, source) as writer:
             for name in (
                 "model.embed_tokens",

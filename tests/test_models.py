@@ -326,7 +326,7 @@ def test_a_source_model_is_as_recorded(copy):
     drop(path, UP, **{UP: torch.zeros(64, 48)})
     assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
     shutil.rmtree(path)
-    assert "the directory that 01_calibrate.py read is gone" in refusal(source_model, {"model": recorded})
+    assert "expected the directory that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
@@ -342,7 +342,7 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
     path = copy("whole")
     assert load_tokenizer(str(path)).eos_token_id == 256
     edit_config(path, vocab_size=256)
-    message = "expected token ids below the model's vocab_size 256, found a tokenizer with 256"
+    message = "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"
     assert message in refusal(load_tokenizer, str(path))
     edit_config(path, vocab_size=257)
     load_tokenizer(str(path))
