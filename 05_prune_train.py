@@ -54,6 +54,7 @@ from common.cli import (
     Clock,
     UserError,
     non_negative_float,
+    passes,
     positive,
     positive_float,
     run_stage,
@@ -86,10 +87,10 @@ def parse():
     parser.add_argument("--masks", choices=("l0", "off"), default="l0",
                         help="l0: as in the paper; off: train merged/ directly")
     parser.section("length of training")
-    parser.add_argument("--teacher-epochs", type=positive_float,
+    parser.add_argument("--teacher-epochs", type=passes,
                         help="SFT passes over the training sets (published: 2)")
     parser.add_argument("--teacher-steps", type=positive, help="instead of --teacher-epochs")
-    parser.add_argument("--epochs", type=positive_float,
+    parser.add_argument("--epochs", type=passes,
                         help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
                              "other group sizes need this flag or --steps)")
     parser.add_argument("--steps", type=positive, help="instead of --epochs")

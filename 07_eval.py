@@ -106,7 +106,7 @@ def register(modules) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except Exception as error:  # a name that is none, or whatever the module's own code raises
             raise UserError(f"--register {module}: cannot be imported: {error}") from error
 
 

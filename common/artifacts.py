@@ -39,6 +39,7 @@ def claim(stage: str, args, *outputs: str) -> None:
         return
     for output in outputs:
         refuse_overwrite(output, args.force)
+    created = not os.path.isdir(args.run)
     os.makedirs(args.run, exist_ok=True)
     path = os.path.join(args.run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
     lock = filelock.FileLock(path)
@@ -48,17 +49,19 @@ def claim(stage: str, args, *outputs: str) -> None:
         with open(path, encoding="utf-8", errors="replace") as file:
             holder = file.read(200) or "another process"
         raise UserError(f"{args.run}: expected no other {stage} running there, found {holder}") from error
-    cli.cleanup.callback(release, lock)
+    cli.cleanup.callback(release, lock, created)
     started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     with open(path, "w", encoding="utf-8") as file:
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
 
 
-def release(lock) -> None:
-    """Release a lock, and remove its file and, if nothing else is in it, the run directory."""
+def release(lock, created: bool) -> None:
+    """Release a lock and remove its file, and the run directory if `created` for it and still empty."""
     with contextlib.suppress(OSError):
         os.remove(lock.lock_file)
     lock.release()
+    if not created:
+        return
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(lock.lock_file))
 

@@ -54,11 +54,13 @@ def number_type(
     return parse
 
 
+LARGEST = 2**31 - 1  # counts beyond it overflow C integers in libraries
 integer = number_type(int, "a whole number")
-positive = number_type(int, "a whole number of at least 1", at_least=1)
-non_negative = number_type(int, "a whole number of at least 0", at_least=0)
+positive = number_type(int, "a whole number from 1 to 2^31 - 1", at_least=1, at_most=LARGEST)
+non_negative = number_type(int, "a whole number from 0 to 2^31 - 1", at_least=0, at_most=LARGEST)
 seed = number_type(int, "a random seed from 0 to 2^63 - 1", at_least=0, at_most=2**63 - 1)
 real = number_type(float, "a finite number")
+passes = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
 positive_float = number_type(float, "a finite number above 0", above=0)
 non_negative_float = number_type(float, "a finite number of at least 0", at_least=0)
 probability = number_type(float, "a number from 0 to 1", at_least=0, at_most=1)
@@ -155,7 +157,7 @@ def run_stage(main) -> None:
     """
     try:
         code = main() or 0
-    except (UserError, OSError, SafetensorError) as error:  # a full disk is a SafetensorError, too
+    except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
 from common.models import load_config, load_model, save_tokenizer, sliding_window, window_mask
-from common.weights import check_finite, check_names, open_checkpoint
+from common.weights import check_finite, check_names, check_tied, first_line, open_checkpoint
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 PART = "part-{}.safetensors"  # name of a shard until their number is known
@@ -37,8 +37,13 @@ class Layers:
         self.edits = []  # functions to apply to each decoder layer after loading it
         if one_by_one:
             return_freed_memory()
-            with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(load_config(path), dtype=dtype).eval()
+            config = load_config(path)
+            try:
+                with torch.device("meta"):
+                    self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            except Exception as error:  # whatever a value means to transformers that it cannot use
+                raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
+                                f"{first_line(error)}") from error
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), open_checkpoint(path).keys()
             check_names(path, expected - stored - tied, stored - expected)
@@ -47,6 +52,8 @@ class Layers:
         else:
             self.model = load_model(path, dtype, device)
         self.config = self.model.config
+        if self.config.tie_word_embeddings:
+            check_tied(path)
 
     @contextlib.contextmanager
     def part(self, name: str):

@@ -26,7 +26,8 @@ class Number:
         kinds = int if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        return self.at_least <= value and abs(value) <= sys.float_info.max  # JSON integers may exceed it
+        largest = 2**63 - 1 if self.whole else sys.float_info.max  # JSON integers may exceed it
+        return self.at_least <= value and abs(value) <= largest
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ STAGES = {  # stage -> fields of its record in addition to RECORD
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
                     "sampled_tokens": COUNT, "peak_memory_gib": POSITIVE},
+        "arguments": {"text": STRING},
     },
     "02_similarity.py": {
         "sha256": DIGEST,

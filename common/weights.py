@@ -93,6 +93,17 @@ def check_names(path: str, missing, unexpected) -> None:
                         f"found also {shown(min(unexpected))}")
 
 
+def check_tied(path: str) -> None:
+    """Raise UserError where an output head is stored that differs from the embedding it is tied to.
+
+    transformers would use that head; a checkpoint written from the config would lose it.
+    """
+    stored, names = open_checkpoint(path), ("model.embed_tokens.weight", "lm_head.weight")
+    if stored.keys() >= set(names) and not torch.equal(*(stored[name][:] for name in names)):
+        raise UserError(f"{path}: expected {names[1]} equal to {names[0]} (tie_word_embeddings in its "
+                        "config), found another")
+
+
 def check_finite(tensors, where: str) -> None:
     """Raise UserError naming the first tensor with a NaN or Inf. tensors: (name, tensor) pairs."""
     for name, tensor in tensors:

@@ -205,7 +205,8 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
         checkpoints.newest(job.directory, job.ranks)
 
 
-@pytest.mark.parametrize("digests", ["", "[]", "null", "3", '{"a": 1}', '{"../x": "0"}', "\udcff"])
+@pytest.mark.parametrize("digests", ["", "[]", "null", "3", '{"a": 1}', '{"../x": "0"}', "\udcff", "[[1, 2]]",
+                                     "[" * 100_000])
 def test_digests_that_cannot_be_read_are_damage(saved, digests):
     job, path = saved
     Path(path, checkpoints.DIGESTS).write_text(digests, errors="surrogateescape")
@@ -227,7 +228,7 @@ def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
     assert json.loads((tmp_path / "train" / "plan.json").read_text()) == settings
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\udcff", "[" * 100_000])
 def test_damaged_settings_are_one_line(group_of_one, tmp_path, text):
     (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
     message = "expected the settings of a training run, found .*--force starts over"

@@ -72,7 +72,7 @@ def test_help_is_a_page_of_a_manual(monkeypatch):
         assert "None" not in flags and "False" not in flags
 
 
-WHOLE, SEED = "a whole number of at least 1", "a random seed from 0 to 2^63 - 1"
+WHOLE, SEED = "a whole number from 1 to 2^31 - 1", "a random seed from 0 to 2^63 - 1"
 DEVICE = "auto, cpu, cuda or cuda:N"
 MISTAKES = {
     "--kv-head 4": "unknown flag --kv-head; did you mean --kv-heads? (--help lists all)",
@@ -122,8 +122,9 @@ def test_a_gpu_of_this_machine_is_accepted(monkeypatch):
 
 BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "integer": ("-3 0 7", "0.5 x nan inf 1e3"),
-    "positive": ("1 7", "0 -1 1.0 nan inf"),
-    "non_negative": ("0 7", "-1 0.0 nan inf"),
+    "positive": (f"1 7 {2**31 - 1}", f"0 -1 1.0 nan inf {2**31} {10**400}"),
+    "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
+    "passes": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
     "real": ("-3.5 0 1e-300 7", "nan inf -inf 1e999 x"),
     "positive_float": ("1e-300 0.5 7", "0 -0.5 nan inf"),

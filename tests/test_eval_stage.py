@@ -104,8 +104,8 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--length", 1], "--length: expected 2 to 256 tokens (the model's max_position_embeddings), found 1"),
     (["--length", 257], "--length: expected 2 to 256 tokens (the model's max_position"),
     (["--seed", 1], "--seed: expected --limit N with it"),
-    (["--limit", 0], "--limit: expected a whole number of at least 1, found 0"),
-    (["--batch", -1], "--batch: expected a whole number of at least 1, found -1"),
+    (["--limit", 0], "--limit: expected a whole number from 1 to 2^31 - 1, found 0"),
+    (["--batch", -1], "--batch: expected a whole number from 1 to 2^31 - 1, found -1"),
     (["--sequences", 10**6], "= 64000000 tokens, found "),
     (["--only", "BoolQ"], "--only: expected one of boolq"),
     (["--model", "nowhere"], "nowhere: expected a checkpoint directory, found none"),
@@ -113,6 +113,7 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--tasks", "nowhere"], "task file not found: expected nowhere/boolq.validation.jsonl"),
     (["--text", "nowhere.txt"], "text nowhere.txt: not found"),
     (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
+    (["--register", ".."], "--register ..: cannot be imported"),
     (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
 ])
 def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):

@@ -227,6 +227,10 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
     "a shard is cut": ("shards", cut_a_shard, "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
     "other weights": ("whole", lambda path: os.rename(path / WEIGHTS, path / "m.bin"), "expected weights"),
+    "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
+                                   "expected lm_head.weight equal to model.embed_tokens.weight"),
+    "an unknown activation": ("whole", lambda path: edit_config(path, hidden_act="nope"), "KeyError"),
+    "a padding id outside": ("whole", lambda path: edit_config(path, pad_token_id=99_999), "AssertionError"),
     "a cut pickle": ("bin", lambda path: cut(path / "pytorch_model.bin", 0.9), "model"),
 }
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")

@@ -28,6 +28,7 @@ STUDENT = {"kv_heads": 2, "masks": "l0", "merge": "mean"}
 TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
     "01_calibrate.py": {
+        "arguments": {"text": "t"},
         "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA},
         "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
                     "peak_memory_gib": 0.5},
@@ -121,7 +122,7 @@ def at(record, place: tuple):
 WRONG = {  # type of a valid value -> values that are none of its kind
     str: (None, 3, True, [], {}, "\ud800"),
     bool: (None, 0, "true", [], {}),
-    int: (None, "3", 1.5, True, -1, math.nan, math.inf, [], {}),
+    int: (None, "3", 1.5, True, -1, 2**63, math.nan, math.inf, [], {}),
     float: (None, "0.5", True, math.nan, math.inf, -math.inf, [], {}),
     list: (None, "x", 3, True, {}, [None], ["x"], [{}]),
     dict: (None, "x", 3, True, [], [{}]),
@@ -240,12 +241,12 @@ def test_figures_per_layer_are_as_many_as_layers(name):
 
 
 def test_sizes_beyond_any_memory_are_refused():
-    for kv_heads in (10**6, 10**30):
+    for kv_heads in (10**6, 10**18):
         record = valid("03_group.py") | {"kv_heads": kv_heads}
         record["summary"]["kv_heads"] = kv_heads
         record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
         assert "groups of 2 heads" in find_fault(record, "03_group.py")
-    calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**30)
+    calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**18)
     assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
 
 
@@ -409,6 +410,19 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
     artifacts.claim("05_prune_train.py", claims)
 
 
+def test_a_calibration_names_its_text():
+    record = valid("01_calibrate.py")
+    for arguments in ({}, {"text": None}, {"text": 3}):
+        assert "arguments" in find_fault(record | {"arguments": arguments}, "01_calibrate.py")
+
+
+def test_an_empty_run_directory_that_existed_before_stays(claims):
+    os.mkdir(claims.run)
+    artifacts.claim("05_prune_train.py", claims)
+    cli.cleanup.close()
+    assert os.listdir(claims.run) == []
+
+
 def test_a_killed_process_blocks_nobody(claims):
     child = os.fork()
     if not child:
@@ -494,7 +508,7 @@ def test_a_wrong_layer_to_draw_is_refused_before_anything_is_written(home):
     before = (home / "similarity.json").read_bytes()
     draw = ["02_similarity.py", "--run", home, "--force", "--layers-drawn"]
     expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *draw, 0, 3)
-    expect_error("--layers-drawn: expected a whole number of at least 0, found -1", *draw, -1)
+    expect_error("--layers-drawn: expected a whole number from 0 to 2^31 - 1, found -1", *draw, -1)
     assert (home / "similarity.json").read_bytes() == before
 
 

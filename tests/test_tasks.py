@@ -295,6 +295,7 @@ def listed(**choices) -> dict:
     ("arc_easy", ARC | {"question": SHIRT | {"choices": SHIRT["choices"][3:]}}, "two or more choices, found"),
     ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
     ("arc_easy", listed(label=["A", "A"]), "expected 2 different letters, found [\"A\", \"A\"]"),
+    ("arc_easy", listed(label=[None, "A"]), "expected 2 different letters, found [null, \"A\"]"),
     ("arc_easy", listed(label=["A"]), "'choices.label': expected 2 different letters, found [\"A\"]"),
     ("arc_easy", listed(text=["two", ""]), "'choices.text': expected the text of a choice, found \"\""),
     ("arc_easy", listed(text="two"), "'choices.text': expected two or more choices, found \"two\""),

@@ -228,7 +228,8 @@ def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path,
     assert len(steps_saved(job.directory)) == 1
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b"null", b'{"loss": 1}', b'{"step": "1"}', b"\xff"])
+@pytest.mark.parametrize("line", [b"{", b"[]", b"null", b'{"loss": 1}', b'{"step": "1"}', b"\xff",
+                                  b"[" * 100_000])
 def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1.0, "tokens": 2}\n' + line + b"\n")

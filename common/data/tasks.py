@@ -91,7 +91,8 @@ def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], 
     """ARC and OpenBookQA: the choices carry letters, and column answerKey gives the right one's."""
     texts = _choices(column(choices, "choices.text"), "choices.text")
     letters = column(choices, "choices.label")
-    if not isinstance(letters, list) or not len(set(map(str, letters))) == len(letters) == len(texts):
+    lettered = isinstance(letters, list) and all(isinstance(letter, str) for letter in letters)
+    if not lettered or not len(set(letters)) == len(letters) == len(texts):
         raise ValueError(f"column 'choices.label': expected {len(texts)} different letters, "
                          f"found {abbreviated(letters)}")
     answer = text_column(row, "answerKey")

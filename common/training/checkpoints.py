@@ -62,7 +62,7 @@ def _read_settings(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
             settings = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the settings of a training run, found no JSON ({error}); "
                         "--force starts over") from error
     if not isinstance(settings, dict):
@@ -139,8 +139,8 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
     """What is wrong with this rank's share of a checkpoint's files; None if they are intact."""
     try:
         with open(os.path.join(path, DIGESTS), encoding="utf-8") as file:
-            digests = dict(json.load(file))
-    except (OSError, ValueError, TypeError):
+            digests = dict(json.load(file).items())
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return f"{DIGESTS} is missing or cannot be read"
     for name in sorted({".metadata", *digests})[rank::world]:
         file = os.path.join(path, name)

@@ -104,7 +104,7 @@ def read_metrics(path: str) -> list[dict]:
 def _metrics_line(line: bytes, place: str) -> dict:
     try:
         figures = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: expected a step's figures, found no JSON ({error})") from error
     if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
         raise UserError(f"{place}: expected a step's figures, found {line[:40]!r}")
