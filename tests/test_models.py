@@ -330,7 +330,7 @@ def test_a_source_model_is_as_recorded(copy):
     drop(path, UP, **{UP: torch.zeros(64, 48)})
     assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
     shutil.rmtree(path)
-    assert "expected the directory that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
+    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):

@@ -1,8 +1,7 @@
-"""The rotations of one layer's groups, from its Grams, and how alike the heads of a group are before and
-after.
+"""One layer's rotations from its Grams, and the cosine within groups before and after rotation.
 
 Notation: G groups of D key/value heads, head size d. Q [G, D, d, d] float64 rotates values, u [G, D, d/2]
-complex128 keys; both in the order of `groups` [G, D], head numbers.
+complex128 rotates keys; both in the order of `groups` [G, D] (head indices).
 """
 
 import torch
@@ -12,7 +11,7 @@ from common.method.stats import CRITERIA, LayerGrams, group_blocks
 
 
 def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and u that leave every head as it is."""
+    """The identity for Q and u."""
     pairs, device = len(grams.free), grams.free.device
     identity = torch.eye(2 * pairs, dtype=torch.float64, device=device)
     ones = torch.ones(*groups.shape, pairs, dtype=torch.complex128, device=device)
@@ -20,7 +19,7 @@ def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and u by Algorithm 1: criterion "cos" aligns unit-norm vectors, "dist" raw ones, "none" nothing."""
+    """Q and u by Algorithm 1 on unit-norm vectors ("cos") or raw ones ("dist"); the identity for "none"."""
     if criterion == "none":
         return no_rotation(grams, groups)
     kind = CRITERIA[criterion]
@@ -48,7 +47,7 @@ def within_group_cosine(
 ) -> dict[str, float]:
     """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
 
-    tokens: N, what the Grams sum over. Returns key_before, key_after, value_before and value_after.
+    tokens: N, the number the Grams sum over. Returns key_before, key_after, value_before and value_after.
     """
     value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
     no_value_rotation, no_key_rotation = no_rotation(grams, groups)

@@ -1,7 +1,6 @@
-"""Grouping heads (Algorithm 2): which D heads of a layer share a key/value head, by the sum of pair
-similarities.
+"""Grouping heads (Algorithm 2): partition each layer's heads to maximize the similarity within groups.
 
-Notation: L layers, H key/value heads of the source, G groups of D = H / G heads. Arrays are numpy's.
+Notation: L layers, H key/value heads of the source, G groups of D = H / G heads. Arrays are NumPy arrays.
 """
 
 import networkx
@@ -10,9 +9,9 @@ from tqdm import tqdm
 
 
 def score(similarity: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Eq. 23, 24: the sum of similarities of all pairs within groups.
+    """Eq. 23, 24: the sum of similarities over all pairs within groups.
 
-    similarity: [L, H, H] symmetric; groups: [L, ..., G, D] head numbers. Returns [L, ...] float64.
+    similarity: [L, H, H] symmetric; groups: [L, ..., G, D] head indices. Returns [L, ...] float64.
     """
     layers = np.arange(len(similarity)).reshape(-1, *[1] * (groups.ndim - 1), 1)
     within = similarity[layers, groups[..., :, None], groups[..., None, :]]  # [L, ..., G, D, D]
@@ -21,22 +20,22 @@ def score(similarity: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def canonical(groups: np.ndarray) -> np.ndarray:
-    """Heads ascending within each group, groups ascending by their first head. groups: [..., G, D]."""
+    """Sort heads within each group, and groups by their first head. groups: [..., G, D]."""
     groups = np.sort(groups, axis=-1)
     order = np.argsort(groups[..., 0], axis=-1)
     return np.take_along_axis(groups, order[..., None], axis=-2)
 
 
 def default_groups(layers: int, source_kv_heads: int, kv_heads: int) -> np.ndarray:
-    """Adjacent heads, as a GQA checkpoint lays them out: [L, G, D]."""
+    """Groups of adjacent heads, the layout of a GQA checkpoint: [L, G, D]."""
     return np.tile(np.arange(source_kv_heads).reshape(kv_heads, -1), (layers, 1, 1))
 
 
 def anneal(similarity: np.ndarray, kv_heads: int, restarts: int, iterations: int, seed: int) -> np.ndarray:
-    """Algorithm 2 for all layers and restarts at once: [L, G, D] groups of the highest score reached.
+    """Algorithm 2 for all layers and restarts at once: the groups with the highest score, [L, G, D].
 
-    Swap two random heads of different groups and keep the swap if the score rises; the printed algorithm
-    never accepts a worse grouping, so neither does this. similarity: [L, H, H] symmetric.
+    Swap two random heads of different groups and keep the swap if the score rises. Like the algorithm as
+    printed, it never accepts a worse grouping. similarity: [L, H, H] symmetric.
     """
     layers, heads, _ = similarity.shape
     random = np.random.default_rng(seed)
@@ -50,9 +49,9 @@ def anneal(similarity: np.ndarray, kv_heads: int, restarts: int, iterations: int
 
 
 def propose_swap(similarity: np.ndarray, slots: np.ndarray, kv_heads: int, random) -> None:
-    """One proposed swap in every layer and restart, in place.
+    """Propose one swap in every layer and restart, in place.
 
-    slots: [L, restarts, H] head numbers, group after group; random: a numpy Generator. Swapping head a of
+    slots: [L, restarts, H] head indices, group after group; random: a NumPy Generator. Swapping head a of
     group g with head b of group h changes the score by sum_{x in h\\b} (S[a, x] - S[b, x]) - sum_{x in g\\a}
     (S[a, x] - S[b, x]): a few gathers, no rescoring.
     """
@@ -75,7 +74,7 @@ def propose_swap(similarity: np.ndarray, slots: np.ndarray, kv_heads: int, rando
 
 
 def best_pairs(similarity: np.ndarray) -> np.ndarray:
-    """[L, H/2, 2] groups of two of the highest score: each layer's maximum-weight perfect matching."""
+    """The best groups of two, [L, H/2, 2]: each layer's maximum-weight perfect matching."""
     groups = []
     for matrix in similarity:
         rows, columns = np.triu_indices(len(matrix), 1)
@@ -87,7 +86,7 @@ def best_pairs(similarity: np.ndarray) -> np.ndarray:
 
 
 def combine(key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Keys' plus values' similarity [L, H, H], each divided by its spread over the pairs of a layer."""
+    """Key plus value similarity [L, H, H], each divided by its standard deviation over a layer's pairs."""
     rows, columns = np.triu_indices(key.shape[-1], 1)
     scaled = []
     for matrix in (key, value):

@@ -1,16 +1,15 @@
-"""Distillation losses (Eq. 30): KL on prompt tokens and BiLD on answer tokens, formed chunk by chunk of
-tokens.
+"""Distillation losses (Eq. 30): KL on prompt tokens and BiLD on answer tokens, computed in chunks of tokens.
 
-Each function of logits returns one number per token; a sequence's loss is its tokens' mean, the batch's loss
-its sequences' mean. Those means are weights given per token, so packing and sharding change nothing.
+The functions of logits return one loss per token. A sequence's loss is the mean over its tokens, the batch's
+the mean over sequences: both are per-token weights, so packing and sharding do not change the result.
 """
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-TOP_K = 16  # logits that BiLD compares: the paper's Appendix A
-BILD_TEMPERATURE = 3.0  # the BiLD paper's
+TOP_K = 16  # logits compared by BiLD (Appendix A)
+BILD_TEMPERATURE = 3.0  # from the BiLD paper
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -35,8 +34,8 @@ def bild(
 ) -> torch.Tensor:
     """Bi-directional logits difference loss (Li et al. 2024): logits [n, V], [n, V] -> [n] nats.
 
-    Teacher-led: over the teacher's k largest logits, largest first, KL between the softmaxes of all pairwise
-    differences of teacher and student; student-led: the same over the student's k largest. Their sum.
+    The sum of a teacher-led term, KL between the softmaxes of teacher's and student's pairwise differences of
+    the teacher's top k logits, in descending order, and a student-led term, the same for the student's top k.
     """
     k = min(k, student.shape[-1])
     loss = 0
@@ -49,13 +48,11 @@ def bild(
 
 
 def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
-    """Sum over pieces of loss(kind, at, logits of the tokens `at`), one piece's logits in memory at a time; a
-    scalar.
+    """Sum over pieces of loss(kind, at, logits at `at`), a scalar, holding one piece's logits at a time.
 
     pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a
-    scalar. Each piece's gradient is formed right after its loss, while its logits exist, and only the sums
-    [T, h] and [V, h] are kept for the backward pass: nothing is computed twice, and `loss` is called once per
-    piece.
+    scalar. Each piece's gradient is computed right after its loss, while its logits are in memory; only the
+    sums [T, h] and [V, h] are kept for the backward pass. Nothing is recomputed.
     """
     return _Chunked.apply(loss, pieces, hidden, lm_head)
 
@@ -65,7 +62,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, loss, pieces, hidden, lm_head):
         differentiate = any(ctx.needs_input_grad)
         hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(differentiate)
-        sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # bf16 never accumulates
+        sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # never accumulate in bf16
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if differentiate else None
         head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if differentiate else None

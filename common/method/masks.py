@@ -1,10 +1,9 @@
-"""The attention patch: k_proj and v_proj of a Llama fade from the heads' own weights into their group's (Eq.
-27-29).
+"""L0 masks that blend each head's projections from its own weights into its group's (Eq. 27-29).
 
-`patch` replaces the projections of a transformers model by BlendedProjections; attention itself is not
-touched. One L0 mask z per layer and key/value head blends the two weights. It is drawn from a hard concrete
-distribution (Louizos et al.) with parameter log_alpha: s = sigmoid((logit(u) + log_alpha) / BETA), stretched
-to (GAMMA, ZETA), clipped to [0, 1].
+`patch` replaces projections of a transformers model by BlendedProjections; attention itself is unchanged. One
+mask z per layer and key/value head blends the two weights. It is sampled from a hard concrete distribution
+(Louizos et al.) with parameter log_alpha: s = sigmoid((logit(u) + log_alpha) / BETA), stretched to (GAMMA,
+ZETA) and clipped to [0, 1].
 """
 
 import math
@@ -15,17 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
-START = 7.5  # log_alpha at which E[1 - z] is 7e-4: every mask starts at 1 to within 1e-3
-LIMIT = START  # log_alpha stays within +-LIMIT: beyond it the sigmoid is flat and a mask never comes back
-WARMUP_SHARE = 0.3  # of the training steps, over which the target T of Eq. 29 falls
+START = 7.5  # initial log_alpha: E[1 - z] is 7e-4, so every mask starts at 1 to within 1e-3
+LIMIT = START  # bound on |log_alpha|: beyond it the sigmoid is flat and a mask never recovers
+WARMUP_SHARE = 0.3  # share of the training steps over which the target T of Eq. 29 falls
 
-KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")  # what is blended
+KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")  # projections to blend
 
 
 def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     """Hard concrete samples z in [0, 1], float32, of log_alpha's shape; differentiable.
 
-    The noise is a function of (seed, step) alone: the same on every rank, and after a resume.
+    The noise depends only on (seed, step): it is the same on every rank and after a resume.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     noise = torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(log_alpha.device)
@@ -44,9 +43,9 @@ def target(step: int, steps: int) -> float:
 
 
 def l0_loss(log_alpha: torch.Tensor, goal: float) -> torch.Tensor:
-    """Eq. 29 on the mean expected mask s, with goal T: |s - T| + (s - T)^2; a scalar.
+    """Eq. 29 for the mean expected mask s and target T (`goal`): |s - T| + (s - T)^2, a scalar.
 
-    Version 1 of the paper prints it without the absolute value.
+    Version 1 of the paper lacks the absolute value.
     """
     gap = expected(log_alpha).mean() - goal
     return gap.abs() + gap.square()
@@ -54,18 +53,17 @@ def l0_loss(log_alpha: torch.Tensor, goal: float) -> torch.Tensor:
 
 @torch.no_grad()
 def clamp(log_alpha: torch.Tensor) -> None:
-    """Keep log_alpha within +-LIMIT, in place, after an optimizer step."""
+    """Clamp log_alpha to +-LIMIT in place, after an optimizer step."""
     log_alpha.clamp_(-LIMIT, LIMIT)
 
 
 class BlendedProjection(nn.Module):
-    """A projection with W_apply = z W + (1 - z) W~ (Eq. 27, 28): W of the source's heads, W~ of the merged
-    model's.
+    """A projection with weight z W + (1 - z) W~ (Eq. 27, 28), W from the source, W~ from the merged model.
 
-    k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, where merging changes them
-    too: W~ has as many heads as W; a head's part of o_proj is a block of columns. Weights are blended, not
-    activations: one matrix product per call whatever z is. `z`, [key/value heads of the source], is set
-    before each forward pass; a query head follows the key/value head it reads.
+    k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, if merging changed them: W~
+    has as many heads as W; a head of o_proj is a block of columns. Blending weights instead of activations
+    takes one matrix product per call. `z`, [key/value heads of the source], is set before each forward pass;
+    a query head uses the mask of its key/value head.
     """
 
     def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int, columns: bool = False):
@@ -88,14 +86,14 @@ class BlendedProjection(nn.Module):
         """x: [..., in] -> [..., out] with the blended weight and bias."""
         original, merged = self.original, self.merged
         if self.columns or original.bias is None:
-            bias = merged.bias  # o_proj's belongs to no head
+            bias = merged.bias  # o_proj's bias belongs to no head
         else:
             bias = self.blend(original.bias, merged.bias)
         return F.linear(x, self.blend(original.weight, merged.weight), bias)
 
 
 def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
-    """Replace the named projections of a source model by BlendedProjections, merged weights uninitialized."""
+    """Replace the named projections of a model by BlendedProjections with uninitialized merged weights."""
     for layer in model.model.layers:
         attention = layer.self_attn
         for name in names:
@@ -108,19 +106,19 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
 
 
 def blended_projections(model):
-    """Yield (layer number, attention module, its BlendedProjections) for each layer of a patched model."""
+    """Yield (layer index, attention module, its BlendedProjections) for each layer of a patched model."""
     for index, layer in enumerate(model.model.layers):
         blended = [module for module in layer.self_attn.children() if isinstance(module, BlendedProjection)]
         yield index, layer.self_attn, blended
 
 
 def set_masks(model, z: torch.Tensor) -> None:
-    """Give every layer its masks; z: [layers, key/value heads of the source]."""
+    """Set the masks of every layer. z: [layers, key/value heads of the source]."""
     for index, _, projections in blended_projections(model):
         for projection in projections:
             projection.z = z[index]
 
 
 def blended_name(name: str, names: tuple[str, ...] = KEY_VALUE) -> str:
-    """A GQA model's parameter name -> the name of that parameter in the patched model."""
+    """Map a GQA model's parameter name to its name in the patched model."""
     return re.sub(rf"\.({'|'.join(names)})\.", r".\1.merged.", name)

@@ -1,8 +1,8 @@
 """RoPE pairs as complex numbers.
 
-Hugging Face's Llama rotates the pair (p, p + d/2) of a head of size d by an angle that depends on the
-position alone. Read as the complex number z[p] = k[p] + 1j k[p + d/2], RoPE multiplies it by a unit number,
-so multiplying it by any other complex number commutes with RoPE.
+Hugging Face's Llama rotates the pair (p, p + d/2) of a head of size d by an angle that depends only on the
+position. On the complex number z[p] = k[p] + 1j k[p + d/2], RoPE is multiplication by a unit complex number,
+which commutes with multiplication by any other complex number.
 """
 
 import torch
@@ -15,16 +15,15 @@ def to_complex(keys: torch.Tensor) -> torch.Tensor:
 
 
 def unit_phase(number: torch.Tensor) -> torch.Tensor:
-    """number / |number|, complex; 1 where the number is 0, so a pair that never fires is left as it is."""
+    """number / |number|, complex; 1 where the number is 0, so that a dead pair is not rotated."""
     size = number.abs()
     return torch.where(size > 0, number / size.where(size > 0, 1), 1)
 
 
 def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply RoPE pairs by complex numbers: the 2-D rotations of Eq. 14 where those are unit numbers.
+    """Multiply RoPE pairs by complex numbers; unit numbers are the 2-D rotations of Eq. 14.
 
-    rows: [H, d, ...] real, pair p being rows (p, p + d/2); factor: [H, d/2] complex. Returns the shape of
-    rows.
+    rows: [H, d, ...] real, pair p being rows (p, p + d/2); factor: [H, d/2] complex. Returns [H, d, ...].
     """
     first, second = rows.chunk(2, dim=1)
     factor = factor.reshape(*factor.shape, *[1] * (rows.ndim - 2))
@@ -33,18 +32,17 @@ def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def norms_heads(config) -> bool:
-    """Whether each head's query and key pass through an RMS norm of their own before RoPE."""
+    """Whether queries and keys pass through a per-head RMSNorm before RoPE."""
     return config.model_type == "qwen3"
 
 
 def free_pairs(attention) -> torch.Tensor:
-    """[d/2] bool: RoPE pairs whose query and key may be rotated by any common angle; the others allow a sign
-    flip only.
+    """[d/2] bool: RoPE pairs whose query and key may be rotated by any angle; the others only by a sign flip.
 
-    All of them, unless each head's query and key are normalized (Qwen3). The weights (a, b) of q_norm and (c,
-    e) of k_norm then come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e) commutes with
-    rotations for every angle only where ac = be and ae = bc. A sign flip commutes with everything, and the
-    norm itself sees lengths only.
+    All pairs are free unless each head's query and key are normalized (Qwen3). There the weights (a, b) of
+    q_norm and (c, e) of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e)
+    commutes with rotations for every angle only if ac = be and ae = bc. A sign flip always commutes, and the
+    norm is invariant to rotation.
     """
     if not norms_heads(attention.config):
         return torch.ones(attention.head_dim // 2, dtype=torch.bool)
