@@ -1,20 +1,19 @@
-"""Closed-form merging: the best shared key and value head of each group, from Gram matrices alone, in
-float64.
+"""Closed-form merging: the best shared key and value head of each group, from Grams alone, in float64.
 
-A head's values count through W_O,i v_i, and any d x d map between W_V,i and W_O,i leaves the model as it is,
-so what a group can keep in one value head is a low-rank question. With R_i the symmetric root of W_O,i^T
-W_O,i, the stacked vectors R_i v_i have second moment E = R C R; the best shared head is its first d principal
-components, v~ = U^T R v, and head i reads it back as R_i^-1 U_i v~. The singular vectors of [W_O,i W_V,i]
-S^(1/2), S the second moment of the attention input, give the same: S cancels, so neither S nor an inverse of
-it is needed.
+Values affect the model only through W_O,i v_i, and any invertible d x d map may be inserted between W_V,i and
+W_O,i, so the best shared value head is a low-rank approximation. With R_i the symmetric root of
+W_O,i^T W_O,i, the stacked vectors R_i v_i have second moment E = R C R. The best shared head consists of its
+first d principal components, v~ = U^T R v, and head i reconstructs its value as R_i^-1 U_i v~. The singular
+vectors of [W_O,i W_V,i] S^(1/2), with S the second moment of the attention input, give the same result: S
+cancels, so neither S nor its inverse is needed.
 
-A head's keys count through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair commutes with RoPE. With
-w_i^2 = E|q_i[p]|^2 the best shared key of a pair is the first principal component of the D numbers w_i
-k_i[p], a combination sum_j combine_j k_j[p]; head i reads it back as read_i k~[p], which its query absorbs:
-q_i <- conj(read_i) q_i.
+Keys affect the model only through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair commutes with
+RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first principal component of the D
+numbers w_i k_i[p], a combination sum_j combine_j k_j[p]. Head i reconstructs its key as read_i k~[p], and the
+factor is folded into its query: q_i <- conj(read_i) q_i.
 
-Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/method/stats.py, of one layer, within
-groups.
+Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in common/method/stats.py, for one layer,
+within groups.
 """
 
 import torch
@@ -24,8 +23,8 @@ from common.method.procrustes import polar, threaded
 from common.method.rope import unit_phase
 from common.method.stats import LayerGrams, group_blocks
 
-QUERY_FLOOR = 1e-6  # of a layer's mean query energy: a key that no query looks at still has some weight
-RANK_TOLERANCE = 1e-12  # of the largest eigenvalue: directions below it hold rounding and nothing else
+QUERY_FLOOR = 1e-6  # relative to a layer's mean query energy: unused keys keep a small weight
+RANK_TOLERANCE = 1e-12  # relative to the largest eigenvalue: directions below it are rounding noise
 
 
 def symmetric_root(output_gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,9 +40,9 @@ def merge_values(gram: torch.Tensor, output_gram: torch.Tensor) -> tuple[torch.T
     """C [G, D, D, d, d] and W_O,i^T W_O,i [G, D, d, d] -> combine [G, D, d, d], read [G, D, d, d].
 
     v~ = sum_j combine_j v_j, and v_i is replaced by read_i v~: W_V~ = sum_j combine_j W_V,j, W_O,i <- W_O,i
-    read_i. Of all orthogonal coordinates of v~ it has those nearest to the mean of the group's values, and
-    the mean of their energies, so that it can be blended with them and trained at their learning rate. A
-    group whose values or outputs are all zero is merged by the mean.
+    read_i. v~ is only determined up to an invertible map: the one chosen brings it as close as possible to
+    the mean of the group's values by an orthogonal map, with their mean energy, so that it can be blended
+    with them and trained at their learning rate. A group whose values or outputs are all zero gets the mean.
     """
     groups, members, _, size, _ = gram.shape
     root, inverse = symmetric_root(output_gram)
@@ -64,7 +63,7 @@ def merge_values(gram: torch.Tensor, output_gram: torch.Tensor) -> tuple[torch.T
 
 
 def key_weights(energy: torch.Tensor) -> torch.Tensor:
-    """w_i[p] from sum_n |q_i[p]|^2 of one layer [..., P]: the root, at least QUERY_FLOOR of their mean."""
+    """w_i[p] from one layer's sum_n |q_i[p]|^2 [..., P]: its root, floored at QUERY_FLOOR times the mean."""
     mean = energy.mean()
     return energy.clamp(min=float(QUERY_FLOOR * mean)).sqrt() if mean > 0 else torch.ones_like(energy)
 
@@ -73,9 +72,9 @@ def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor,
     """c [G, D, D, P] and w [G, D, P] -> combine [G, D, P], read [G, D, P], complex.
 
     k~[p] = sum_j combine_j k_j[p], and k_i[p] is replaced by read_i k~[p]. read_i is the regression of k_i on
-    k~, not a component over w_i, so it stays below sqrt(E|k_i|^2 / E|k~|^2) however small w_i is. k~ has the
-    phase nearest to the mean of the group's keys and the mean of their energies. Pairs whose keys are all
-    zero are merged by the mean.
+    k~, not the eigenvector component divided by w_i, so it is at most sqrt(E|k_i|^2 / E|k~|^2) however small
+    w_i is. k~ has the phase closest to the mean of the group's keys, and their mean energy. Pairs whose keys
+    are all zero get the mean.
     """
     moment = gram.transpose(1, 2).permute(0, 3, 1, 2)  # [G, P, D, D]: sum_n z_i conj(z_j)
     w = weights.permute(0, 2, 1)
@@ -95,16 +94,16 @@ def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor,
 def closed_form(
     value_gram: torch.Tensor, output_gram: torch.Tensor, key_gram: torch.Tensor, weights: torch.Tensor
 ) -> Merge:
-    """The best merge: C [G, D, D, d, d], W_O,i^T W_O,i [G, D, d, d], c [G, D, D, P], w [G, D, P]."""
+    """The best merge, from C [G, D, D, d, d], W_O,i^T W_O,i [G, D, d, d], c [G, D, D, P], w [G, D, P]."""
     return Merge(*merge_values(value_gram, output_gram), *merge_keys(key_gram, weights))
 
 
 def closed_form_layer(
     grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor, key_rotation: torch.Tensor
 ) -> Merge:
-    """The best merge of one layer after its heads were rotated: the Grams of Q v, u k and W_O Q^T.
+    """The best merge of one layer after rotating its heads, from the Grams of Q v, u k and W_O Q^T.
 
-    groups: [G, D] head numbers; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P].
+    groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P].
     """
     value, key = group_blocks(grams.value("raw"), groups), group_blocks(grams.key("raw"), groups)
     value = torch.einsum("giab,gijbc,gjdc->gijad", value_rotation, value, value_rotation)
@@ -114,10 +113,9 @@ def closed_form_layer(
 
 
 def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
-    """The energy that merging the values of heads i, j loses, beyond the first d components: [H, H] shares of
-    the layer's.
+    """Energy lost by merging the values of heads i and j, as a share of the layer's: [H, H].
 
-    gram: C [H, H, d, d]; output_gram: [H, d, d].
+    The sum of all but the first d eigenvalues of E. gram: C [H, H, d, d]; output_gram: [H, d, d].
     """
     heads, size = len(gram), gram.shape[-1]
     root, _ = symmetric_root(output_gram)
@@ -134,9 +132,9 @@ def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
 
 
 def key_loss(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The energy that merging the keys of heads i, j loses: [H, H] shares of the layer's.
+    """Energy lost by merging the keys of heads i and j, as a share of the layer's: [H, H].
 
-    Of each RoPE pair's weighted 2 x 2 Gram the smaller eigenvalue. gram: c [H, H, P]; weights: w [H, P].
+    The smaller eigenvalue of each RoPE pair's weighted 2 x 2 Gram. gram: c [H, H, P]; weights: w [H, P].
     """
     energy = torch.einsum("iip->ip", gram).real * weights.square()
     cross = (gram.abs() * weights[:, None] * weights[None]).square()
@@ -147,5 +145,5 @@ def key_loss(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """part / whole, and 0 where the whole is 0: a layer without energy loses none."""
+    """part / whole, or 0 where the whole is 0."""
     return part / whole.where(whole > 0, 1)

@@ -1,9 +1,8 @@
-"""Rotations fused into weights, heads reordered, groups merged: float64 inside, stored in the parameter's own
-dtype.
+"""Fusing rotations into weights, reordering heads, merging groups: in float64, stored in the original dtype.
 
-A weight [heads * d, hidden] is read as blocks of rows, one per head; o_proj [hidden, heads * d] as blocks of
-columns. Rotations and merges belong to key/value heads. Where a source has fewer of those than query heads,
-each takes its query heads along: their rows of q_proj and columns of o_proj are moved and rotated with it.
+A weight [heads * d, hidden] consists of blocks of rows, one per head; o_proj [hidden, heads * d] of blocks of
+columns. Rotations and merges are per key/value head. In a GQA source, its query heads go along: their rows of
+q_proj and columns of o_proj are moved and rotated with it.
 """
 
 import copy
@@ -31,9 +30,9 @@ def queries_per_kv_head(attention) -> int:
 
 @torch.no_grad()
 def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_rotation: torch.Tensor) -> None:
-    """Rotate and reorder one attention layer in place; its function does not change (Eq. 11-17).
+    """Rotate and reorder the heads of one attention layer in place; its output is unchanged (Eq. 11-17).
 
-    attention: a transformers attention module with q/k/v/o_proj. order: its K key/value head numbers, group
+    attention: a transformers attention module with q/k/v/o_proj. order: its K key/value head indices, group
     after group. value_rotation: Q [K, d, d] orthogonal; key_rotation: u [K, d/2] unit complex; both in the
     *new* order. W_V <- Q W_V, W_O <- W_O Q^T (Eq. 12, 13), W_Q <- u W_Q, W_K <- u W_K (Eq. 14-16); biases
     with their weights.
@@ -59,11 +58,10 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
 
 @dataclass
 class Merge:
-    """How one layer's heads become G: what each head contributes to the shared key and value, and how it
-    reads them.
+    """How to merge one layer's G groups of D heads into shared heads, and read those in their place.
 
-    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~, which W_O,i absorbs; per RoPE pair k~ =
-    sum_j key_in_j k_j, and k_i is replaced by key_out_i k~, which W_Q,i absorbs. D heads in each of G groups.
+    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~ (value_out_i is folded into W_O,i). Per
+    RoPE pair k~ = sum_j key_in_j k_j, and k_i is replaced by key_out_i k~ (conj(key_out_i) into W_Q,i).
     """
 
     value_in: torch.Tensor  # [G, D, d, d] float64
@@ -73,7 +71,7 @@ class Merge:
 
 
 def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
-    """Eq. 25, 26: shared heads are the means of their groups; queries and outputs stay as they are."""
+    """Eq. 25, 26: shared heads are the means of their groups; W_Q and W_O do not change."""
     shape = kv_heads, source_kv_heads // kv_heads
     eye = torch.eye(head_dim, dtype=torch.float64).expand(*shape, head_dim, head_dim)
     one = torch.ones(*shape, head_dim // 2, dtype=torch.complex128)
@@ -82,7 +80,7 @@ def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
 
 @torch.no_grad()
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
-    """The merged q, k, v and o_proj parameters by name, of an attention module in group order."""
+    """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
     groups, members, size, _ = merge.value_in.shape
     repeats, device = queries_per_kv_head(attention), attention.q_proj.weight.device
 
@@ -118,7 +116,7 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
 def merge_layer(layer, index: int, config, merge: Merge):
     """A stock decoder layer with fewer key/value heads, from one whose groups are consecutive.
 
-    config: the merged model's; index: the layer's number. Parameters that merging leaves alone are shared.
+    config: the merged model's; index: the layer's. Parameters that merging does not change are shared.
     """
     with torch.device("meta"):
         merged = type(layer)(config, index)
@@ -128,7 +126,7 @@ def merge_layer(layer, index: int, config, merge: Merge):
 
 
 def merged_config(config, kv_heads: int):
-    """A copy of a source's config with kv_heads key/value heads."""
+    """A copy of a config with kv_heads key/value heads."""
     config = copy.deepcopy(config)
     config.num_key_value_heads = kv_heads
     return config
@@ -136,9 +134,9 @@ def merged_config(config, kv_heads: int):
 
 @torch.no_grad()
 def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
-    """A stock GQA model from a whole model whose groups are consecutive; nothing is shared with it.
+    """A stock GQA model from a model whose groups are consecutive; the two share no tensors.
 
-    merges: one per layer; the paper's means by default.
+    merges: one per layer; default: the paper's means.
     """
     config = merged_config(model.config, kv_heads)
     merged = type(model)(config).to(dtype=model.dtype, device=model.device).eval()

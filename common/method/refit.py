@@ -1,21 +1,21 @@
-"""Output refit: each merged layer's W_O anew, by least squares against what the original layer put out.
+"""Output refit: re-solve each merged layer's W_O by least squares against the original layer's output.
 
-Layer by layer from the first, on text: h are the merged layer's head outputs (the input of o_proj) with the
-merged and refitted layers before it in place, y what the original layer's o_proj gave for the same tokens.
-W_O <- argmin sum |y - W h|^2 + ridge |W - W_O|^2. The ridge is chosen by the error on sequences held out of
-the fit; keeping W_O is among the choices.
+Layers are refitted in order, on text: h are the merged layer's head outputs (the input of o_proj) given the
+merged and refitted layers before it, y the output of the original layer's o_proj for the same tokens.
+W_O <- argmin_W sum |y - W h|^2 + ridge |W - W_O|^2. The ridge strength is chosen by the error on held-out
+sequences; keeping W_O is one of the candidates.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-RIDGE_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # times the mean of the diagonal of sum h h^T
-HELD_OUT_EVERY = 4  # one sequence in so many judges the ridge
+RIDGE_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # relative to the mean diagonal of sum h h^T
+HELD_OUT_EVERY = 4  # one in so many sequences is held out to choose the ridge strength
 
 
 class Tap:
-    """The input and the output of a module's last call."""
+    """Forward hook that keeps the input and output of a module's last call."""
 
     def __init__(self, module):
         self.handle = module.register_forward_hook(self._keep)
@@ -26,7 +26,7 @@ class Tap:
 
 @dataclass
 class Moments:
-    """Sums over tokens of what least squares needs, float64."""
+    """Sufficient statistics of the least squares: sums over tokens, float64."""
 
     inputs: torch.Tensor  # sum h h^T [heads * d, heads * d]
     cross: torch.Tensor  # sum y h^T [hidden, heads * d]
@@ -34,19 +34,19 @@ class Moments:
 
     @classmethod
     def zeros(cls, out: int, width: int) -> "Moments":
-        """Sums over no tokens: y of size out, h of size width."""
+        """Empty sums for y of size out and h of size width."""
         inputs = torch.zeros(width, width, dtype=torch.float64)
         return cls(inputs, torch.zeros(out, width, dtype=torch.float64))
 
     def add(self, h: torch.Tensor, y: torch.Tensor) -> None:
-        """h: [n, heads * d], y: [n, hidden]; products in float32."""
+        """Add n tokens: h [n, heads * d], y [n, hidden]; products in float32."""
         h, y = h.float(), y.float()
         self.inputs += (h.T @ h).double().cpu()
         self.cross += (y.T @ h).double().cpu()
         self.energy += float(y.double().square().sum())
 
     def error(self, weight: torch.Tensor) -> float:
-        """sum |y - W h|^2 as a share of sum |y|^2, of W [hidden, heads * d]; 0 where y is zero."""
+        """Relative error sum |y - W h|^2 / sum |y|^2 of W [hidden, heads * d]; 0 if y is zero."""
         if self.energy == 0:
             return 0.0
         residual = self.energy - 2 * (weight * self.cross).sum() + (weight @ self.inputs * weight).sum()
@@ -54,13 +54,12 @@ class Moments:
 
 
 class Refit:
-    """Text on its way through an original model and a merged one, layer by layer from the first.
+    """Runs text through an original and a merged model side by side, refitting one layer after another.
 
-    run(layer, hidden): a decoder layer of either applied to hidden states. The texts are sequences of batches
-    [n, T, hidden] before the first layer, whose items are replaced: targets for the original model, inputs
-    for the merged one, and unrefitted for the merged one as it would be without a refit. figures: of each
-    layer, the ridge chosen (None: W_O kept) and the error on held-out sequences before and after, as shares
-    of |y|^2.
+    run(layer, hidden): applies a decoder layer of either model to hidden states. targets, inputs, unrefitted:
+    sequences of batches [n, T, hidden] before the first layer, replaced in place: for the original model, the
+    refitted one, and the merged one without a refit. figures: per layer the chosen ridge strength (None: W_O
+    kept) and the relative error on held-out sequences before and after.
     """
 
     def __init__(self, run, targets, inputs, unrefitted=()):
@@ -73,9 +72,9 @@ class Refit:
 
     @torch.no_grad()
     def layer(self, original, merged) -> dict:
-        """Refit o_proj of the decoder layer `merged` in place; returns its figures. The texts move on.
+        """Refit o_proj of the decoder layer `merged` in place, advance the texts, and return the figures.
 
-        original: the decoder layer to approximate, whatever its number of kv heads.
+        original: the decoder layer to approximate, with any number of kv heads.
         """
         self._advance(merged, self.unrefitted)
         projection = merged.self_attn.o_proj
@@ -91,7 +90,7 @@ class Refit:
             batches[number] = self.run(layer, batches[number])
 
     def _moments(self, original, merged) -> tuple[Moments, Moments]:
-        """What to fit and what to judge by, of one layer; the original model's text moves on."""
+        """One layer's statistics for fitting and for held-out evaluation; advances the original's text."""
         source, approximation = Tap(original.self_attn.o_proj), Tap(merged.self_attn.o_proj)
         bias, shape = original.self_attn.o_proj.bias, merged.self_attn.o_proj.weight.shape
         fit, judge = Moments.zeros(*shape), Moments.zeros(*shape)
@@ -110,9 +109,10 @@ class Refit:
 def best_fit(
     weight: torch.Tensor, fit: Moments, judge: Moments
 ) -> tuple[torch.Tensor, float | None, float, float]:
-    """Of W [hidden, heads * d] and its ridge regressions on `fit`, the one of least error on `judge`.
+    """The best on `judge` of W [hidden, heads * d] and its ridge regressions on `fit`.
 
-    Returns it, its ridge (None: W itself), the error of W and its own. Where h is zero, W is kept.
+    Returns the weight, its ridge strength (None: W itself), the error of W, and its error. W is kept if h is
+    zero.
     """
     best, best_ridge = weight, None
     before = least = judge.error(weight)

@@ -1,19 +1,18 @@
-"""Calibration statistics: every later stage works on sums of outer products of head vectors, never on the
-caches.
+"""Calibration statistics: later stages use sums of outer products of head vectors, never the KV cache.
 
 Notation: H key/value heads of the source, head size d, N tokens. v_i and k_i are head i's value and key
 (before RoPE) at one token; z_i[p] = k_i[p] + 1j k_i[p + d/2] are its RoPE pairs (common/method/rope.py). RoPE
-multiplies z_i[p] by a unit number that depends on the position alone, so sums of conj(z_i[p]) z_j[p] are the
+multiplies z_i[p] by a unit number that depends only on the position, so sums of conj(z_i[p]) z_j[p] are the
 same before and after it.
 
   value Gram  C[i, j]    = sum_n v_i v_j^T             [d, d] real;   C[j, i] = C[i, j]^T
   key Gram    c[i, j, p] = sum_n conj(z_i[p]) z_j[p]   complex;       c[j, i] = conj(c[i, j])
 
-each for raw vectors (distance, Eq. 20-22) and for unit-norm vectors (cosine, Eq. 7-9). Closed-form merging
+both for raw vectors (distance, Eq. 20-22) and for unit-norm vectors (cosine, Eq. 7-9). Closed-form merging
 also needs
 
-  query energy  sum_n |q_i[p]|^2   of each head and RoPE pair
-  output Gram   W_O,i^T W_O,i      [d, d], of each head's columns of o_proj
+  query energy  sum_n |q_i[p]|^2   for each head and RoPE pair
+  output Gram   W_O,i^T W_O,i      [d, d], for each head's columns of o_proj
 
 both summed over the query heads that share a key/value head.
 """
@@ -22,8 +21,8 @@ import torch
 
 from common.method.rope import to_complex
 
-CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> the Grams it is computed from
-STRIP = 4  # heads per product: fewer rows are slower per block, more compute more blocks below the diagonal
+CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> kind of Grams it uses
+STRIP = 4  # heads per product: fewer are slower per block, more waste blocks below the diagonal
 
 
 def to_unit(vectors: torch.Tensor) -> torch.Tensor:
@@ -33,7 +32,7 @@ def to_unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def value_half(values: torch.Tensor) -> torch.Tensor:
-    """Values [n, H, d] -> the blocks i <= j of C, [H(H+1)/2, d, d], at little over half the cost of all."""
+    """Values [n, H, d] -> the blocks i <= j of C, [H(H+1)/2, d, d], at little over half the full cost."""
     _, heads, size = values.shape
     flat, half = values.flatten(1), []
     for first in range(0, heads, STRIP):
@@ -44,7 +43,7 @@ def value_half(values: torch.Tensor) -> torch.Tensor:
 
 
 def key_gram(keys: torch.Tensor) -> torch.Tensor:
-    """Keys [n, H, d] -> c [H, H, d/2] complex, as one real product: complex ones are several times slower."""
+    """Keys [n, H, d] -> c [H, H, d/2] complex, by a real product, several times faster than a complex one."""
     heads = keys.shape[1]
     parts = torch.view_as_real(to_complex(keys)).permute(2, 0, 3, 1).flatten(2)  # [p, n, 2H]
     products = (parts.mT @ parts).view(-1, 2, heads, 2, heads)  # 2: real parts, imaginary parts
@@ -63,18 +62,18 @@ def unpack_half(half: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def output_gram(weight: torch.Tensor, source_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """o_proj.weight [hidden, heads * d] -> W_O,i^T W_O,i [H, d, d] float64, summed over its query heads."""
+    """o_proj.weight [hidden, heads * d] -> W_O,i^T W_O,i [H, d, d] float64, summed over query heads."""
     columns = weight.double().view(len(weight), source_kv_heads, -1, head_dim)
     return torch.einsum("oira,oirb->iab", columns, columns)
 
 
 def group_blocks(gram: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """The blocks within groups of a Gram: [H, H, ...] -> [G, D, D, ...]. groups: [G, D] head numbers."""
+    """Blocks of a Gram within groups: [H, H, ...] -> [G, D, D, ...]. groups: [G, D] head indices."""
     return gram[groups[:, :, None], groups[:, None, :]]
 
 
 class LayerStats:
-    """Running sums of one layer. Products are formed in float32, batches are summed in float64."""
+    """Running sums for one layer: products within a batch in float32, sums over batches in float64."""
 
     def __init__(self, source_kv_heads: int, head_dim: int, device: str = "cpu"):
         self.source_kv_heads = heads = source_kv_heads
@@ -85,24 +84,24 @@ class LayerStats:
         self.query = torch.zeros(heads, head_dim // 2, dtype=torch.float64, device=device)
 
     def update_values(self, values: torch.Tensor) -> None:
-        """Add v_proj's output, as [n, H, d]."""
+        """Add the output of v_proj, [n, H, d]."""
         values = values.float()
         self.value["raw"] += value_half(values)
         self.value["unit"] += value_half(to_unit(values))
 
     def update_keys(self, keys: torch.Tensor) -> None:
-        """Add k_proj's output, before RoPE, as [n, H, d]."""
+        """Add the output of k_proj (before RoPE), [n, H, d]."""
         keys = keys.float()
         self.key["raw"] += key_gram(keys)
         self.key["unit"] += key_gram(to_unit(keys))
 
     def update_queries(self, queries: torch.Tensor) -> None:
-        """Add q_proj's output, as [n, query heads, d]; RoPE does not change the energies."""
+        """Add the output of q_proj, [n, query heads, d]; RoPE does not change the energies."""
         energy = sum(queries.float().square().sum(0).chunk(2, dim=-1))  # [query heads, d/2]
         self.query += energy.view(self.source_kv_heads, -1, energy.shape[-1]).sum(1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The sums by name, on the CPU; complex ones with a last axis of (real, imaginary)."""
+        """The sums by name, on the CPU; complex ones as a last axis of (real, imaginary)."""
         values = {f"value.{kind}": half for kind, half in self.value.items()}
         keys = {f"key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
         sums = values | keys | {"query.energy": self.query}
@@ -110,9 +109,9 @@ class LayerStats:
 
 
 class LayerGrams:
-    """One layer's Gram matrices, from its tensors: those of LayerStats, rope.free_pairs and output_gram.
+    """One layer's Gram matrices. tensors: those of LayerStats, rope.free_pairs and output_gram by name.
 
-    H = source_kv_heads, on the tensors' device.
+    H = source_kv_heads; results are on the device of the tensors.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], source_kv_heads: int):
