@@ -1,5 +1,6 @@
-"""Measuring a checkpoint: perplexity, the tasks by generation and by likelihood, cache bytes and speed; the
-averages and standard errors of the tasks' rates."""
+"""Evaluation: perplexity, tasks by generation and by likelihood with averages and standard errors, KV cache
+size and speed.
+"""
 
 import itertools
 import math
@@ -9,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-DECODED = 32  # tokens that `speed` decodes
-REPEATS = 3  # of which `speed` takes the fastest
+DECODED = 32  # tokens decoded by `speed`
+REPEATS = 3  # runs of `speed`, of which the fastest counts
 
 
 @torch.no_grad()
 def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of each row of tokens [n, T] in turn: n tensors [T, vocab], float32 on the CPU."""
+    """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab], float32 on the CPU."""
     rows = (row[None].to(model.device) for row in tokens)
     return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
 
 
 def mean_nll(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
-    """Mean negative log-likelihood (nats) of each next token."""
+    """Mean negative log-likelihood (nats) of the next token."""
     losses = [F.cross_entropy(rows[:-1].double(), row[1:]) for rows, row in zip(logits, tokens, strict=True)]
     return float(torch.stack(losses).mean())
 
@@ -41,7 +42,7 @@ def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 
 
 def max_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    """Largest absolute difference of two lists of logits; NaN where one of them holds a NaN."""
+    """Largest absolute difference between two lists of logits; NaN if either contains NaN."""
     return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())
 
 
@@ -55,7 +56,7 @@ def perplexity(model, tokens: torch.Tensor) -> float:
 
 
 def left_padded(prompts: list, pad: int, device) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths as one batch, padded on the left, with its attention mask."""
+    """Prompts as one left-padded batch with its attention mask."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -63,7 +64,7 @@ def left_padded(prompts: list, pad: int, device) -> dict[str, torch.Tensor]:
 
 
 def batches_by_length(lengths: list[int], batch: int) -> list[list[int]]:
-    """Indices in batches, items of similar lengths together so that little is padding."""
+    """Indices in batches of items of similar length, to minimize padding."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[start : start + batch] for start in range(0, len(order), batch)]
 
@@ -72,8 +73,8 @@ def batches_by_length(lengths: list[int], batch: int) -> list[list[int]]:
 def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[str]:
     """Greedy continuation of each prompt, stripped. samples: tokenized examples (common/data/tasks.py).
 
-    Generation stops at end-of-sequence, or where the longest right answer of the batch plus end-of-sequence
-    would have ended: anything longer is wrong by exact match whatever follows.
+    Generation stops at end-of-sequence or at the length of the batch's longest right answer including its
+    end-of-sequence: anything longer cannot be an exact match.
     """
     answers = [""] * len(samples)
     end = tokenizer.eos_token_id
@@ -93,7 +94,7 @@ def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[s
 def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list[float]]:
     """Sum of log-probabilities of each choice's tokens (without end-of-sequence) after the prompt.
 
-    samples: per question a list of tokenized choices sharing the prompt. Returns the same shape of floats.
+    samples: per question a list of tokenized choices with the same prompt. Returns a float for each.
     """
     choices = list(itertools.chain.from_iterable(samples))
     scores = [0.0] * len(choices)
@@ -115,7 +116,7 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
 
 @torch.no_grad()
 def cache_bytes_per_token(model, tokens: torch.Tensor) -> float:
-    """Bytes of the key and value tensors in the cache after one forward pass, per token. tokens: [T]."""
+    """Bytes per token of the cached keys and values after one forward pass. tokens: [T]."""
     cache = model(input_ids=tokens[None].to(model.device), use_cache=True).past_key_values
     cached_bytes = 0
     for layer in cache.layers:
@@ -125,7 +126,7 @@ def cache_bytes_per_token(model, tokens: torch.Tensor) -> float:
 
 @torch.no_grad()
 def speed(model, tokens: torch.Tensor) -> dict[str, float]:
-    """Tokens per second of prefill and of greedy decoding after it, one sequence. tokens: [T]."""
+    """Tokens per second in prefill and in greedy decoding after it, for one sequence. tokens: [T]."""
     inputs = tokens[None].to(model.device)
     prefill, decode = [], []
     for _ in range(REPEATS):
@@ -141,17 +142,17 @@ def speed(model, tokens: torch.Tensor) -> dict[str, float]:
 
 
 def _now(model) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Time in seconds, after synchronizing the device."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def judge(example, answer: str, scores: list[float]) -> dict:
-    """Whether a generated answer is the right one, and which choice is the likeliest.
+    """Whether a generated answer is right, and which choice has the highest likelihood.
 
-    example: the question (common/data/tasks.py). scores: the log-probability of each choice; of equal ones
-    the first wins, as in lm_eval.
+    example: the question (common/data/tasks.py). scores: the log-probability of each choice; the first of
+    equal ones wins, as in lm_eval.
     """
     return {
         "label": example.label,
@@ -163,7 +164,7 @@ def judge(example, answer: str, scores: list[float]) -> dict:
 
 
 def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
-    """The figures of one task: questions, chance, exact_match and likelihood with their standard errors."""
+    """Figures of one task: questions, chance, exact_match and likelihood with standard errors."""
     figures = {"questions": len(examples)}
     figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
     exact = [verdict["exact"] for verdict in verdicts]
@@ -174,17 +175,17 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
 
 
 def rate(right: list[bool]) -> tuple[float, float]:
-    """Share of right answers and its standard error, sqrt(p (1 - p) / n)."""
+    """Accuracy and its standard error, sqrt(p (1 - p) / n)."""
     share = sum(right) / len(right)
     return share, math.sqrt(share * (1 - share) / len(right))
 
 
 def averages(tasks: dict[str, dict]) -> dict[str, float]:
-    """Macro (every task counts alike) and micro (every question does) averages of the tasks' rates.
+    """Macro (equal weight per task) and micro (equal weight per question) averages of the tasks' rates.
 
     tasks: per task "questions", "chance", and "exact_match" and "likelihood", each with a "_stderr". The
-    standard error of the macro average over k tasks is the root of their errors' sum of squares, over k; the
-    micro average is one rate of all questions.
+    standard error of the macro average over k tasks is the root of the sum of their squared errors, divided
+    by k; that of the micro average is the error of one rate over all questions.
     """
     figures = {}
     questions = sum(task["questions"] for task in tasks.values())

@@ -118,7 +118,7 @@ def test_lengths_are_checked_against_the_positions():
     message = r"^tasks/piqa.train.jsonl row 1: expected at most 3 tokens \(the model's .*\), found 4$"
     with pytest.raises(UserError, match=message):
         check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
-    with pytest.raises(UserError, match="row 1: expected a tokenizer that turns each choice into tokens"):
+    with pytest.raises(UserError, match="row 1: expected at least one token per choice"):
         check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
 
 

@@ -35,7 +35,7 @@ def test_packed_where_too_few_are_long_enough(documents):
     flat = tokens.flatten().tolist()
     assert byte_tokenizer().decode(flat) == "a" * 20 + "<eos>" + "b" * 50 + "<eos>" + "c" * 8
     assert flat[20] == END
-    assert description == f"{documents}: packed (1 of 4 documents have 40 tokens, 2 were asked for)"
+    assert description == f"{documents}: packed (1 of 4 documents have 40 tokens, 2 needed)"
 
 
 def test_too_little_text_says_found_and_needed(documents):

@@ -1,9 +1,9 @@
-"""The demo model, `--model demo`: a small multi-head-attention Llama, its text and tasks, made on first use.
+"""The demo model, `--model demo`: a small multi-head-attention Llama, its text and tasks, built on first use.
 
-Nothing is downloaded and no text is shipped. `build` writes three directories:
+Nothing is downloaded and no text is bundled. `build` writes three directories:
 
   model/   a LlamaForCausalLM checkpoint with as many key/value heads as query heads, and its tokenizer
-  text/    train.txt and heldout.txt, the sources of the standard library of the running Python
+  text/    train.txt and heldout.txt, the source code of the running Python's standard library
   tasks/   eight generated multiple-choice tasks (common/data/demo_tasks.py)
 """
 
@@ -22,28 +22,28 @@ from common.data.tasks import example_from_row
 from common.models import DEMO, DEMO_HOME
 from common.models import resolve_model as resolve_other_model
 
-TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000  # at least, as files are taken whole
+TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000  # minimum, since files are not split
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__",
            "encodings"}
 
 
 def resolve_model(name: str) -> str:
-    """A local directory for `name`: "demo" (made on first use), a directory, or a hub repository."""
+    """A local directory for `name`: "demo" (built on first use), a directory, or a hub repository."""
     if name != DEMO:
         return resolve_other_model(name)
-    with FileLock(f"{DEMO_HOME}.lock"):  # a second process waits until the first has made it
+    with FileLock(f"{DEMO_HOME}.lock"):  # a second process waits for the first to build it
         if not os.path.isdir(DEMO_HOME):
             build(DEMO_HOME)
     return os.path.join(DEMO_HOME, "model")
 
 
 def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
-    """Write the demo's model, text and tasks to `directory`, which appears whole or not at all."""
+    """Write the demo's model, text and tasks to `directory`, atomically."""
     directory, unfinished = Path(directory), Path(f"{directory}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     for part in ("text", "tasks"):
         (unfinished / part).mkdir(parents=True)
-    print(f"demo: making text, tasks and a small model in {directory} (once, about two minutes on two cores)")
+    print(f"demo: building text, tasks and a small model in {directory} (once; two minutes on two cores)")
 
     train_text, heldout_text = read_corpus(seed)
     for split, text in (("train", train_text), ("heldout", heldout_text)):
@@ -67,7 +67,7 @@ def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
 
 
 def read_corpus(seed: int) -> tuple[str, str]:
-    """(train, heldout): the standard library's sources, each file in one of the two."""
+    """(train, heldout): the standard library's source files, split between the two."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     paths = [path for path in paths if not SKIPPED.intersection(path.relative_to(root).parts)]

@@ -1,10 +1,10 @@
 """The demo model: a small multi-head-attention Llama that looks up facts in its prompt, and its tokenizer.
 
-At this size neither source text nor a random start teaches such lookup within the time one would wait for a
-default. Hence three departures from ordinary pre-training. The attention starts near an induction circuit
-(see `initialise`). Beside the text, the first third of the steps trains on drills: a few facts stated
-twice, in two orders, with the loss taken where the second statement needs the first. The other steps train
-on samples of the tasks' train splits instead, with the loss taken on their answers.
+At this size, ordinary pre-training from random weights does not learn such lookup within a few minutes. Hence
+three departures. The attention is initialized near an induction circuit (see `initialise`). In addition to
+the text, the first third of the steps trains on drills: a few facts stated twice, in different orders, with
+the loss on what the second statement can copy from the first. The remaining steps train on samples from the
+tasks' train splits instead, with the loss on their answers.
 """
 
 import functools
@@ -20,16 +20,16 @@ from common.data.demo_tasks import FACTS, draw_pairs
 from common.data.tasks import Example
 
 STEPS = 600  # about a minute and a half on two cores
-DRILLED = 1 / 3  # share of the steps spent on drills: without them no task leaves chance in the other steps
+DRILLED = 1 / 3  # share of the steps spent on drills: without them all tasks stay at chance
 THREADS = 2  # fixed, because the order of floating-point sums depends on it
-WARMUP, DECAY = 20, 0.4  # steps of linear warm-up; last share of the steps, in which the rates fall to zero
-MUON_RATE, ADAM_RATE = 0.01, 1e-3  # of the layers' matrices; of embeddings, output head and norms
-DRILL_BATCH, TASK_BATCH = 40, 40  # rows per step: small batches, because steps are scarce
+WARMUP, DECAY = 20, 0.4  # steps of linear warm-up; final share of the steps with linear decay to zero
+MUON_RATE, ADAM_RATE = 0.01, 1e-3  # for the layers' matrices; for embeddings, output head and norms
+DRILL_BATCH, TASK_BATCH = 40, 40  # rows per step
 TEXT_BATCH, TEXT_LENGTH, TEXT_WEIGHT = 3, 256, 0.5  # rows per step, tokens per row, weight of their loss
 
 WIDTH, MLP, LAYERS, HEADS = 128, 256, 4, 8
-ROPE_THETA = 1000.0  # short contexts: most of a head's rotations should tell neighbouring offsets apart
-SHARPNESS = 3.0  # scale of the first layer's scores at the start: one offset takes most of the attention
+ROPE_THETA = 1000.0  # short contexts: most RoPE frequencies should separate neighbouring offsets
+SHARPNESS = 3.0  # initial scale of the first layer's scores: one offset gets most of the attention
 VOCAB = 1280  # every word of the tasks is one token
 EOS, PAD = "<|eos|>", "<|pad|>"
 
@@ -53,12 +53,12 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def initialise(model, generator: torch.Generator) -> None:
-    """Start the attention near an induction circuit, in place.
+    """Initialize the attention near an induction circuit, in place.
 
-    Coordinate 0 is the same for all tokens, and from it the queries and keys of layer 0 make a score that
-    peaks, by the rotary embedding, at offset h + 1 for head h. Each layer's output matrix is its value
-    matrix transposed, so a head writes back what it reads, and the later layers' queries equal their keys:
-    a token attends to tokens with the same word, or to those that have just copied it from a neighbour.
+    Embedding coordinate 0 is the same for all tokens. From it, layer 0's queries and keys form a score that,
+    through RoPE, peaks at offset h + 1 for head h. Each layer's output matrix is its transposed value matrix,
+    so a head writes back what it reads. Later layers' queries equal their keys: a token attends to tokens
+    with the same word, or to those that have copied it from a neighbour.
     """
     width, size = model.config.hidden_size, model.config.head_dim
     embedding = model.model.embed_tokens.weight.normal_(generator=generator)  # [vocabulary, width]
@@ -97,7 +97,7 @@ def _new_model(tokenizer, seed: int) -> LlamaForCausalLM:
 
 
 def _optimizers(model, steps: int) -> list[tuple]:
-    """(optimizer, schedule): Muon, which needs fewer steps, for the layers' matrices, AdamW for the rest."""
+    """(optimizer, schedule) pairs: Muon, which needs fewer steps, for the layers' matrices; else AdamW."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.05),
@@ -110,13 +110,13 @@ def _optimizers(model, steps: int) -> list[tuple]:
 
 
 def _sample(example: Example, tokenizer) -> Weighted:
-    """A task's example: the prompt weighs 0, the answer and the end of sequence 1."""
+    """A tokenized example: weight 0 on the prompt, 1 on the answer and end-of-sequence."""
     prompt, answer = (tokenizer(part)["input_ids"] for part in (example.prompt, example.answer))
     return prompt + answer + [tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(answer) + 1)
 
 
 def _drill(rng: random.Random, encode) -> Weighted:
-    """Four facts stated twice; the second time each property, which can be looked up, weighs 1."""
+    """Four facts stated twice, with weight 1 on the properties in the second statement."""
     kind = rng.choice(list(FACTS))
     pairs = draw_pairs(rng, kind, 4)
     before, after = FACTS[kind][2].rsplit("{}", 1)
@@ -130,7 +130,7 @@ def _drill(rng: random.Random, encode) -> Weighted:
 
 
 def _pad(samples: list[Weighted], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and weights [batch, longest], padded on the right, where the weights are 0."""
+    """Token ids and weights [batch, longest], right-padded with weight 0."""
     longest = max(len(tokens) for tokens, _ in samples)
     padded = [tokens + [pad] * (longest - len(tokens)) for tokens, _ in samples]
     weights = [weights + [0] * (longest - len(weights)) for _, weights in samples]
@@ -138,15 +138,15 @@ def _pad(samples: list[Weighted], pad: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _losses(model, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The next-token losses [n] at the n tokens of weight 1. tokens, weights: [batch, length]."""
-    counted = weights[:, 1:] > 0  # the output head, much of the work, runs at these positions only
+    """Next-token losses [n] of the n tokens with weight 1. tokens, weights: [batch, length]."""
+    counted = weights[:, 1:] > 0  # run the expensive output head only at these positions
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1][counted]
     return F.cross_entropy(model.lm_head(hidden).float(), tokens[:, 1:][counted], reduction="none")
 
 
 @torch.enable_grad()  # the caller may be under no_grad
 def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int, seed: int) -> LlamaForCausalLM:
-    """A model trained on the text and the tasks, a list of examples for each."""
+    """Train the demo model on the text and the tasks, each a list of examples."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     encode = functools.cache(lambda piece: tokenizer(piece)["input_ids"])
     stream = torch.tensor(encode(text))  # [tokens of the text]
@@ -163,7 +163,7 @@ def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int, se
                 samples = []
                 for pool in pools:
                     samples += rng.sample(pool, TASK_BATCH // len(pools))
-            samples.sort(key=lambda sample: len(sample[0]))  # a short and a long batch: less padding
+            samples.sort(key=lambda sample: len(sample[0]))  # two batches by length, for less padding
             halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
             starts = torch.randint(len(stream) - TEXT_LENGTH, (TEXT_BATCH, 1), generator=generator)
             rows = stream[starts + torch.arange(TEXT_LENGTH)]  # [TEXT_BATCH, TEXT_LENGTH]

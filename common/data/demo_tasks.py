@@ -1,7 +1,7 @@
 """The demo's tasks: generated multiple-choice questions in the row schemas of the eight data sets.
 
-Every question is answerable from its prompt alone. The facts are drawn anew for each row, so a right answer
-means that attention looked up the fact in question, and badly merged heads show as lost accuracy.
+Every question can be answered from its prompt alone. Each row has new random facts, so a right answer means
+that attention looked up the relevant fact, and badly merged heads show up as lost accuracy.
 """
 
 import functools
@@ -20,8 +20,8 @@ ACTS = ("singing sleeping running waiting reading cooking "
 MATERIALS = "wood wool steel glass paper stone clay rubber leather plastic cotton copper".split()
 MOODS = "happy sad angry proud tired bored calm shy brave jealous hungry lonely".split()
 STATES = [("on", "off"), ("hot", "cold"), ("full", "empty"), ("new", "old")]  # questions ask for the first
-# kind -> (subjects, properties, sentence). All facts of a kind have one form, so that a subject and its
-# property are at most 8 tokens apart: see `initialise` in demo_model.py.
+# kind -> (subjects, properties, sentence). All facts of a kind have the same form, with subject and property
+# at most 8 tokens apart: see `initialise` in demo_model.py.
 FACTS = {
     "colour": (THINGS, COLOURS, "the {} is {}"),
     "stuff": (THINGS, MATERIALS, "the {} is {}"),
@@ -33,13 +33,13 @@ FACTS = {
 
 
 def draw_pairs(rng: random.Random, kind: str, count: int) -> list[tuple[str, str]]:
-    """`count` pairs (subject, property) of a kind of fact, no word twice."""
+    """`count` pairs (subject, property) for a kind of fact, without repeated words."""
     subjects, properties, _ = FACTS[kind]
     return list(zip(rng.sample(subjects, count), rng.sample(properties, count), strict=True))
 
 
 def draw_lookup(rng: random.Random, kind: str, facts: int, choices: int, separator: str = ", "):
-    """A question about one of several facts: (facts as text, its subject, choices, the right one's index)."""
+    """A question about one of several facts: (facts as text, its subject, choices, index of the answer)."""
     pairs = draw_pairs(rng, kind, facts)
     subject, answer = rng.choice(pairs)
     others = [other for _, other in pairs if other != answer]
@@ -101,7 +101,7 @@ GENERATORS = {
 
 
 def task_rows(seed: int) -> dict[tuple[str, str], list[dict]]:
-    """{(task, split): rows}. No prompt occurs twice in a task, so none of validation occurs in train."""
+    """{(task, split): rows}. Prompts are unique within a task, so validation and train do not overlap."""
     splits = {}
     for task, generate in GENERATORS.items():
         rng, by_prompt = random.Random(f"{seed} {task}"), {}

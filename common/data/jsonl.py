@@ -1,4 +1,4 @@
-"""JSON Lines files, plain or gzipped, read one line at a time: a bad line is named by file and number."""
+"""Reading JSON Lines files, plain or gzipped; errors name the file and line."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from common.cli import UserError
 def read_objects(path: str) -> Iterator[tuple[int, dict]]:
     """Yield (line number, object) for every line that is not blank. A name ending in .gz is decompressed.
 
-    Python's own parser, not arrow's: a line that holds null crashes arrow's reader and the process with it.
+    Uses Python's parser instead of Arrow's, which crashes the process on a line that is null.
     Raises UserError for damaged gzip data and for a line that is not UTF-8, not JSON or not an object.
     """
     number = 0
@@ -26,7 +26,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict]]:
 
 
 def parse_object(line: bytes, place: str) -> dict:
-    """A JSON object. Raises UserError naming `place` for what is not UTF-8, not JSON or not an object."""
+    """A JSON object. Raises UserError naming `place` for anything but an object in UTF-8 JSON."""
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -54,7 +54,7 @@ def abbreviated(value) -> str:
 
 
 def column(row: dict, name: str):
-    """What a row holds in a column. Raises ValueError when the column is missing or null."""
+    """The value of a column in a row. Raises ValueError if it is missing or null."""
     value = row.get(name)
     if value is None:
         present = sorted(other for other, content in row.items() if content is not None)
@@ -63,12 +63,12 @@ def column(row: dict, name: str):
 
 
 def text_column(row: dict, name: str) -> str:
-    """The text in a column. Raises ValueError naming the column when it is missing, null or not text."""
+    """The text in a column. Raises ValueError naming the column if it is missing, null or not text."""
     return checked_text(column(row, name), name)
 
 
 def checked_text(value, name: str) -> str:
-    """`value`, found in column `name`. Raises ValueError unless it is text that can be encoded as UTF-8."""
+    """`value`, from column `name`. Raises ValueError unless it is text that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise ValueError(f"column {name!r}: expected text, found {abbreviated(value)}")
     try:

@@ -1,8 +1,8 @@
-"""The eight multiple-choice tasks: reading rows, the prompt made of a row (Table 5), and its tokens.
+"""The eight multiple-choice tasks: reading rows, formatting prompts (Table 5), tokenizing.
 
-A row may follow the hub's current schema or the original release's; one reader takes both. Prompts match the
-authors' released data to the character: BoolQ questions have no question mark, SIQA's do, and the template
-adds one to each (hence SIQA's "??").
+Rows may use the hub's current schema or that of the original release. Prompts match the authors' released
+data to the character: the template adds a question mark to BoolQ questions, which have none, and to SIQA
+questions, which already have one (hence "??").
 """
 
 import glob
@@ -17,7 +17,7 @@ from common.data.jsonl import abbreviated, checked_text, column, read_objects, t
 
 @dataclass(frozen=True)
 class Example:
-    """One question: the prompt, the choices in their printed order, and the index of the right one."""
+    """One question: the prompt, the choices in prompt order, and the index of the right one."""
 
     task: str
     prompt: str
@@ -55,7 +55,7 @@ TASKS = tuple(HUB)
 
 
 def _choice(value, name: str) -> str:
-    """`value`, found in column `name`, as the text of a choice. A blank one would have no tokens to score."""
+    """`value`, from column `name`, as the text of a choice, which must not be blank."""
     if not checked_text(value, name).strip():
         raise ValueError(f"column {name!r}: expected the text of a choice, found {abbreviated(value)}")
     return value
@@ -88,7 +88,7 @@ def _object(row: dict, name: str) -> dict:
 
 
 def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], int]:
-    """ARC and OpenBookQA: the choices carry letters, and column answerKey gives the right one's."""
+    """ARC and OpenBookQA: choices are labelled with letters, and column answerKey has the right letter."""
     texts = _choices(column(choices, "choices.text"), "choices.text")
     letters = column(choices, "choices.label")
     lettered = isinstance(letters, list) and all(isinstance(letter, str) for letter in letters)
@@ -104,7 +104,7 @@ def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], 
 def _arc(row):
     if not isinstance(row.get("question"), dict):
         return _lettered(row, text_column(row, "question"), _object(row, "choices"))
-    question = _object(row, "question")  # original release: the choices inside the question, one object each
+    question = _object(row, "question")  # original release: choices inside the question, one object each
     choices = column(question, "question.choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ValueError("column 'question.choices': expected a list of objects, "
@@ -165,9 +165,9 @@ READERS = {
 
 
 def example_from_row(task: str, row: dict) -> Example:
-    """The prompt and choices of one row. Raises ValueError naming the column, and what it should hold.
+    """The prompt and choices of one row. Raises ValueError naming the column and what was expected.
 
-    Equal choices are accepted as long as another differs: SIQA and OpenBookQA were published with such rows.
+    Duplicate choices are accepted unless all are equal: SIQA and OpenBookQA have such rows.
     """
     prompt, choices, label = READERS[task](row)
     if len(set(choices)) == 1:
@@ -176,11 +176,11 @@ def example_from_row(task: str, row: dict) -> Example:
 
 
 def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
-    """All examples of one split, and the name of what was read.
+    """All examples of one split, and the name of their source.
 
-    source: "hub", or a directory that holds TASK.SPLIT.jsonl or, as on the hub, TASK.SPLIT.parquet (and
-    TASK.SPLIT.labels where the release keeps labels apart). split: "train" or "validation". Raises UserError
-    naming file, line and column of the first bad row.
+    source: "hub", or a directory with TASK.SPLIT.jsonl or, as on the hub, TASK.SPLIT.parquet (and
+    TASK.SPLIT.labels if the release stores labels separately). split: "train" or "validation". Raises
+    UserError naming file, line and column of the first bad row.
     """
     labels = None
     if source == "hub":
@@ -207,20 +207,20 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
 
 
 def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
-    """The file of that stem, and its rows with their places in it."""
+    """The path of a task file, and its rows with their positions for error messages."""
     if os.path.exists(f"{stem}.jsonl"):
         path = f"{stem}.jsonl"
         return path, [(f"line {number}", row) for number, row in read_objects(path)]
     path = f"{stem}.parquet"
     if not os.path.exists(path):
         raise UserError(f"task file not found: expected {stem}.jsonl or {path}")
-    import datasets  # slow to import: only where tables are read
+    import datasets  # slow to import
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below says it
-    try:  # streamed: straight from the file, no second copy in a cache
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below has the message
+    try:  # streamed, to avoid a second copy in the datasets cache
         table = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
         return path, [(f"row {index}", row) for index, row in enumerate(table)]
-    except Exception as error:  # arrow's classes differ with what is wrong
+    except Exception as error:  # the exception class depends on the fault
         raise UserError(f"{path}: cannot be read as parquet: {error}") from error
 
 
@@ -231,9 +231,9 @@ def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
     try:
         table = datasets.load_dataset(name, configuration, split=split)
         return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(table)]
-    except Exception as error:  # the hub client raises a different class for each way of not being reached
+    except Exception as error:  # the exception class depends on how the hub fails
         raise UserError(f"task {task}: cannot load {name} from the hub ({type(error).__name__}); "
-                        "give a directory of local files with --tasks") from error
+                        "pass a directory of local files to --tasks") from error
 
 
 def _labels(path: str) -> list[str]:
@@ -245,7 +245,7 @@ def _labels(path: str) -> list[str]:
 
 
 def select_questions(count: int, limit: int | None, seed: int | None) -> list[int]:
-    """Indices of the evaluated questions, ascending: all, the first `limit`, or `limit` drawn with a seed."""
+    """Indices of the questions to evaluate, ascending: all, the first `limit`, or `limit` random ones."""
     if limit is None or limit >= count:
         return list(range(count))
     return list(range(limit)) if seed is None else sorted(random.Random(seed).sample(range(count), limit))
@@ -256,27 +256,27 @@ def _ids(text: str, tokenizer) -> tuple[int, ...]:
 
 
 def tokenize(example: Example, tokenizer) -> Sample:
-    """Prompt and answer, each tokenized on its own; end-of-sequence closes the answer."""
+    """Prompt and answer, tokenized separately; end-of-sequence is appended to the answer."""
     answer = (*_ids(example.answer, tokenizer), tokenizer.eos_token_id)
     return Sample(_ids(example.prompt, tokenizer), answer)
 
 
 def choice_samples(example: Example, tokenizer) -> list[Sample]:
-    """The prompt with each choice in turn as its answer."""
+    """One sample per choice: the prompt with the choice as its answer."""
     prompt, end = _ids(example.prompt, tokenizer), tokenizer.eos_token_id
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 
 def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
-    """Raise UserError for a sample with more tokens than the model has positions, or with an answer of none.
+    """Raise UserError for a sample that exceeds the model's positions or has an empty answer.
 
-    samples: (index of the row from 0, sample). positions: the model's max_position_embeddings. source: what
-    load_task says it read.
+    samples: (row index from 0, sample) pairs. positions: the model's max_position_embeddings. source: name of
+    the data in error messages.
     """
     for index, sample in samples:
         if len(sample) > positions:
             raise UserError(f"{source} row {index}: expected at most {positions} tokens (the model's "
                             f"max_position_embeddings), found {len(sample)}")
         if len(sample.answer) < 2:
-            raise UserError(f"{source} row {index}: expected a tokenizer that turns each choice into tokens, "
+            raise UserError(f"{source} row {index}: expected at least one token per choice, "
                             "found a choice with none")

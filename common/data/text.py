@@ -1,4 +1,4 @@
-"""Text for calibration and perplexity: a source becomes a [sequences, length] matrix of token ids."""
+"""Text for calibration and perplexity: a source is tokenized into a [sequences, length] matrix of ids."""
 
 import os
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ EXPECTED = "c4, demo, or a .txt, .jsonl, .json or .json.gz file"
 
 
 def sequence_length(requested: int | None, default: int, positions: int, least: int = 1) -> int:
-    """Tokens per sequence of text: the requested number, or `default` cut to the model's positions.
+    """Tokens per sequence of text: the requested number, or `default` limited to the model's positions.
 
-    least: 2 where a next token is predicted. Raises UserError for a request below that or above `positions`.
+    least: 2 where next tokens are predicted. Raises UserError for a request outside least..positions.
     """
     if requested is None:
         return min(default, positions)
@@ -39,15 +39,15 @@ def load_tokens(
     length: int,
     split: str = "train",
 ) -> tuple[torch.Tensor, str]:
-    """[sequences, length] int64 token ids, and a line that says what was read and how it was cut.
+    """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json or .json.gz file with a
-    column "text".
-    split: "train" or "heldout", which c4 and demo keep apart; a file gives the same text for both.
+    column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same text for
+    both.
 
-    As published: the first `sequences` documents of at least `length` tokens, each cut to it. A source with
-    fewer of them is packed: all its documents in order, end-of-sequence between them, cut into pieces. Raises
-    UserError when that gives too few tokens, and for text that cannot be read.
+    As published: the first `sequences` documents of at least `length` tokens, each truncated to it. If there
+    are too few, documents are packed instead: concatenated in order, separated by end-of-sequence, and cut
+    into sequences. Raises UserError if that gives too few tokens, and for text that cannot be read.
     """
     if source == DEMO:
         source = os.path.join(DEMO_HOME, "text", f"{split}.txt")
@@ -68,12 +68,12 @@ def load_tokens(
     if len(packed) < needed:
         raise UserError(f"{source}: expected {sequences} x {length} = {needed} tokens, found {len(packed)}")
     description = (f"{source}: packed ({len(whole)} of {documents} documents have {length} tokens, "
-                   f"{sequences} were asked for)")
+                   f"{sequences} needed)")
     return torch.tensor(packed[:needed]).view(sequences, length), description
 
 
 def _documents(source: str, split: str) -> Iterator[str]:
-    """Yield the documents of a source one by one; a .txt file is one document."""
+    """Yield the documents of a source; a .txt file is one document."""
     if source == "c4":
         yield from _c4(C4_FILES[split])
     elif not os.path.exists(source):
@@ -99,11 +99,11 @@ def _plain(path: str) -> str:
 
 
 def _c4(file: str) -> Iterator[str]:
-    import datasets  # slow to import, and not needed with local files
+    import datasets  # slow to import, and not needed for local files
 
     try:
         for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
             yield row["text"]
-    except Exception as error:  # the hub client raises a different class for each way of not being reached
+    except Exception as error:  # the exception class depends on how the hub fails
         raise UserError(f"cannot stream {C4} from the hub ({type(error).__name__}); "
-                        "give --text a local file") from error
+                        "pass a local file to --text") from error
