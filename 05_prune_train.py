@@ -209,6 +209,10 @@ def start_anew(run: Run) -> None:
 
 def read_teacher(run: Run) -> bool:
     """Whether a teacher exists. Raises UserError unless it is an intact fine-tune of this source model."""
+    if os.path.lexists(run.directory) and not os.path.isdir(run.directory):
+        raise UserError(f"{run.directory}: expected nothing or a directory, found a file; remove it first")
+    if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
+        raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
     if not os.path.lexists(run.teacher):
         return False
     if not os.path.isdir(run.teacher):

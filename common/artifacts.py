@@ -117,14 +117,26 @@ def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seco
     }
 
 
+@contextlib.contextmanager
+def temporary_name(path: str):
+    """PATH.tmp for a file to be written, removed again if the block ends with an error."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        yield path + ".tmp"
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise
+
+
 def write_text(path: str, text: str) -> None:
     """Write text to a temporary file, then rename it."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(path + ".tmp", path)
+    with temporary_name(path) as aside:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
 
 
 def write_json(path: str, value: dict) -> None:
@@ -134,10 +146,10 @@ def write_json(path: str, value: dict) -> None:
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
     """Write tensors, then their sidecar with the sha256."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path + ".tmp")
-    sidecar = sidecar | {"sha256": sha256(path + ".tmp")}
-    os.rename(path + ".tmp", path)
+    with temporary_name(path) as aside:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside)
+        sidecar = sidecar | {"sha256": sha256(aside)}
+        os.rename(aside, path)
     write_json(sidecar_path(path), sidecar)
 
 

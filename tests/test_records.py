@@ -416,6 +416,16 @@ def test_a_calibration_names_its_text():
         assert "arguments" in find_fault(record | {"arguments": arguments}, "01_calibrate.py")
 
 
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
+    for name in ("x.json", "x.safetensors"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError):
+        artifacts.write_json(str(tmp_path / "x.json"), {})
+    with pytest.raises(IsADirectoryError):
+        artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
+    assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]
+
+
 def test_an_empty_run_directory_that_existed_before_stays(claims):
     os.mkdir(claims.run)
     artifacts.claim("05_prune_train.py", claims)

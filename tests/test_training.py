@@ -447,6 +447,13 @@ def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
     file.write_text("mine")
     expect_error("--teacher: expected a directory, found the file", STAGE,
                  *train_arguments(home, inputs, "--teacher", file))
+    expect_error("--teacher: expected another directory than the student's", STAGE,
+                 *train_arguments(home, inputs, "--teacher", home / "train"))
+    (home / "train").write_text("mine")
+    expect_error("train: expected nothing or a directory, found a file", STAGE,
+                 *train_arguments(home, inputs))
+    assert (home / "train").read_text() == "mine" and not (home / "teacher").exists()
+    (home / "train").unlink()
     assert file.read_text() == "mine" and not (home / "train").exists()
 
 
