@@ -79,13 +79,13 @@ def test_questions_are_drawn_by_the_seed_or_the_first(evaluation):
     run("07_eval.py", *arguments, "--run", other, "--limit", 3, "--text", "none", "--only", "boolq")
     assert [row["question"] for row in read_outcomes(other)] == [0, 1, 2] * 2
     assert "perplexity" not in (other / "eval.md").read_text().lower()
-    assert "the first 3 a task" in (other / "eval.md").read_text()
+    assert "the first 3 per task" in (other / "eval.md").read_text()
 
 
 def test_scores_are_put_into_the_card(evaluation):
     home, _, _ = evaluation
     card = (home / "card.md").read_text()
-    for part in ("24 validation questions", "3 a task drawn with seed 1", "| 2 of 8 ", "text.txt"):
+    for part in ("24 validation questions", "3 per task drawn with seed 1", "| 2 of 8 ", "text.txt"):
         assert part in card
     assert not (home / "first" / "README.md").exists()
 
@@ -310,7 +310,7 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--length", 32, "--sequences", 2)
     figures = json.loads((home / "eval.json").read_text())["results"]["merged"]
     assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
-    assert f"({demo}/tasks, the first 1 a task)" in (home / "eval.md").read_text()
+    assert f"({demo}/tasks, the first 1 per task)" in (home / "eval.md").read_text()
 
 
 def test_answers_are_as_long_as_the_right_one(inputs, tmp_path, monkeypatch):

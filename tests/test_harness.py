@@ -204,6 +204,6 @@ def test_the_harness_makes_the_same_choices(inputs, tmp_path):
     command = ["bash", ROOT / "pipelines" / "harness.sh", model, inputs["tasks"]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "prompt and choice joined by '': 0 of 40 questions get other tokens" in done.stdout
+    assert "prompt and choice joined by '': 0 of 40 questions are tokenized differently" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last

@@ -369,6 +369,6 @@ def test_odd_metrics_are_shown_as_far_as_they_can_be(figures, tmp_path):
 
 
 def test_a_directory_without_artifacts_is_refused(tmp_path):
-    with pytest.raises(UserError, match="expected a run directory with a stage's artifact, found none"):
+    with pytest.raises(UserError, match="expected a run directory with artifacts, found none"):
         report.write(str(tmp_path))
     assert not (tmp_path / "report.html").exists()

@@ -180,7 +180,7 @@ def test_both_schemas_give_the_same_example(task):
 
 def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.HUB, "piqa", (str(tmp_path / "nowhere"), None))
-    message = "task piqa: cannot load .*nowhere from the hub .*; give .* with --tasks"
+    message = "task piqa: cannot load .*nowhere from the hub .*; pass .* to --tasks"
     with pytest.raises(UserError, match=message):
         load_task("piqa", "train", "hub")
 

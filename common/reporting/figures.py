@@ -1,29 +1,29 @@
-"""The figures of a record as tables and text, for report.html. Any JSON value can be shown."""
+"""Formatting the figures of records as tables and charts for report.html. Accepts any JSON value."""
 
 import math
 import re
 from typing import NamedTuple
 
-# fields of every record; all others are figures
+# record fields that are not figures
 PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
               "sha256", "files", "results")
-DIGEST = re.compile("[0-9a-f]{40,64}")  # shown by its first digits
-PERCENT = ("exact_match", "likelihood", "chance")  # endings of the names of shares
+DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
+PERCENT = ("exact_match", "likelihood", "chance")  # name endings of shares, shown in percent
 
 
 class Table(NamedTuple):
-    header: tuple  # empty: each row is a name and its value
+    header: tuple  # empty for tables of (name, value)
     rows: list[tuple]
     caption: str = ""
 
 
 def is_number(value) -> bool:
-    """Whether a value can be drawn or shown as a share: no NaN, infinity or boolean."""
+    """Whether a value is a finite number that can be plotted, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def cell(value) -> str:
-    """Any value of a record as short text."""
+    """A record's value as short text."""
     if value is None or isinstance(value, bool):
         return {None: "–", True: "yes", False: "no"}[value]
     if isinstance(value, int):
@@ -39,7 +39,7 @@ def cell(value) -> str:
 
 
 def rate(figures: dict, name: str) -> str:
-    """A score with its standard error, where it has one; in percent where it is a share."""
+    """A score with its standard error, if it has one; shares in percent."""
     values = [figures.get(name), figures.get(f"{name}_stderr")]
     numbers = [value for value in values if is_number(value)]
     if not numbers:
@@ -50,7 +50,7 @@ def rate(figures: dict, name: str) -> str:
 
 
 def flatten(values: dict, prefix: str = "") -> dict:
-    """Nested names joined by a dot."""
+    """Flatten nested objects; names are joined by dots."""
     flat = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -58,12 +58,12 @@ def flatten(values: dict, prefix: str = "") -> dict:
 
 
 def record_figures(record: dict) -> dict:
-    """A record's summary, and what its stage put beside it."""
+    """A record's summary and its stage-specific fields, flattened."""
     return flatten(record["summary"] | {name: record[name] for name in record if name not in PROVENANCE})
 
 
 def figure_tables(figures: dict, layers: int) -> list[Table]:
-    """Single figures in one table; lists of equal length as columns of another; a list of objects alone."""
+    """One table of scalars, one for all lists of a given length (as columns), and one per list of objects."""
     lists = {name: values for name, values in figures.items() if isinstance(values, list) and values}
     columns: dict[tuple[str, int], dict[str, list]] = {}  # (caption, number of rows) -> column -> values
     for name, values in lists.items():
@@ -79,9 +79,9 @@ def figure_tables(figures: dict, layers: int) -> list[Table]:
 
 
 def score_tables(results: dict[str, dict]) -> list[Table]:
-    """A table per kind of score, tasks by checkpoints; then one of all other figures.
+    """One table per kind of score, tasks by checkpoints, then one of all other figures.
 
-    results: checkpoint -> its figures.
+    results: checkpoint -> figures.
     """
     by_model = {}  # checkpoint -> task -> scores
     for name, figures in results.items():
@@ -115,7 +115,7 @@ def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict])
 
 
 def steps_table(metrics: list[dict]) -> Table:
-    """The first training step, the last with masks, and the last."""
+    """A table of the first training step, the last with masks, and the last."""
     masked = [line for line in metrics if "mask_mean" in line]
     chosen = {line["step"]: line for line in (*metrics[:1], *masked[-1:], *metrics[-1:])}
     names = [name for name, value in metrics[0].items() if name != "step" and not isinstance(value, list)]
@@ -124,13 +124,13 @@ def steps_table(metrics: list[dict]) -> Table:
 
 
 def chart(metrics: list[dict], names: tuple[str, ...], scale=float) -> dict | None:
-    """Figures of metrics.jsonl over the steps, as points in a box of 570 x 150; None without two steps.
+    """Curves of figures in metrics.jsonl, as points in a 570 x 150 box; None with fewer than two steps.
 
-    scale: float, or math.log for a logarithmic axis, which leaves out what is not positive.
+    scale: float, or math.log for a logarithmic axis, which skips values that are not positive.
     """
-    every = max(1, len(metrics) // 400)  # more points than the box is wide show nothing
+    every = max(1, len(metrics) // 400)  # at most as many points as the box is wide
     curves: dict[str, list] = {name: [] for name in names}
-    for line in metrics[::-every][::-1]:  # from the end, so that the last step is there
+    for line in metrics[::-every][::-1]:  # from the end, to include the last step
         for name in names:
             if is_number(line.get(name)) and (scale is float or line[name] > 0):
                 curves[name].append((line["step"], line[name]))

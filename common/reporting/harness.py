@@ -1,11 +1,11 @@
-"""The evaluated questions as tasks of the standard harness (lm_eval), and its answers against 07_eval.py's.
+"""Exporting the evaluated questions as lm_eval tasks, and comparing lm_eval's answers with 07_eval.py's.
 
     python 07_eval.py --run RUN --harness DIR
     bash DIR/lm_eval.sh
     python -m common.reporting.harness RUN DIR
 
-The last command exits with 2 unless lm_eval chose what 07_eval.py chose in every question and reports the
-same accuracies.
+The last command exits with 2 unless lm_eval makes the same choice on every question and reports the same
+accuracies.
 """
 
 import collections
@@ -22,7 +22,7 @@ from common.cli import UserError, run_stage
 from common.data.jsonl import read_objects
 from common.data.tasks import Example, choice_samples
 
-GROUP = "table5"  # prefix of the task names, so that they differ from lm_eval's own
+GROUP = "table5"  # prefix that distinguishes these tasks from lm_eval's
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
 TASK = """\
 task: {group}_{task}
@@ -49,9 +49,9 @@ lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=fl
 
 
 def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: str) -> int:
-    """Questions with a choice whose ids change when prompt, delimiter and choice are tokenized together.
+    """Number of questions with a choice whose ids differ when tokenized together with the prompt.
 
-    lm_eval tokenizes them together, 07_eval.py each on its own.
+    lm_eval tokenizes prompt, delimiter and choice together, 07_eval.py prompt and choice separately.
     """
     count = 0
     for questions in tasks.values():
@@ -69,11 +69,11 @@ def _differs(tokenizer, example: Example, delimiter: str) -> bool:
 
 
 def write_tasks(directory: str, tasks: dict[str, dict[int, Example]], tokenizer) -> str:
-    """Write TASK.jsonl and TASK.yaml for each task, and the group of them all.
+    """Write TASK.jsonl and TASK.yaml for each task, and a group of all tasks.
 
-    tasks: task -> index in the file -> question. tokenizer: decides the delimiter of prompt and choice: none
-    for byte-level BPE, a space for SentencePiece, which puts one before the choice. Returns a line that says
-    in how many questions the ids differ even so.
+    tasks: task -> index in the file -> question. tokenizer: determines the delimiter between prompt and
+    choice: none for byte-level BPE, a space for SentencePiece, which prepends one to the choice. Returns a
+    line to print, with the number of questions whose ids still differ.
     """
     directory = os.path.abspath(directory)
     counts = {delimiter: count_differing(tokenizer, tasks, delimiter) for delimiter in ("", " ")}
@@ -91,12 +91,12 @@ def write_tasks(directory: str, tasks: dict[str, dict[int, Example]], tokenizer)
     write_text(os.path.join(directory, f"{GROUP}.yaml"), MACRO.format(group=GROUP, tasks=names))
     total = sum(map(len, tasks.values()))
     return (f"wrote   {directory}: {len(tasks)} tasks for lm_eval, prompt and choice joined by "
-            f"{delimiter!r}: {counts[delimiter]} of {total} questions get other tokens there; "
+            f"{delimiter!r}: {counts[delimiter]} of {total} questions are tokenized differently there; "
             f"run  bash {os.path.join(directory, 'lm_eval.sh')}")
 
 
 def write_command(directory: str, models: dict[str, str], batch: int, device: str, dtype: str) -> None:
-    """Write lm_eval.sh, which runs lm_eval on the tasks in `directory`. models: name -> checkpoint."""
+    """Write lm_eval.sh, which runs lm_eval on the tasks in `directory`. models: name -> checkpoint path."""
     directory = os.path.abspath(directory)
     commands = ["set -e\n"]
     for model, path in models.items():
@@ -110,18 +110,18 @@ def write_command(directory: str, models: dict[str, str], batch: int, device: st
 
 
 def _output(directory: str, model: str) -> str:
-    """Where lm_eval writes a model's answers; the model's name, whatever it is, makes one directory."""
+    """Where lm_eval writes a model's answers: one directory, with the model's name percent-encoded."""
     return os.path.join(directory, "samples", quote(model, safe="").replace(".", "%2E"))
 
 
 def find_newest(directory: str, model: str, name: str) -> str:
-    """The last file of that name that lm_eval wrote for a model."""
+    """The newest file NAME_* that lm_eval wrote for a model."""
     pattern = os.path.join(glob.escape(_output(directory, model)), "*", f"{name}_*")
     paths = glob.glob(pattern)
     if not paths:
         raise UserError(f"{directory}: expected {name}_*.json of lm_eval for {model}, found none; "
                         "run lm_eval.sh there first")
-    return max(paths, key=os.path.basename)  # the names end in the time
+    return max(paths, key=os.path.basename)  # names end with a timestamp
 
 
 def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
@@ -138,7 +138,7 @@ def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
 
 
 def read_accuracies(path: str) -> dict[str, dict[str, float]]:
-    """eval.json as model -> lm_eval's name of a task, or of the group -> rate of right likeliest choices."""
+    """eval.json as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
     accuracies = {}
     for model, figures in read_record(path, "07_eval.py")["results"].items():
         try:
@@ -150,7 +150,7 @@ def read_accuracies(path: str) -> dict[str, dict[str, float]]:
 
 
 def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
-    """lm_eval's name of a task, or of the group -> accuracy."""
+    """lm_eval's results as name of a task or of the group -> accuracy."""
     path = find_newest(directory, model, "results")
     try:
         with open(path, encoding="utf-8") as file:
@@ -160,7 +160,7 @@ def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
 
 
 def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
-    """Question -> log-likelihood of each choice, by lm_eval."""
+    """lm_eval's samples as question -> log-likelihood of each choice."""
     path, scores = find_newest(directory, model, f"samples_{name}"), {}
     for number, row in read_objects(path):
         try:
@@ -172,7 +172,7 @@ def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list
 
 
 def _numbers(values) -> list[float]:
-    """Values, numbers or text, as floats. Raises ValueError when there are none."""
+    """Numbers, or text with numbers, as floats. Raises ValueError if there are none."""
     numbers = [float(value) for value in values]
     if not numbers:
         raise ValueError("expected at least one number, found none")
@@ -180,7 +180,7 @@ def _numbers(values) -> list[float]:
 
 
 def compare_scores(place: str, ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> float:
-    """Largest difference of two log-likelihoods. Raises UserError unless the same choices win."""
+    """Largest difference between log-likelihoods. Raises UserError unless all choices agree."""
     if ours.keys() != theirs.keys():
         raise UserError(f"{place}: expected lm_eval to answer the {len(ours)} questions of 07_eval.py, "
                         f"found {len(theirs)} others")
@@ -197,12 +197,12 @@ def compare_scores(place: str, ours: dict[int, list[float]], theirs: dict[int, l
 
 
 def _likeliest(scores: list[float]) -> tuple[int, int]:
-    """How many choices there are, and the first of the likeliest."""
+    """The number of choices, and the index of the (first) likeliest."""
     return len(scores), scores.index(max(scores))
 
 
 def compare(run: str, directory: str) -> str:
-    """A line that says that lm_eval agrees on RUN's checkpoints. Raises UserError where it does not."""
+    """Check that lm_eval agrees on RUN's checkpoints. Returns a line to print; raises UserError if not."""
     scores = read_outcomes(os.path.join(run, "eval.jsonl"))
     accuracies = read_accuracies(os.path.join(run, "eval.json"))
     furthest, macros = 0.0, []

@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported checkpoint: how to use it, its scores, and how it was made."""
+"""The model card (README.md) of an exported checkpoint: usage, scores, and how it was made."""
 
 import json
 import os
@@ -27,10 +27,9 @@ MASKS = {
 
 
 def write(directory: str, path: str, alignment: dict, training: dict, export: dict) -> None:
-    """Write README.md into `directory`, a checkpoint that will be moved to `path`.
+    """Write README.md to `directory`, a checkpoint that will be moved to `path`.
 
-    alignment, training, export: the records of 04_align.py, 05_prune_train.py and of the export itself.
-    07_eval.py fills in the scores.
+    alignment, training, export: the records of stages 4, 5 and 6. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
     on_hub = _is_hub_name(source)
@@ -47,7 +46,7 @@ def write(directory: str, path: str, alignment: dict, training: dict, export: di
 
 
 def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
-    """What the checkpoint is, as text for the template. source: the source model as a record describes it."""
+    """Template fields that describe the checkpoint. source: the source model's description in a record."""
     value_bytes = 4 if exported["dtype"] == "torch.float32" else 2
     bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
     kv_heads, source_kv_heads = exported["kv_heads"], source["kv_heads"]
@@ -66,7 +65,7 @@ def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
 
 
 def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | list[str]]:
-    """How it was made, as text for the template."""
+    """Template fields that describe how it was made."""
     aligned, trained = alignment["summary"], training["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
     refit = ", then each W_O refitted by least squares" if aligned["refit"] else ""
@@ -95,7 +94,7 @@ def _groups_line(groups: list[list[int]]) -> str:
 
 
 def _is_hub_name(source: str) -> bool:
-    """Whether the source's name looks like OWNER/MODEL rather than a directory."""
+    """Whether the source's name is a hub name OWNER/MODEL rather than a directory."""
     try:
         validate_repo_id(source)
     except HFValidationError:
@@ -104,10 +103,10 @@ def _is_hub_name(source: str) -> bool:
 
 
 def _code(text: str) -> str:
-    """A code span. Nothing can be escaped in one, so what would end it or start a comment is replaced."""
+    """A code span. It has no escapes, so backticks and < are replaced."""
     return "`" + " ".join(text.split()).replace("`", "'").replace("<", "&lt;") + "`"
 
 
 def _literal(text: str) -> str:
-    """A Python string literal on one line, in which no HTML comment can start."""
+    """A one-line Python string literal that cannot start an HTML comment."""
     return json.dumps(text).replace("<", r"\u003c")

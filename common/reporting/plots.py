@@ -1,6 +1,6 @@
-"""Pictures, drawn with matplotlib where it is installed.
+"""Plots, drawn if matplotlib is installed.
 
-A picture is never worth a run: one that cannot be drawn or written is skipped, and a line says why.
+A failed plot must not fail the stage: one that cannot be drawn or written is skipped with a message.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import os
 def drawing(figure_of):
     """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
-    Without matplotlib, or where the file cannot be written, draw() prints one line and returns. The file is
-    written aside and renamed. figure_of itself stays available as draw.__wrapped__.
+    If matplotlib is missing or the file cannot be written, draw() prints one line and returns. The file is
+    written under a temporary name and renamed. figure_of is available as draw.__wrapped__.
     """
 
     @functools.wraps(figure_of)
@@ -27,7 +27,7 @@ def drawing(figure_of):
         figure = figure_of(pyplot, *args, **kwargs)
         aside = path + ".tmp"
         try:
-            # the format is named because the path does not end in .png; no version: same data, same bytes
+            # explicit format, as the path does not end in .png; no version, for reproducible bytes
             figure.savefig(aside, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
             os.replace(aside, path)
             print(f"drew    {path}")
@@ -48,7 +48,7 @@ def heatmaps(
     layers: list[int],  # the layer of each column
     title: str,
 ):
-    """Similarity of any two heads before and after alignment: the paper's Figure 2."""
+    """Pairwise similarity of heads before and after alignment: the paper's Figure 2."""
     figure, axes = plt.subplots(
         len(matrices), len(layers), squeeze=False, layout="constrained",
         figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4),
@@ -71,11 +71,11 @@ def curves(
     records: list[dict],  # the lines of metrics.jsonl
     title: str,
 ):
-    """Training: the losses; target and mean of the masks; mean mask of each layer (the paper's Figure 3)."""
+    """Training curves: losses; target and mean of the masks; mean mask per layer (the paper's Figure 3)."""
     figure, (losses, means, layers) = plt.subplots(1, 3, figsize=(15.6, 3.8), layout="constrained")
     _draw_losses(losses, records)
     masked = [record for record in records if "mask_mean" in record]
-    if masked:  # a run of one step has no masked part
+    if masked:  # a one-step run, or --masks off, has no masked steps
         _draw_mask_means(means, masked)
         _draw_mask_layers(layers, masked, plt.cm.viridis)
     figure.suptitle(title)
@@ -108,7 +108,7 @@ def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
         values = [record["mask_per_layer"][layer] for record in masked]
         axis.plot(steps, values, color=colour_map(layer / max(count - 1, 1)), label=f"layer {layer}")
     axis.set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
-    if count <= 8:  # more would cover the curves
+    if count <= 8:  # a longer legend would cover the curves
         axis.legend()
 
 
@@ -119,9 +119,9 @@ def starts(
     source: float,  # the source model's held-out loss
     title: str,
 ):
-    """Held-out loss against distillation steps, one line per way of merging.
+    """Held-out loss against distillation steps, one line per merging method.
 
-    Names that differ only after their last comma are variants of one way: one colour, later ones dashed.
+    Names that differ only after their last comma are variants of a method: same colour, later ones dashed.
     """
     figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
     colours: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""RUN/report.html: one page that explains a run directory from its records: settings, figures and pictures.
+"""RUN/report.html: one page that summarizes a run directory from its records: settings, figures and plots.
 
-The page is self-contained (inline styles, pictures as data, no scripts, nothing fetched), and the same
-records give the same bytes. templates/report.html is the page, figures.py makes its tables.
+The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
+records give the same bytes. Template: templates/report.html; tables: figures.py.
 """
 
 import base64
@@ -32,9 +32,9 @@ from common.training.metrics import read_metrics
 
 
 class Part(NamedTuple):
-    """What one stage leaves in a run directory."""
+    """A stage's output in a run directory."""
 
-    name: str  # also the flag by which later stages take it from another run
+    name: str  # also the flag with which later stages take it from another run
     stage: str
     record: str
     picture: str = ""
@@ -50,26 +50,26 @@ PARTS = (
     Part("gqa", "06_export.py", "gqa/stage.json"),
     Part("eval", "07_eval.py", "eval.json"),
 )
-DECIDED = ("groups", "aligned", "train", "gqa")  # the parts whose summaries have the target's kv_heads
+DECIDED = ("groups", "aligned", "train", "gqa")  # parts whose summaries contain the target's kv_heads
 
 
 class Run(NamedTuple):
-    """A directory with at least one stage's artifact."""
+    """A directory with at least one artifact."""
 
-    name: str  # relative to the reported directory and with a slash after it; "" for that directory itself
+    name: str  # relative to the reported directory, with a trailing slash; "" for that directory itself
     directory: str
     records: dict[str, dict]  # part name -> record
 
 
 def write(directory: str) -> str:
-    """Make DIRECTORY/report.html and return its path.
+    """Write DIRECTORY/report.html and return its path.
 
-    Raises UserError when no stage's artifact lies in the directory or below it, or when one is damaged.
+    Raises UserError if there is no artifact in the directory or below it, or if a record is damaged.
     """
     directory = os.path.normpath(directory)
     runs = find_runs(directory)
     if not runs:
-        raise UserError(f"{directory}: expected a run directory with a stage's artifact, found none")
+        raise UserError(f"{directory}: expected a run directory with artifacts, found none")
     outer = runs.pop(0) if runs[0].name == "" else Run("", directory, {})
     page = template().render(
         outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
@@ -91,7 +91,7 @@ def template() -> Template:
 
 
 def find_runs(directory: str) -> list[Run]:
-    """The directory, if it holds artifacts, and those below it that do."""
+    """The directory, if it contains artifacts, and its subdirectories that do."""
     runs = []
     for home in sorted(home for home, _, _ in os.walk(directory)):
         paths = {part: os.path.join(home, part.record) for part in PARTS}
@@ -103,7 +103,7 @@ def find_runs(directory: str) -> list[Run]:
 
 
 def read(path: str, stage: str) -> dict:
-    """A record, checked as far as the page relies on it. Raises UserError when it is damaged."""
+    """A record, validated as far as the page needs. Raises UserError if it is damaged."""
     record = read_record(path, stage)
     for name, figures in record.get("results", {}).items():
         tasks = figures.get("tasks", {})
@@ -113,7 +113,7 @@ def read(path: str, stage: str) -> dict:
 
 
 def overview(run: Run) -> dict:
-    """What was converted to what, how long it took, and the results."""
+    """Overview of a run for the template: model, target, total time and results."""
     model = next((record["model"] for record in run.records.values()), None)
     summaries = [run.records[name]["summary"] for name in DECIDED if name in run.records]
     return {
@@ -126,7 +126,7 @@ def overview(run: Run) -> dict:
 
 
 def total_seconds(records: dict[str, dict]) -> float:
-    """Seconds of all stages. A teacher made by the student's command is in that command's seconds already."""
+    """Seconds of all stages; a teacher trained by the same command as the student is not counted twice."""
     seconds = sum(record["seconds"] for record in records.values())
     if {"teacher", "train"} <= records.keys():
         teacher, train = records["teacher"], records["train"]
@@ -136,7 +136,7 @@ def total_seconds(records: dict[str, dict]) -> float:
 
 
 def end_time(record: dict) -> float:
-    """When a stage ended, in seconds; NaN, which is never larger, where its date cannot be read."""
+    """When a stage ended, as a timestamp; NaN, never larger than another, if its date cannot be parsed."""
     try:
         return datetime.datetime.fromisoformat(record["date"]).timestamp()
     except (ValueError, OverflowError):
@@ -148,7 +148,7 @@ def present_sections(run: Run) -> list[dict]:
 
 
 def section(run: Run, part: Part, inner: list[Run]) -> dict:
-    """What a stage left in the run, or why it is missing. inner: the runs below, which may have the part."""
+    """A stage's section for the template. inner: runs in subdirectories, which may have a missing part."""
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
     picture = picture_data(os.path.join(run.directory, part.picture)) if part.picture else ""
@@ -180,7 +180,7 @@ def section(run: Run, part: Part, inner: list[Run]) -> dict:
 
 
 def picture_data(path: str) -> str:
-    """A picture as the address that shows it; "" where there is none."""
+    """A picture as a data URL; "" if there is none."""
     if not os.path.exists(path):
         return ""
     with open(path, "rb") as file:
@@ -188,7 +188,7 @@ def picture_data(path: str) -> str:
 
 
 def origin(part: Part, record: dict) -> Table:
-    """When, from what and with what an artifact was made."""
+    """A table of an artifact's date, inputs, files and package versions."""
     rows = [(name, record[name]) for name in ("date", "seconds", "commit", "sha256") if name in record]
     rows += [(f"sha256 of {name}", digest) for name, digest in record["inputs"].items()]
     rows += [(f"sha256 of {part.name}/{name}", digest) for name, digest in record.get("files", {}).items()]
@@ -196,12 +196,12 @@ def origin(part: Part, record: dict) -> Table:
 
 
 def command(stage: str, arguments: dict) -> str:
-    """The stage's command line with these arguments; those that are null or off are its defaults."""
+    """The stage's command line for these arguments, without those that are null or off."""
     distributed = stage == "05_prune_train.py"
     words = ["torchrun", "--nproc-per-node", "auto", stage] if distributed else ["python", stage]
     for name, value in arguments.items():
         flag = "--run-dir" if name == "run" and distributed else "--" + name.replace("_", "-")
-        if value is False and name == "recompute":  # the one switch with a third state
+        if value is False and name == "recompute":  # the one switch with three states
             words.append("--no-recompute")
         elif value is True:
             words.append(flag)

@@ -1,4 +1,4 @@
-"""The table of 07_eval.py in Markdown, the line above it, and both in a checkpoint's README.md."""
+"""The results table of 07_eval.py in Markdown, its caption, and writing both to a checkpoint's model card."""
 
 import os
 
@@ -6,11 +6,11 @@ from common.artifacts import write_text
 from common.cli import UserError
 from common.reporting.tables import markdown_table
 
-SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # where the README.md has room for them
+SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 
 
 def results_table(results: dict[str, dict]) -> str:
-    """Markdown: a row per figure, a column per checkpoint."""
+    """A Markdown table with a row per figure and a column per checkpoint."""
     columns = list(results.values())
     blank = [""] * (len(columns) + 1)
     rows = []
@@ -39,15 +39,15 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
 
 
 def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str) -> str:
-    """What the figures are, and of what, on one line.
+    """One line that says what the figures are and how they were measured.
 
-    reference: the figures of the first checkpoint. source: where the questions come from. limit, seed: how
-    they were selected. hardware: device and dtype.
+    reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
+    were selected. hardware: device and dtype.
     """
     questions = sum(task["questions"] for task in reference["tasks"].values())
-    selection = "" if limit is None else f", the first {limit} a task"
+    selection = "" if limit is None else f", the first {limit} per task"
     if seed is not None:
-        selection = f", {limit} a task drawn with seed {seed}"
+        selection = f", {limit} per task drawn with seed {seed}"
     text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
     line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
             f"± standard error: {questions} validation questions ({source}{selection}), "
@@ -56,11 +56,10 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
 
 
 def write_scores(directory: str, scores: str) -> bool:
-    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> of a checkpoint's README.md.
+    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> in a checkpoint's README.md.
 
-    Returns whether there was such a place; a card without it stays as it is. Comments in the scores are
-    escaped, or the closing one would end the place for the next evaluation. Raises UserError when the card is
-    not UTF-8.
+    Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
+    they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
     """
     path = os.path.join(directory, "README.md")
     if not os.path.exists(path):

@@ -1,12 +1,12 @@
-"""Markdown tables. Every table that this repository writes in Markdown comes from here."""
+"""Markdown tables: the one writer for all of this repository's."""
 
 from collections.abc import Iterable, Sequence
 
-ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # an escaped < opens no tag and no comment
+ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 
 
 def markdown_text(value) -> str:
-    """The text of `value` on one line, with the characters escaped that would end a cell or start HTML."""
+    """The text of `value` on one line, with characters escaped that would end a cell or start HTML."""
     return " ".join(str(value).translate(ESCAPES).split())
 
 
@@ -15,9 +15,9 @@ def markdown_table(
     rows: Iterable[Sequence],
     align: str = "",  # one of "<" (left) and ">" (right) per column; the default is left for all
 ) -> str:
-    """A Markdown table with columns padded to one width, without a newline at the end.
+    """A Markdown table with padded columns and no final newline.
 
-    Cells are shown as str() gives them. Raises ValueError when a row has more or fewer cells than the header.
+    Cells are converted by str(). Raises ValueError if a row has more or fewer cells than the header.
     """
     align = align or "<" * len(header)
     cells = [[markdown_text(value) for value in row] for row in (header, *rows)]
