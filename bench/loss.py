@@ -1,12 +1,12 @@
-"""The distillation loss, chunk by chunk and all at once: time and peak memory, side by side in one run.
+"""The distillation loss in chunks and all at once: time and peak memory, side by side in one run.
 
     python -m bench.loss                         # 8192 tokens, vocabulary 32000; under 50 s on two cores
     python -m bench.loss --device cuda --hidden 4096 --dtype bfloat16
 
-Both ways give the same loss and gradients from the same hidden states: KL on prompt tokens, BiLD on
-answer tokens, the logits of student and teacher included. The plain way forms those of all tokens at once.
-Peak memory is what a pass adds to the memory in use when it starts: of the process (its high-water mark) on
-a CPU, of torch's allocator on a GPU. The last line is JSON: medians of the ratios of paired passes.
+Both compute the same loss and gradients from the same hidden states: KL on prompt tokens and BiLD on answer
+tokens, including the logits of student and teacher. The plain way forms all logits at once. Peak memory is
+the increase during a pass: in the process's high-water mark on a CPU, in torch's allocator on a GPU. The last
+line is JSON: medians of the ratios of paired passes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the benches share: timing a call, and the machine that a figure was measured on."""
+"""Shared by the benchmarks: timing a call, and describing the machine."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ import torch
 
 
 def timed(device: str, function, *arguments):
-    """What the call returns, and its seconds, including the work that it queued on the device."""
+    """The result of a call and its seconds, including work queued on the device."""
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.synchronize()
@@ -20,7 +20,7 @@ def timed(device: str, function, *arguments):
 
 
 def machine(device: str) -> str:
-    """The name of the device, or of the processor with its cores and threads; and torch's version."""
+    """The GPU, or the processor with its cores and threads, and torch's version."""
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     name = platform.machine()

@@ -1,5 +1,4 @@
-"""Where to start pruning from: held-out loss of every way to merge, right after merging and after short
-distillations.
+"""Comparing merging methods: held-out loss right after merging and after short distillation.
 
     python -m bench.merging                                    # the demo model
     python -m bench.merging --model DIR --text train.txt --heldout heldout.txt --name NAME
@@ -8,7 +7,7 @@ Stages 1 to 4 make each start. Each is then distilled from the source model by t
 5, with masks and without, on calibration text (KL on every token, BiLD on the last of each sample), and its
 loss on held-out text is measured. Starts: mean-pool; paper (values by distance, rotations, mean); closed form
 on the paper's, adjacent and energy groups; with the output refit. Writes OUT/merging.json, merging.md and
-merging.png; starts that exist already are not made again.
+merging.png; existing starts are reused.
 """
 
 import argparse

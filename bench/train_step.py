@@ -1,15 +1,14 @@
-"""A pruning step of stage 5 against its floor, and packed rows against one sample per row, side by side in
-one run.
+"""A pruning step of stage 5 against a lower bound, and packed rows against one sample per row.
 
     python -m bench.train_step                        # a small Llama on a CPU, under 50 s on two cores
     python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192
 
-The floor is what no distillation can do without, as plain transformers does it on the same packed rows: the
-teacher's forward pass, forward and backward of the unpatched model under its own cross-entropy, and the
-optimizer. Ours is the whole step: the masks drawn, blended projections, KL + BiLD, gradients of masks and
-weights, clipping, the optimizer. step_over_floor is taken with masks; gqa_step_over_floor is that of the
-last fifth of training. Samples are as long as the paper's: 126 tokens in the mean. Last line: JSON, medians
-of paired steps.
+The floor is the least that distillation needs, in plain transformers on the same packed rows: the teacher's
+forward pass, forward and backward of the unpatched model with cross-entropy, and the optimizer step. Ours is
+the whole step: sampling masks, blended projections, KL + BiLD, gradients of masks and weights, clipping, and
+the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
+training. Samples are as long as the paper's, 126 tokens on average. The last line is JSON: medians of paired
+steps.
 """
 
 import argparse

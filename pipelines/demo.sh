@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # The whole method on the demo model, 8 heads -> 2 kv heads, and the mean-pooling baseline with the same
-# budget: minutes on two cores. PYTHON is the interpreter, RUN the run directory. What already exists is not
-# made again.
+# budget: minutes on two cores. PYTHON is the interpreter, RUN the run directory. Existing results are reused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}

@@ -1,14 +1,14 @@
-# What the recipes share. They source it after setting NAME, MODEL, HEADS, KV, STEPS and TEACHER_STEPS.
+# Shared by the recipes, which source it after setting NAME, MODEL, HEADS, KV, STEPS and TEACHER_STEPS.
 #
 #   PYTHON   interpreter (python)             RUN      run directory (runs/NAME)
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
-#   PLAN     e.g. 8xA100-80GB: print what training will take there, and stop before it
+#   PLAN     e.g. 8xA100-80GB: print the cost of training on that hardware, and stop before training
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
 #
-# What already exists is not made again: after an interruption, run the same command.
+# Existing results are reused: after an interruption, run the same command.
 
 PYTHON=${PYTHON:-python}
 if [ -n "${SMALL:-}" ]; then

@@ -1,4 +1,4 @@
-"""What search, fusion and continued pre-training share: data, language-model loss, operators and resuming.
+"""Shared by search, fusion and continued pre-training: data, language-model loss, operators and resuming.
 
 The operators and the multiplier lambda are replicated parameters of the trainee: every rank holds them whole.
 The training loop is common/training/engine.py's.
@@ -27,7 +27,7 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # a mean over all factors of all layers has tiny gradients
 FINAL_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 MULTIPLIER = "multiplier"  # lambda of Eq. 8, by its name among the replicated parameters
-CHUNK = 512  # tokens whose logits exist at a time
+CHUNK = 512  # tokens whose logits are in memory at a time
 LOGIT_TOLERANCE = 1e-5  # of logits that should be equal, relative to the largest one where that exceeds 1
 
 
@@ -41,7 +41,7 @@ def add_logging_flags(parser, warmup: float, print_every: int) -> None:
         "--print-every",
         type=positive,
         default=print_every,
-        help="steps between printed lines; metrics.jsonl has all",
+        help="steps between printed lines; metrics.jsonl has every step",
     )
 
 
@@ -170,7 +170,7 @@ def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: 
 
 def begin(
     directory: str,
-    settings: dict,  # what a resumed phase must agree in
+    settings: dict,  # settings that must match on resume
     source: str,  # checkpoint that the phase starts from
     ranks,
     rates: tuple,  # learning rates of the weights, the operators and lambda, as far as the phase trains them
@@ -178,7 +178,7 @@ def begin(
 ) -> Job:
     """A phase at its first step or, if its directory has checkpoints, resumed from the newest one.
 
-    Raises UserError for a directory that was begun with other settings.
+    Raises UserError if the directory was started with other settings.
     """
     checkpoints.begin(directory, settings, ranks)
     saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
@@ -197,7 +197,7 @@ def begin(
 
 
 def open_directory(directory: str, force: bool, ranks) -> None:
-    """Make a phase's training directory; with force, begin anew."""
+    """Make a phase's training directory; with force, start over."""
     if ranks.first:
         if force:
             shutil.rmtree(directory, ignore_errors=True)
@@ -232,7 +232,7 @@ def last_weights(directory: str) -> tuple[dict, dict, float, int]:
 
 
 def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor], name: str) -> float:
-    """Largest difference of two lists of logits, relative to the largest logit where that exceeds 1.
+    """Largest difference between two lists of logits, relative to the largest logit where that exceeds 1.
 
     Raises UserError if it exceeds LOGIT_TOLERANCE. name: of what has the actual logits.
     """

@@ -31,7 +31,7 @@ from common.training.sharding import Execution, Ranks, build
 from related.skipless.algebra import condition_numbers
 from related.skipless.modeling import SkiplessConfig
 
-TRAIN_STAGE = "related/skipless/train.py"  # the name in the records of trained models, whoever calls
+TRAIN_STAGE = "related/skipless/train.py"  # stage name in the records of trained models
 SHARPNESS = 1.5  # initial scale of Q and K: at 1 the average over a hundred tokens outweighs the token itself
 GATE, GATE_BIAS = 0.3, 1.0  # initial scale of the gate's weights and its bias: open for any input
 COPIED = (
@@ -39,7 +39,7 @@ COPIED = (
     "max_position_embeddings", "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )
-LOSS_CHUNK = 512  # tokens whose logits exist at a time
+LOSS_CHUNK = 512  # tokens whose logits are in memory at a time
 HELDOUT = 32  # sequences for the perplexity
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 
@@ -137,8 +137,8 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     """Train one model and write RUN/serial/ or RUN/parallel/. False when a signal stopped it, after saving.
 
     args: those of training_flags, run and force; source: the checkpoint that gives shape and tokenizer. A
-    training that was stopped resumes; one begun with other settings raises UserError. With force either is
-    moved aside.
+    stopped training run is resumed; one with other settings raises UserError. With force either is moved
+    aside.
     """
     name = "parallel" if parallel else "serial"
     path, tokenizer = os.path.join(args.run, name), load_tokenizer(source)
@@ -176,7 +176,7 @@ def make_plan(args) -> Plan:
 
 
 def start_anew(directory: str, ranks: Ranks) -> None:
-    """--force: an unfinished training is moved aside, not removed."""
+    """--force: move an unfinished training run aside."""
     if ranks.first:
         moved = move_aside(directory)
         if moved:
@@ -185,19 +185,19 @@ def start_anew(directory: str, ranks: Ranks) -> None:
 
 
 def begin(directory: str, settings: dict, ranks: Ranks) -> None:
-    """Note the settings of a training in its directory, or resume it.
+    """Record the settings of a training run in its directory, or check them to resume it.
 
-    Raises UserError for a training with other settings, and for a directory that holds something else.
+    Raises UserError for a run with other settings, and for a directory with other content.
     """
     if os.path.isdir(directory) and os.listdir(directory):
         if not os.path.exists(os.path.join(directory, checkpoints.SETTINGS)):
-            raise UserError(f"{directory}: expected a training with its {checkpoints.SETTINGS}, found none; "
-                            "give --force to move it aside")
+            raise UserError(f"{directory}: expected a training run with {checkpoints.SETTINGS}, found none; "
+                            "pass --force to move it aside")
     checkpoints.begin(directory, settings, ranks)
 
 
 def write_start(directory: str, config: SkiplessConfig, ids: torch.Tensor, seed: int, ranks: Ranks) -> str:
-    """Write the untrained model, unless a training that is resumed has done so. Returns its directory."""
+    """Write the untrained model, unless it exists from the run being resumed. Returns its directory."""
     start = os.path.join(directory, "start")
     if ranks.first and not os.path.isdir(start):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -209,7 +209,7 @@ def write_start(directory: str, config: SkiplessConfig, ids: torch.Tensor, seed:
 
 
 def make_job(directory: str, start: str, lr: float, ranks: Ranks) -> Job:
-    """The training from its newest checkpoint, or from the untrained model."""
+    """The training job, from its newest checkpoint or the untrained model."""
     saved = checkpoints.newest(directory, ranks)
     sources = None if saved else lambda name: (start, name)
     trainee = build(load_config(start), ranks, Execution(), sources)
