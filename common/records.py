@@ -26,7 +26,7 @@ class Number:
         kinds = int if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        largest = 2**63 - 1 if self.whole else sys.float_info.max  # JSON integers may exceed it
+        largest = 2**63 - 1 if self.whole else sys.float_info.max  # JSON integers may exceed either
         return self.at_least <= value and abs(value) <= largest
 
 

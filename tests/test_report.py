@@ -79,7 +79,7 @@ BESIDE = {  # what the stages put beside their summaries
 def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     stage, summary = SUMMARIES[artifact]
     return copy.deepcopy({
-        "stage": stage, "arguments": {"run": run} | arguments, "model": MODEL,
+        "stage": stage, "arguments": {"run": run, "text": "c4"} | arguments, "model": MODEL,
         "inputs": {"in.safetensors": "cd" * 32}, "packages": {"torch": "9.8.7"}, "commit": "ef" * 20,
         "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00", "summary": summary} | BESIDE[artifact])
 
