@@ -121,7 +121,7 @@ def read_inputs(args) -> Inputs:
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     tokenizer, calibrated = load_tokenizer(path), calibration["summary"]
-    text, default = calibration["arguments"]["text"], min(512, calibrated["length"])
+    text, default = calibration["arguments"]["text"], max(2, min(512, calibrated["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     tokens, description = load_tokens(args.text or text, tokenizer, args.sequences, length, split="heldout")
     print(f"reads   {description}, for the equivalence check")

@@ -220,7 +220,11 @@ class CheckpointWriter:
         self.config.save_pretrained(self.directory)
         generation = GenerationConfig.from_model_config(self.config)
         if os.path.exists(os.path.join(self.source, "generation_config.json")):
-            generation = GenerationConfig.from_pretrained(self.source)
+            try:
+                generation = GenerationConfig.from_pretrained(self.source)
+            except Exception as error:  # a damaged file may raise anything
+                raise UserError(f"{self.source}: cannot read generation_config.json: "
+                                f"{first_line(error)}") from error
         generation.save_pretrained(self.directory)
         save_tokenizer(self.source, self.directory)
         return self

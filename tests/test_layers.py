@@ -181,3 +181,12 @@ def test_layerwise_needs_weights(tmp_path):
     os.remove(tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=r"expected weights \(one of model.safetensors, .*\), found none"):
         Layers(path, torch.float32, "cpu", one_by_one=True)
+
+
+def test_a_damaged_generation_config_is_one_line(tmp_path):
+    source, target = save_tiny(tmp_path / "source"), tmp_path / "target"
+    (tmp_path / "source" / "generation_config.json").write_text("[]")
+    target.mkdir()
+    with pytest.raises(UserError, match=r"cannot read generation_config\.json"):
+        with CheckpointWriter(str(target), tiny_model().config, torch.float32, source):
+            pass

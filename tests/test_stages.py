@@ -534,3 +534,13 @@ def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-8])
     expect_error("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
     assert (home / "groups.json").exists()
+
+
+def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
+    """One token predicts none: a perplexity would be NaN."""
+    home = tmp_path / "run"
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2)
+    run("04_align.py", "--run", home)
+    assert "NaN" not in (home / "aligned" / "stage.json").read_text()
