@@ -120,7 +120,7 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
     if not loss < FUSED:
         raise UserError(
             f"{directory}: expected a fusion loss below {FUSED:g} after {steps} steps, found {loss:.2e}; "
-            "give --force, and more --steps or a larger --lambda-lr"
+            "pass --force, and more --steps or a larger --lambda-lr"
         )
     fused = export.fused_model(config, fusion.combine_heads(weights, operators, groups, fusion.fold), groups)
     figures = compare_models(config, weights, operators, groups, fused, tokens)

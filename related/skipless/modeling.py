@@ -50,7 +50,7 @@ class SkiplessModel(LlamaModel):
     _can_record_outputs = {"hidden_states": SkiplessLayer, "attentions": LlamaAttention}
 
     def __init__(self, config: SkiplessConfig):
-        LlamaPreTrainedModel.__init__(self, config)  # LlamaModel's would build layers in vain
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaModel's would build unused layers
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(SkiplessLayer(config, index) for index in range(config.num_hidden_layers))
