@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from common import cli
 from common.cli import UserError
 from common.records import find_fault, layer_file, shown
+from common.weights import check_finite
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 RECORD = "stage.json"  # the record inside a directory artifact
@@ -302,8 +303,11 @@ def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
 
     Copies, because memory-mapped tensors stay resident and are 8-byte aligned; complex kernels need 16.
     """
-    file = open_tensors(os.path.join(path, layer_file(index)))
-    return {name: file.get_tensor(name).clone() for name in file.keys()}
+    name = os.path.join(path, layer_file(index))
+    file = open_tensors(name)
+    tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
+    check_finite(tensors.items(), name)
+    return tensors
 
 
 def open_tensors(path: str):

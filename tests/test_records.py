@@ -426,6 +426,12 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]
 
 
+def test_calibration_that_is_not_finite_is_refused(tmp_path):
+    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(UserError, match=r"layer-00000\.safetensors: NaN or Inf in key\.raw"):
+        artifacts.read_layer(str(tmp_path), 0)
+
+
 def test_an_empty_run_directory_that_existed_before_stays(claims):
     os.mkdir(claims.run)
     artifacts.claim("05_prune_train.py", claims)
