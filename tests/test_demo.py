@@ -129,7 +129,7 @@ def test_losses_count_the_tokens_of_weight_one():
     assert torch.allclose(losses, torch.stack(expected), atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_tokenizer(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
     text = (made / "text" / "heldout.txt").read_text()[:20_000]
@@ -139,14 +139,14 @@ def test_tokenizer(made):
     assert len(sample.answer) == 2 and sample.answer[0] in sample.prompt  # one token everywhere
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_model_is_plain_multi_head_llama(made):
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.config.num_key_value_heads == model.config.num_attention_heads == 8
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_alignment_helps_a_trained_model(made, tmp_path, kv_heads):
     """Similarity within groups rises in every layer, and untrained merging loses less than mean-pooling."""

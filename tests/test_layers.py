@@ -127,49 +127,29 @@ def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_memory_is_that_of_a_layer(tmp_path):
     """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that
     one layer at a time, all of it otherwise; and write the same bytes."""
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=52,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        eos_token_id=256,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="500MB")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 100)
+    config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=52,
+                         num_attention_heads=16, num_key_value_heads=16, eos_token_id=256)
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model, max_shard_size="500MB")
+    byte_tokenizer().save_pretrained(model)
+    text.write_text("All work and no play makes Jack a dull boy. " * 100)
+    calibrate = ["--model", model, "--text", text, "--sequences", 4, "--length", 128]
+    align = ["--sequences", 2, "--rotate", "none"]  # rotating takes minutes, not memory
     peaks = {}
     for name, options in (("whole", []), ("layerwise", ["--layerwise"])):
         home = tmp_path / name
-        run(
-            "01_calibrate.py",
-            "--run",
-            home,
-            "--model",
-            tmp_path / "model",
-            "--text",
-            tmp_path / "text.txt",
-            "--sequences",
-            4,
-            "--length",
-            128,
-            *options,
-        )
+        # in processes of their own: the peak is a process's
+        run("01_calibrate.py", "--run", home, *calibrate, *options, fresh=True)
         run("02_similarity.py", "--run", home)
         run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
-        run(
-            "04_align.py", "--run", home, "--sequences", 2, "--rotate", "none", *options
-        )  # rotating takes minutes, not memory
-        peaks[name] = [
-            json.loads((home / file).read_text())["summary"]["peak_memory_gib"]
-            for file in ("calibration/stage.json", "aligned/stage.json")
-        ]
-    whole = sum(os.path.getsize(file) for file in (tmp_path / "model").glob("*.safetensors")) * 2 / 2**30
+        run("04_align.py", "--run", home, *align, *options, fresh=True)
+        records = [json.loads((home / part / "stage.json").read_text()) for part in ("calibration", "aligned")]
+        peaks[name] = [record["summary"]["peak_memory_gib"] for record in records]
+    whole = sum(os.path.getsize(file) for file in model.glob("*.safetensors")) * 2 / 2**30
     assert whole > 3 and max(peaks["layerwise"]) < whole / 2 and min(peaks["whole"]) > whole, peaks
     for part in ("calibration", "aligned", "merged"):
         for file in sorted((tmp_path / "whole" / part).glob("*.safetensors")):
