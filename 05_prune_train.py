@@ -14,10 +14,9 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
 
-After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained for the
-remaining steps. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the
-whole head: W_Q, W_K, W_V and W_O. --masks off trains merged/ directly, without masks or L0 term: for a
-merged/ that already starts close to the source.
+After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained on.
+Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
+--masks off trains merged/ directly, without masks or L0 term: for a merged/ that starts near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one. SIGTERM and Ctrl-C finish the step, save and exit with 75 (torchrun
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
+from common import cli
 from common.artifacts import (
     RECORD,
     claim,
@@ -50,17 +50,7 @@ from common.artifacts import (
     write_directory,
     write_record,
 )
-from common.cli import (
-    Clock,
-    UserError,
-    non_negative_float,
-    passes,
-    positive,
-    positive_float,
-    run_stage,
-    seed,
-    stage_parser,
-)
+from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer
 from common.reporting import plots
@@ -87,13 +77,12 @@ def parse():
     parser.add_argument("--masks", choices=("l0", "off"), default="l0",
                         help="l0: as in the paper; off: train merged/ directly")
     parser.section("length of training")
-    parser.add_argument("--teacher-epochs", type=passes,
-                        help="SFT passes over the training sets (published: 2)")
-    parser.add_argument("--teacher-steps", type=positive, help="instead of --teacher-epochs")
-    parser.add_argument("--epochs", type=passes,
+    parser.add_argument("--teacher-epochs", type=cli.passes, help="SFT passes over the data (published: 2)")
+    parser.add_argument("--teacher-steps", type=cli.positive, help="instead of --teacher-epochs")
+    parser.add_argument("--epochs", type=cli.passes,
                         help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
                              "other group sizes need this flag or --steps)")
-    parser.add_argument("--steps", type=positive, help="instead of --epochs")
+    parser.add_argument("--steps", type=cli.positive, help="instead of --epochs")
     add_training_flags(parser)
     add_execution_flags(parser)
     return parser.parse_args()
@@ -101,39 +90,38 @@ def parse():
 
 def add_training_flags(parser) -> None:
     parser.section("optimization")
-    parser.add_argument("--lr", type=positive_float, help="student's peak learning rate (published: 1e-5)")
-    parser.add_argument("--merged-lr-factor", type=positive_float, default=1.0,
+    parser.add_argument("--lr", type=cli.positive_float, help="student's peak rate (published: 1e-5)")
+    parser.add_argument("--merged-lr-factor", type=cli.positive_float, default=1.0,
                         help="learning rate of the shared projections, times --lr (the authors' code: 2)")
-    parser.add_argument("--mask-lr", type=positive_float, help="learning rate of log alpha (published: 1e-2)")
-    parser.add_argument("--l0-weight", type=non_negative_float, help="weight of the L0 term (published: 1)")
-    parser.add_argument("--batch", type=positive, help="samples per step over all ranks (published: 64)")
-    parser.add_argument("--warmup", type=positive, help="warm-up steps (published: 32)")
-    parser.add_argument("--teacher-lr", type=positive_float, help="SFT peak learning rate (published: 1e-5)")
-    parser.add_argument("--teacher-batch", type=positive, help="SFT samples per step (published: 128)")
-    parser.add_argument("--teacher-warmup", type=positive, help="SFT warm-up steps (published: 16)")
-    parser.add_argument("--clip", type=non_negative_float, default=1.0, help="gradient norm limit, 0: none")
+    parser.add_argument("--mask-lr", type=cli.positive_float, help="rate of log alpha (published: 1e-2)")
+    parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
+    parser.add_argument("--batch", type=cli.positive, help="samples per step over all ranks (published: 64)")
+    parser.add_argument("--warmup", type=cli.positive, help="warm-up steps (published: 32)")
+    parser.add_argument("--teacher-lr", type=cli.positive_float, help="SFT peak rate (published: 1e-5)")
+    parser.add_argument("--teacher-batch", type=cli.positive, help="SFT samples per step (published: 128)")
+    parser.add_argument("--teacher-warmup", type=cli.positive, help="SFT warm-up steps (published: 16)")
+    parser.add_argument("--clip", type=cli.non_negative_float, default=1.0, help="gradient norm limit or 0")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
-    parser.add_argument("--seed", type=seed, default=0, help="random seed for batches and mask noise")
+    parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
 
 
 def add_execution_flags(parser) -> None:
     parser.section("execution")
-    parser.add_argument("--tokens-per-microbatch", type=positive,
+    parser.add_argument("--tokens-per-microbatch", type=cli.positive,
                         help="tokens per packed row (default: 4096; 2048 on a CPU)")
-    parser.add_argument("--loss-chunk", type=positive, default=512, help="tokens per chunk of logits")
+    parser.add_argument("--loss-chunk", type=cli.positive, default=512, help="tokens per chunk of logits")
     parser.add_argument("--attention", choices=ATTENTIONS, default="packed",
                         help="packed: torch's fused kernel, sample by sample; the others are transformers'")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
                         help="activation checkpointing of every layer (default: on GPUs only)")
-    parser.add_argument("--save-minutes", type=non_negative_float, default=20,
+    parser.add_argument("--save-minutes", type=cli.non_negative_float, default=20,
                         help="maximum minutes between checkpoints")
-    parser.add_argument("--save-steps", type=positive, help="also save every so many steps")
-    parser.add_argument("--print-every", type=positive, default=1,
+    parser.add_argument("--save-steps", type=cli.positive, help="also save every so many steps")
+    parser.add_argument("--print-every", type=cli.positive, default=1,
                         help="steps between printed lines; metrics.jsonl has every step")
     parser.add_argument("--plan", metavar="COUNTxDEVICE",
-                        help=f"print the memory, FLOPs and time needed on this hardware, and exit; devices: "
-                             f"{', '.join(budget.HARDWARE)}")
+                        help=f"only print memory, FLOPs and time on {', '.join(budget.HARDWARE)}")
 
 
 @dataclass(frozen=True)
@@ -209,14 +197,13 @@ def start_anew(run: Run) -> None:
 
 def read_teacher(run: Run) -> bool:
     """Whether a teacher exists. Raises UserError unless it is an intact fine-tune of this source model."""
-    if os.path.lexists(run.directory) and not os.path.isdir(run.directory):
-        raise UserError(f"{run.directory}: expected nothing or a directory, found a file; remove it first")
+    for path in (run.directory, run.teacher):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise UserError(f"{path}: expected nothing or a directory, found a file; remove it first")
     if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
         raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
     if not os.path.lexists(run.teacher):
         return False
-    if not os.path.isdir(run.teacher):
-        raise UserError(f"--teacher: expected a directory, found the file {run.teacher}")
     teacher_record = read_record(run.teacher, STAGE, run.pair.model)
     if run.ranks.first:
         verify_files(run.teacher, teacher_record)

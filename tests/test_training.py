@@ -445,7 +445,7 @@ def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
 def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
     home, file = copy_run(aligned_run, tmp_path / "run"), tmp_path / "notes.txt"
     file.write_text("mine")
-    expect_error("--teacher: expected a directory, found the file", STAGE,
+    expect_error("expected nothing or a directory, found a file", STAGE,
                  *train_arguments(home, inputs, "--teacher", file))
     expect_error("--teacher: expected another directory than the student's", STAGE,
                  *train_arguments(home, inputs, "--teacher", home / "train"))
