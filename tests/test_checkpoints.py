@@ -213,6 +213,14 @@ def test_digests_that_cannot_be_read_are_damage(saved, digests):
     assert checkpoints.damage(path)
 
 
+def test_the_description_of_the_shards_must_have_a_digest(saved):
+    _, path = saved
+    digests = json.loads(Path(path, checkpoints.DIGESTS).read_text())
+    del digests[".metadata"]
+    Path(path, checkpoints.DIGESTS).write_text(json.dumps(digests))
+    assert ".metadata" in checkpoints.damage(path)
+
+
 def test_a_tensor_that_is_not_in_the_checkpoint_is_named(saved):
     job, path = saved
     with pytest.raises(UserError, match=r"expected a tensor optimizer\.other\.state.*, found none"):

@@ -220,6 +220,16 @@ def test_a_signal_after_the_last_step_is_passed_on():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_metrics_after_the_checkpoint_are_dropped_on_resume(group_of_one, tmp_path):
+    """A kill between two checkpoints leaves lines of steps that are trained again."""
+    job = squares_job(group_of_one, tmp_path)
+    path = Path(job.directory, training_metrics.METRICS)
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    job.step = 2
+    training_metrics.Metrics(job, plan_of(4)).close()
+    assert [line["step"] for line in training_metrics.read_metrics(str(path))] == [1, 2]
+
+
 def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path, capsys):
     job = squares_job(group_of_one, tmp_path)
     Path(job.directory, "tensorboard").write_text("a file")
