@@ -1,12 +1,14 @@
 """Stage 1: run text through the model and collect statistics of its key and value heads.
 
-Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text
+Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text;
+        or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; query energies and Grams of W_O for closed-form merging; and the raw head
         vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
 
     python 01_calibrate.py                                              # the demo model, made on first use
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
+    python 01_calibrate.py --run runs/smollm2 --model SmolLM2-135M-Instruct.Q4_1.gguf --text FILE.txt
     python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64   # seconds
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 6 GiB of memory
 
@@ -25,6 +27,7 @@ from common.artifacts import claim, record, write_directory, write_layer, write_
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
 from common.data.text import load_tokens, sequence_length
+from common.gguf_files import dequantize
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
@@ -45,7 +48,8 @@ LENGTH = 2048  # tokens per sequence in the paper
 def parse():
     parser = stage_parser(__doc__)
     parser.section("input")
-    parser.add_argument("--model", default=DEMO, help="checkpoint directory, hub repository, or demo")
+    parser.add_argument("--model", default=DEMO,
+                        help="checkpoint directory, hub repository, GGUF file (.gguf), or demo")
     parser.add_argument("--text", default=None,
                         help="c4, demo, or a .txt, .jsonl or .json.gz file (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
@@ -130,7 +134,10 @@ def main():
     output = os.path.join(args.run, "calibration")
     claim("01_calibrate.py", args, output)
 
-    path = resolve_model(args.model)
+    if args.model.endswith(".gguf"):
+        path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
+    else:
+        path = resolve_model(args.model)
     config = load_config(path)
     require_convertible(path, config)
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings)

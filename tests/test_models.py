@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -357,6 +358,15 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
 
 
 # -- stage 1 --
+
+
+def test_a_gguf_file_needs_the_package_gguf(inputs, tmp_path, monkeypatch):
+    file, home = tmp_path / "model.gguf", tmp_path / "run"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    expect_error(f"model {file}: expected the package gguf, which reads it, found none; pip install gguf",
+                 "01_calibrate.py", "--run", home, "--text", inputs["text"], "--model", file)
+    assert not home.exists()
 
 
 def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):

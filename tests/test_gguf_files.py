@@ -1,0 +1,306 @@
+"""GGUF files as source models: equal to the checkpoint they were made of, and to transformers' reading."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from common import gguf_files
+from common.models import geometry, load_model, load_tokenizer
+from conftest import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
+
+gguf = pytest.importorskip("gguf")
+Type = gguf.GGMLQuantizationType
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+MERGES = [["t", "h"], ["th", "e"]]
+SIZES = {"hidden_size": 64, "intermediate_size": 96}  # rows in whole blocks of 32
+# as llama.cpp's converter names them
+TENSORS = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}
+
+
+def stored_name(name: str) -> str:
+    *path, kind = name.split(".")
+    if path[:2] != ["model", "layers"]:
+        return f"{TENSORS['.'.join(path)]}.{kind}"
+    return f"blk.{path[2]}.{TENSORS[path[-1]]}.{kind}"
+
+
+def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of a Llama's query and key rows: p and p + d/2 next to each other."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None, more: dict | None = None,
+               without: tuple = (), rotated: int = 0) -> str:
+    """A GGUF file as llama.cpp's converter writes it; matrices as `kind`.
+
+    more: further tensors. without: what to leave out. rotated: coordinates that RoPE rotates, if not all.
+    """
+    config, name = model.config, model.config.model_type
+    architecture = "llama" if name == "mistral" else name
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    if "head_count_kv" not in without:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(rotated or geometry(config).head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for key, value in (metadata or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+    add_tokenizer(writer, config.vocab_size)
+    for name, parameter in model.named_parameters():
+        values, stored = parameter.detach().numpy(), stored_name(name)
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        part = stored.split(".")[-2]
+        if architecture == "llama" and part in heads:
+            values = side_by_side(values, heads[part])
+        if stored not in without:
+            used = kind if values.ndim == 2 else Type.F32
+            writer.add_tensor(stored, gguf.quants.quantize(values, used), raw_dtype=used)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer with two merges: transformers reads no file that has none."""
+    tokenizer = byte_tokenizer()
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["model"]["vocab"] |= {"th": END + 1, "the": END + 2}
+    content["model"]["merges"] = MERGES
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+                                   eos_token="<eos>", pad_token="<eos>")
+
+
+def add_tokenizer(writer, vocabulary: int) -> None:
+    tokens = merging_tokenizer().convert_ids_to_tokens(range(END + 3))
+    tokens += [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
+    kinds = [gguf.TokenType.CONTROL if token.startswith("<") and len(token) > 1 else gguf.TokenType.NORMAL
+             for token in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+    writer.add_eos_token_id(END)
+    writer.add_pad_token_id(END)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+
+
+def state(path) -> dict:
+    return load_model(str(path)).state_dict()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path):
+    sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})  # which its metadata does not state
+    model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
+    file = write_gguf(tmp_path / "a.gguf", model)
+    made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    expected, actual = model.state_dict(), state(made)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    tokens = torch.arange(100)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(made)(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_1])
+def test_dequantized_values_are_those_of_transformers(kind, tmp_path):
+    pytest.importorskip("accelerate")  # for transformers' own reading
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(num_key_value_heads=4, **SIZES), kind)
+    actual = state(gguf_files.dequantize(file, str(tmp_path / "source"), force=False))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
+    expected = theirs.state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_q8_0_values_are_scale_times_integer(tmp_path):
+    model = tiny_model(**SIZES)
+    file = write_gguf(tmp_path / "a.gguf", model, Type.Q8_0)
+    actual = state(gguf_files.dequantize(file, str(tmp_path / "source"), force=False))
+    name = "model.layers.1.mlp.up_proj.weight"
+    blocks = model.state_dict()[name].reshape(-1, 32)
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127)
+    integers = (blocks / scale).round()
+    assert torch.equal(actual[name].reshape(-1, 32), integers * scale.half().float())
+
+
+def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
+    model = tiny_model(num_key_value_heads=4)
+    plain = save_tiny(tmp_path / "plain", num_key_value_heads=4)
+    merging_tokenizer().save_pretrained(plain)
+    file = write_gguf(tmp_path / "tiny.gguf", model)
+    for home, name in (("a", plain), ("b", file)):
+        run("01_calibrate.py", "--run", tmp_path / home, "--model", name, "--text", inputs["text"],
+            "--sequences", 4, "--length", 64)
+    layers = sorted((tmp_path / "a" / "calibration").glob("layer-*"))
+    assert len(layers) == 3
+    for layer in layers:
+        assert layer.read_bytes() == (tmp_path / "b" / "calibration" / layer.name).read_bytes()
+    described = json.loads((tmp_path / "b" / "calibration" / "stage.json").read_text())["model"]
+    assert (described["name"], described["path"]) == (file, str(tmp_path / "b" / "source"))
+    for stage in ("02_similarity.py", "03_group.py", "04_align.py"):
+        run(stage, "--run", tmp_path / "b")
+    assert load_model(str(tmp_path / "b" / "merged")).config.num_key_value_heads == 1
+
+
+def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(**SIZES))
+    made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    tokenizer, expected = load_tokenizer(made), merging_tokenizer()
+    text = "def the café():\n\treturn  '北京' <eos>"
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<eos>")
+    assert tokenizer.chat_template == TEMPLATE
+    generation = GenerationConfig.from_pretrained(made)
+    assert (generation.eos_token_id, generation.pad_token_id) == (END, END)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf").get_vocab()
+    assert theirs.keys() - tokenizer.get_vocab().keys() == {"<|endoftext|>"}  # not in the file
+
+
+def test_head_count_kv_may_be_missing(tmp_path):
+    """Llama 1 files lack it. transformers then leaves the rows of W_Q and W_K in llama.cpp's order."""
+    model = tiny_model(**SIZES)
+    file = write_gguf(tmp_path / "a.gguf", model, without=("head_count_kv",))
+    actual = state(gguf_files.dequantize(file, str(tmp_path / "source"), force=False))
+    assert all(torch.equal(actual[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_file_is_dequantized_once(inputs, tmp_path):
+    home, file = tmp_path / "run", write_gguf(tmp_path / "a.gguf", tiny_model())
+    arguments = ["--run", home, "--model", file, "--text", inputs["text"], "--sequences", 2, "--length", 64]
+    assert "dequantized to float32" in run("01_calibrate.py", *arguments).stdout
+    index = home / "source" / "model.safetensors.index.json"
+    made = index.stat().st_mtime_ns
+    assert "dequantized to float32" not in run("01_calibrate.py", *arguments, "--force").stdout
+    assert index.stat().st_mtime_ns == made
+
+    write_gguf(tmp_path / "a.gguf", tiny_model(seed=1))  # another model under the same name
+    (home / "calibration").rename(tmp_path / "earlier")
+    expect_error(f"{home / 'source'} already exists; pass --force to replace it",
+                 "01_calibrate.py", *arguments)
+    assert index.stat().st_mtime_ns == made and not (home / "calibration").exists()
+    run("01_calibrate.py", *arguments, "--force")
+    assert torch.equal(state(home / "source")["model.norm.weight"], tiny_model(seed=1).model.norm.weight)
+
+
+@pytest.mark.parametrize("damage", ["weights", "config.json", "gguf.json"])
+def test_a_changed_source_is_not_reused(damage, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model())
+    source = tmp_path / "source"
+    gguf_files.dequantize(file, str(source), force=False)
+    path = source / ("model-00001-of-00006.safetensors" if damage == "weights" else damage)
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    with pytest.raises(gguf_files.UserError, match="already exists; pass --force"):
+        gguf_files.dequantize(file, str(source), force=False)
+    gguf_files.dequantize(file, str(source), force=True)
+    assert (source / "gguf.json").read_bytes()[:1] == b"{" and load_model(str(source))
+
+
+def refusal(file, tmp_path, inputs) -> str:
+    """The error line of stage 1, which must leave nothing."""
+    home = tmp_path / "refused"
+    done = run("01_calibrate.py", "--run", home, "--model", file, "--text", inputs["text"],
+               "--sequences", 2, "--length", 64, fails=True)
+    assert not home.exists()
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5000, -1])
+def test_damaged_files_are_refused(keep, inputs, tmp_path):
+    file = tmp_path / "a.gguf"
+    content = file.read_bytes() if write_gguf(file, tiny_model()) else b""
+    file.write_bytes(content[:keep])
+    assert f"{file}: expected a GGUF file, found none that can be read: " in refusal(file, tmp_path, inputs)
+    file.write_bytes(b"another format entirely" * 1000)
+    assert "found none that can be read: GGUF magic invalid" in refusal(file, tmp_path, inputs)
+    assert "expected a GGUF file, found none" in refusal(tmp_path / "no.gguf", tmp_path, inputs)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"metadata": {"llama.rope.scaling.type": "yarn"}},
+     "expected RoPE without scaling, found llama.rope.scaling.type yarn"),
+    ({"metadata": {"llama.rope.scaling.factor": 4.0}},
+     "expected RoPE without scaling, found llama.rope.scaling.factor 4.0"),
+    ({"more": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
+     "expected only the tensors of a llama model, found also rope_freqs.weight"),
+    ({"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "found also blk.0.attn_q.bias"),
+    ({"without": ("blk.2.ffn_up.weight",)}, "expected a tensor blk.2.ffn_up.weight, found none"),
+])
+def test_what_the_checkpoint_would_lose_is_refused(options, message, inputs, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(), **options)
+    assert message in refusal(file, tmp_path, inputs)
+
+
+def test_rope_scaling_of_type_none_is_accepted(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(), metadata={"llama.rope.scaling.type": "none"})
+    gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+
+
+def test_models_that_cannot_be_converted_are_refused(inputs, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(num_key_value_heads=1))
+    assert "expected at least 2 key/value heads, found 1" in refusal(file, tmp_path, inputs)
+    model = tiny_model()
+    model.config.num_hidden_layers = 0
+    file = write_gguf(tmp_path / "a.gguf", model)
+    message = "config.num_hidden_layers: expected an integer of at least 1, found 0"
+    assert message in refusal(file, tmp_path, inputs)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = "expected general.architecture in ['llama', 'qwen2', 'qwen3'], found 'gemma2'"
+    assert message in refusal(tmp_path / "b.gguf", tmp_path, inputs)
+
+
+def test_partial_rope_is_refused(inputs, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(model_type="qwen2", hidden_size=64), rotated=4)
+    message = "expected RoPE over whole heads of 8, found qwen2.rope.dimension_count 4"
+    assert message in refusal(file, tmp_path, inputs)
+
+
+def test_a_shape_that_is_not_the_configs_is_refused(inputs, tmp_path):
+    values = np.ones((4, 4), np.float32)
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(), without=("blk.1.attn_v.weight",),
+                      more={"blk.1.attn_v.weight": values})
+    message = "expected blk.1.attn_v.weight of shape [64, 48], found [4, 4]"
+    assert message in refusal(file, tmp_path, inputs)
+
+
+def test_the_checkpoint_is_float32_and_ordinary(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(**SIZES), Type.Q4_1)
+    made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    tensors = {}
+    for shard in (tmp_path / "source").glob("*.safetensors"):
+        tensors |= load_file(shard)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    assert config["dtype"] == "float32" and "quantization_config" not in config
+    assert AutoModelForCausalLM.from_pretrained(made).dtype == torch.float32
