@@ -2,15 +2,19 @@
 
     python -m bench.merging                                    # the demo model
     python -m bench.merging --model DIR --text train.txt --heldout heldout.txt --name NAME
+    python -m bench.merging --masks l0 --starts paper --seeds 1     # adds a row to the same tables
 
 Stages 1 to 4 make each start. Each is then distilled from the source model by the phases and loop of stage
-5, with masks and without, on calibration text (KL on every token, BiLD on the last of each sample), and its
-loss on held-out text is measured. Starts: mean-pool; paper (values by distance, rotations, mean); closed form
-on the paper's, adjacent and energy groups; with the output refit. Writes OUT/merging.json, merging.md and
-merging.png; existing starts are reused.
+5, with masks or without, on calibration text (KL on every token, BiLD on the last of each sample), and its
+loss on held-out text is measured. The seeds change the order of the samples and the noise of the masks.
+
+Starts: mean-pool; paper (values by distance, rotations, mean); closed form on adjacent, value and energy
+groups; with the output refit. Writes OUT/merging.json after every measurement, then merging.md and
+merging.png. Starts and losses that are there already are kept.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -18,18 +22,21 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from bench.machine import machine
+from common.artifacts import write_text
+from common.cli import UserError, run_stage
 from common.data.demo import resolve_model
 from common.data.tasks import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
-from common.reporting.tables import markdown_table
+from common.reporting.tables import markdown_table, mean_and_error
 from common.training import checkpoints, distill
 from common.training.engine import Plan, train
 from common.training.inputs import read_pair
@@ -39,13 +46,15 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "mean-pool": ("none", ["--rotate", "none"]),
     "paper": ("value", []),
-    "closed form, adjacent": ("none", ["--merge", "closed-form"]),
+    "closed form, adjacent heads": ("none", ["--merge", "closed-form"]),
     "closed form, value groups": ("value", ["--merge", "closed-form"]),
     "closed form": ("energy", ["--merge", "closed-form"]),
-    "closed form + refit": ("energy", ["--merge", "closed-form", "--refit"]),
+    "closed form + output": ("energy", ["--merge", "closed-form", "--refit"]),
 }
-DISTILLED = ("mean-pool", "paper", "closed form", "closed form + refit")
-MASKS = {"l0": "masks", "off": "no masks"}  # --masks of stage 5 -> its name in the tables
+GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
+MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the tables
+SAMPLES, HELDOUT = 2048, 32  # sequences to distil on, and of the held-out loss
+FREE = ("out", "name", "starts", "masks", "budgets", "seeds")  # may differ between runs of one table
 
 
 def parse():
@@ -60,37 +69,48 @@ def parse():
     parser.add_argument("--kv-heads", type=int, nargs="+",
                         help="(default: a half and a quarter of the heads, and one)")
     parser.add_argument("--distil-kv-heads", type=int, help="which of them is distilled (default: a quarter)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=(15, 40, 150), help="distillation steps")
-    parser.add_argument("--batch", type=int, default=8, help="samples of --length tokens per step")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS),
+                        help="(default: all; the groupings are only merged)")
+    parser.add_argument("--masks", choices=MASKS, default="off", help="as --masks of 05_prune_train.py")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[15, 40, 150], help="distillation steps")
+    parser.add_argument("--seeds", type=int, default=3, help="distillations of each start and budget")
+    parser.add_argument("--batch", type=int, default=4, help="samples of --length tokens per step")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=5e-4)
     return parser.parse_args()
 
 
-def run_stage(run: str, command: str, *arguments) -> None:
-    """Run a stage as a command, its output unseen."""
+def call_stage(run: str, command: str, *arguments) -> None:
+    """Run a stage as a command; only its errors and bars are seen."""
     words = [sys.executable, os.path.join(ROOT, command), "--run", run, *map(str, arguments)]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def calibrate(args) -> None:
     """Stages 1 and 2, which all starts share."""
     if not os.path.exists(os.path.join(args.out, "similarity.safetensors")):
         source = ["--model", args.model, "--text", args.text, "--length", args.length]
-        run_stage(args.out, "01_calibrate.py", *source, "--force")
-        run_stage(args.out, "02_similarity.py", "--force")
+        call_stage(args.out, "01_calibrate.py", *source, "--force")
+        call_stage(args.out, "02_similarity.py", "--force")
 
 
-def make_start(out: str, kv_heads: int, name: str) -> str:
-    """The run directory of one start, after stages 3 and 4."""
-    by, arguments = STARTS[name]
-    run = os.path.join(out, f"{kv_heads}-{name.replace(' ', '-').replace(',', '')}")
-    if not os.path.exists(os.path.join(run, "merged")):
+def start_run(out: str, kv_heads: int, name: str) -> str:
+    """The run directory of one start."""
+    for mark in "(),+":
+        name = name.replace(mark, "")
+    return os.path.join(out, f"{kv_heads}-{'-'.join(name.split())}")
+
+
+def merged_model(out: str, kv_heads: int, name: str):
+    """One start, made by stages 3 and 4 unless it is there."""
+    (by, arguments), run = STARTS[name], start_run(out, kv_heads, name)
+    merged = os.path.join(run, "merged")
+    if not os.path.exists(merged):
         similarity = ["--similarity", os.path.join(out, "similarity.safetensors")]
-        run_stage(run, "03_group.py", *similarity, "--kv-heads", kv_heads, "--by", by, "--force")
+        call_stage(run, "03_group.py", *similarity, "--kv-heads", kv_heads, "--by", by, "--force")
         calibration = ["--calibration", os.path.join(out, "calibration")]
-        run_stage(run, "04_align.py", *calibration, "--force", *arguments)
-    return run
+        call_stage(run, "04_align.py", *calibration, "--force", *arguments)
+    return load_model(merged)
 
 
 @dataclass(frozen=True)
@@ -102,24 +122,25 @@ class Distiller:
     teacher: torch.nn.Module  # the source model, frozen
     samples: list[Sample]
 
-    def distil(self, run: str, kind: str, steps: int):
-        """The model in run/merged after `steps` of stage 5's pruning. kind: --masks of stage 5."""
+    def distil(self, run: str, steps: int, seed: int):
+        """The model in run/merged after `steps` of stage 5's pruning."""
         args, directory = self.args, os.path.join(run, "bench-train")
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory)
         # masks travel 15 units of log alpha at mask_lr a step, so a short budget needs a larger rate
-        settings = distill.Settings(lr=args.lr, mask_lr=max(0.5, 20 / steps), l0_weight=30.0, kl_on="all")
-        plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=0,
+        settings = distill.Settings(lr=args.lr, mask_lr=max(0.5, 20 / steps), l0_weight=30.0, kl_on="all",
+                                    seed=seed)
+        plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=seed,
                     tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=1e9,
                     print_every=10**9)
         pair, setup = read_pair(run, self.ranks), distill.Setup(directory, self.ranks, Execution())
         saved, switch = None, distill.switch_step(steps)
-        if kind == "l0":
+        if args.masks == "l0":
             job = distill.masked_job(pair, settings, setup)
             phase = distill.MaskedDistillation(job.trainee, self.teacher, steps, settings)
             train(job, phase, self.samples, plan, switch)
             saved = checkpoints.steps_saved(directory)[-1]
-        job = distill.gqa_job(pair, settings, setup, saved, switched=kind == "l0")
+        job = distill.gqa_job(pair, settings, setup, saved, switched=args.masks == "l0")
         train(job, distill.Distillation(job.trainee, self.teacher, settings), self.samples, plan)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
@@ -127,65 +148,97 @@ class Distiller:
         return model
 
 
+class Results:
+    """All losses, written to merging.json whenever one is added."""
+
+    def __init__(self, args, heads: int, heldout: torch.Tensor):
+        self.path, self.heldout = os.path.join(args.out, "merging.json"), heldout
+        fixed = {name: value for name, value in vars(args).items() if name not in FREE}
+        self.figures = {"settings": fixed, "machine": machine("cpu"), "heads": heads}
+        if os.path.exists(self.path):
+            with open(self.path, encoding="utf-8") as file:
+                self.figures = json.load(file)
+            if self.figures["settings"] != fixed:
+                raise UserError(f"{self.path}: expected the results of {fixed}, found those of "
+                                f"{self.figures['settings']}; pass another --out")
+
+    def measure(self, make_model, *place: str) -> None:
+        """Put the held-out loss of make_model() at this place in the results, unless it has one."""
+        at = self.figures
+        for name in place[:-1]:
+            at = at.setdefault(name, {})
+        if place[-1] not in at:
+            at[place[-1]] = math.log(perplexity(make_model(), self.heldout))
+            print(f"{' | '.join(place)}: {at[place[-1]]:.4f}", flush=True)
+            write_text(self.path, json.dumps(self.figures, indent=1) + "\n")
+
+
 def measure(args, ranks) -> dict:
-    """All losses; also prints them as they come."""
+    """All figures: those in merging.json, and those that the arguments add."""
     os.makedirs(args.out, exist_ok=True)
     path = resolve_model(args.model)
     tokenizer, heads = load_tokenizer(path), load_config(path).num_attention_heads
-    distilled_kv_heads = args.distil_kv_heads or heads // 4
-    calibrate(args)
-    heldout, description = load_tokens(args.heldout, tokenizer, 32, args.length, split="heldout")
+    args.kv_heads = args.kv_heads or [heads // 2, heads // 4, 1]
+    args.distil_kv_heads = args.distil_kv_heads or heads // 4
+    heldout, description = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, split="heldout")
     print(f"held-out loss on {description}")
+    results = Results(args, heads, heldout)
+    calibrate(args)
+    results.measure(partial(load_model, path), "source")
+    for kv_heads, name in itertools.product(args.kv_heads, args.starts):
+        results.measure(partial(merged_model, args.out, kv_heads, name), "merged", str(kv_heads), name)
 
-    def loss(model) -> float:
-        return math.log(perplexity(model, heldout))
-
-    merged, runs = {}, {}
-    for kv_heads in args.kv_heads or [heads // 2, heads // 4, 1]:
-        runs[kv_heads] = {name: make_start(args.out, kv_heads, name) for name in STARTS}
-        paths = {name: os.path.join(run, "merged") for name, run in runs[kv_heads].items()}
-        merged[kv_heads] = {name: loss(load_model(path)) for name, path in paths.items()}
-        print(kv_heads, {name: round(value, 3) for name, value in merged[kv_heads].items()}, flush=True)
-
-    text, _ = load_tokens(args.text, tokenizer, 512, args.length)
+    text, _ = load_tokens(args.text, tokenizer, SAMPLES, args.length)
     samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
     distiller = Distiller(args, ranks, distill.frozen(path, ranks, Execution()), samples)
-    distilled = {}
-    for name in DISTILLED:
-        run = runs[distilled_kv_heads][name]
-        for kind, label in MASKS.items():
-            losses = distilled[f"{name}, {label}"] = {0: merged[distilled_kv_heads][name]}
-            for steps in args.budgets:
-                losses[steps] = loss(distiller.distil(run, kind, steps))
-                print(f"{name}, {kind}, {steps} steps: {losses[steps]:.3f}", flush=True)
-    return {"name": args.name, "source": loss(load_model(path)), "merged": merged, "distilled": distilled,
-            "settings": vars(args), "machine": machine("cpu"), "heads": heads,
-            "distilled_kv_heads": distilled_kv_heads}
+    starts = [name for name in args.starts if name not in GROUPINGS]
+    for steps, seed, name in itertools.product(args.budgets, range(args.seeds), starts):
+        run = start_run(args.out, args.distil_kv_heads, name)
+        row = f"{name}, {MASKS[args.masks]}"
+        results.measure(partial(distiller.distil, run, steps, seed), "distilled", row, str(steps), str(seed))
+    return results.figures
 
 
-def tables(results: dict, budgets) -> str:
-    """Losses right after merging, and after each budget, as Markdown."""
-    merged = [[f"{kv_heads} kv heads", *(f"{losses[name]:.3f}" for name in STARTS)]
-              for kv_heads, losses in results["merged"].items()]
-    distilled = [[name, *(f"{losses[steps]:.3f}" for steps in budgets)]
-                 for name, losses in results["distilled"].items()]
-    header = [f"{results['distilled_kv_heads']} kv heads, then", *(f"{steps} steps" for steps in budgets)]
-    return markdown_table(["merged to", *STARTS], merged) + "\n\n" + markdown_table(header, distilled) + "\n"
+def rows(figures: dict) -> dict[str, dict[int, list[float]]]:
+    """name -> steps -> losses of all seeds; 0 steps: right after merging. In the order of STARTS."""
+    kept = {}
+    merged = figures["merged"][str(figures["settings"]["distil_kv_heads"])]
+    for start in STARTS:
+        for label in MASKS.values():
+            name = f"{start}, {label}"
+            if name in figures["distilled"]:
+                kept[name] = {0: [merged[start]]}
+                for steps, seeds in sorted(figures["distilled"][name].items(), key=lambda item: int(item[0])):
+                    kept[name][int(steps)] = list(seeds.values())
+    return kept
+
+
+def tables(figures: dict) -> str:
+    """Losses right after merging, and after each budget (mean and standard error of the seeds)."""
+    merged, losses = figures["merged"], rows(figures)
+    measured = [name for name in STARTS if name in set().union(*merged.values())]
+    starts = [[name, *(f"{merged[kv_heads][name]:.3f}" for kv_heads in merged)] for name in measured]
+    text = markdown_table(["merged to", *(f"{kv_heads} kv heads" for kv_heads in merged)], starts) + "\n"
+    budgets = sorted(set().union(*losses.values()))
+    if budgets:
+        distilled = [[name, *(mean_and_error(by_steps.get(steps, [])) for steps in budgets)]
+                     for name, by_steps in losses.items()]
+        header = [f"{figures['settings']['distil_kv_heads']} kv heads, after steps", *budgets]
+        text += "\n" + markdown_table(header, distilled) + "\n"
+    return text
 
 
 def main():
     args = parse()
     with joined_ranks() as ranks:
-        results = measure(args, ranks)
-    with open(os.path.join(args.out, "merging.json"), "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=1)
-    text = tables(results, args.budgets)
-    with open(os.path.join(args.out, "merging.md"), "w", encoding="utf-8") as file:
-        file.write(text)
-    print(text, f"source: {results['source']:.3f}", sep="\n")
-    title = f"{args.name}: {results['heads']} -> {results['distilled_kv_heads']} kv heads"
-    plots.starts(os.path.join(args.out, "merging.png"), results["distilled"], results["source"], title)
+        figures = measure(args, ranks)
+    text = tables(figures)
+    write_text(os.path.join(args.out, "merging.md"), text)
+    print(text, f"source: {figures['source']:.3f}", sep="\n")
+    title = f"{args.name}: {figures['heads']} -> {args.distil_kv_heads} kv heads"
+    if figures["distilled"]:
+        plots.starts(os.path.join(args.out, "merging.png"), rows(figures), figures["source"], title)
 
 
 if __name__ == "__main__":
-    main()
+    run_stage(main)

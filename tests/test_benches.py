@@ -1,14 +1,22 @@
 """The benches run, compare like with like, and end with the JSON that bench/RESULTS.md is made of."""
 
+import argparse
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
-from bench import decode, loss
+from bench import decode, loss, merging, positions, text_model
 from bench.machine import machine, timed
-from conftest import run
+from common.cli import UserError
+from common.data.text import load_tokens
+from common.evaluate import perplexity
+from common.models import load_model, load_tokenizer
+from conftest import run, save_tiny, tiny_model
 
 
 def last_line(completed) -> dict:
@@ -47,6 +55,121 @@ def test_timed_returns_the_result_and_its_seconds():
 
 def test_the_machine_is_named_with_its_threads_and_torch():
     assert f"{torch.get_num_threads()} threads, torch {torch.__version__}" in machine("cpu")
+
+
+def test_token_losses_are_next_token_losses_by_position(monkeypatch):
+    monkeypatch.setattr(positions, "CHUNK", 7)
+    model, row = tiny_model(), torch.arange(40) * 3
+    with torch.no_grad():
+        expected = F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="none")
+    torch.testing.assert_close(positions.token_losses(model, row).float(), expected)
+
+
+def test_buckets_end_where_the_sequence_does():
+    assert positions.bucket_edges(4096) == [0, 256, 512, 1024, 2048, 4095]
+    assert positions.bucket_edges(1000) == [0, 256, 512, 999]
+    assert positions.bucket_edges(257) == [0, 256]
+    assert positions.bucket_edges(100) == [0, 99]
+    assert positions.bucket_means(torch.tensor([1.0, 3.0, 5.0, 6.0, 7.0]), [0, 2, 5]) == [2.0, 6.0]
+
+
+def test_what_is_lost_is_the_difference_sequence_by_sequence():
+    assert positions.lost([(3.0, 4.0), (5.0, 5.5)], [(2.5, 3.0), (5.0, 6.0)]) == [[0.5, 1.0], [0.0, -0.5]]
+
+
+@pytest.mark.parametrize("model", ["runs/x", "=runs/x", "pairs="])
+def test_a_model_needs_a_name_and_a_directory(model):
+    assert positions.named_directories(["a=b/c=d"]) == {"a": "b/c=d"}
+    with pytest.raises(UserError, match="expected NAME=DIR"):
+        positions.named_directories([model])
+
+
+def test_the_text_is_split_in_turns_at_ends_of_lines():
+    texts = ["".join(f"{name}{number:03d} {'x' * (number % 7)}\n" for number in range(400)) for name in "ab"]
+    train, heldout = text_model.split(texts)
+    for name, text in zip("ab", texts, strict=True):
+        kept = [[line for line in part.splitlines(True) if line[0] == name] for part in (train, heldout)]
+        assert "".join(kept[0] + kept[1]) == text  # all of it, in order, the end held out
+        assert 0.08 < sum(map(len, kept[1])) / len(text) < 0.12
+    turns = [line[0] for line in heldout.splitlines()]
+    assert sum(a != b for a, b in zip(turns, turns[1:], strict=False)) == 2 * text_model.HELD_OUT - 1
+
+
+def test_rows_of_the_merging_table():
+    """A row per start and kind of masks, in the order of STARTS; the mean and error of the seeds."""
+    merged = {name: 4.0 + number for number, name in enumerate(merging.STARTS)}
+    figures = {"settings": {"distil_kv_heads": 2}, "merged": {"4": dict.fromkeys(merged, 1.0), "2": merged},
+               "distilled": {"paper, masks": {"150": {"0": 3.0}, "15": {"0": 3.5, "1": 3.7}},
+                             "mean-pool, no masks": {"15": {"0": 2.0}}}}
+    assert merging.rows(figures) == {"mean-pool, no masks": {0: [4.0], 15: [2.0]},
+                                     "paper, masks": {0: [5.0], 15: [3.5, 3.7], 150: [3.0]}}
+    lines = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in merging.tables(figures).splitlines()]
+    assert ["paper", "1.000", "5.000"] in lines
+    assert lines[-2:] == [["mean-pool, no masks", "4.000", "2.000", ""],
+                          ["paper, masks", "5.000", "3.600 ± 0.100", "3.000"]]
+
+
+def results(directory, **changes) -> merging.Results:
+    args = argparse.Namespace(**{"out": str(directory), "lr": 1e-3, "seeds": 3} | changes)
+    return merging.Results(args, 8, torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_measured_losses_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "perplexity", lambda model, tokens: model)
+    results(tmp_path).measure(lambda: 1.0, "merged", "2", "paper")
+    again = results(tmp_path, seeds=5)
+    again.measure(lambda: 4.0, "merged", "2", "paper")
+    again.measure(lambda: math.e, "merged", "1", "paper")
+    assert results(tmp_path).figures["merged"] == {"2": {"paper": 0.0}, "1": {"paper": 1.0}}
+    with pytest.raises(UserError, match="pass another --out"):
+        results(tmp_path, lr=2e-3)
+
+
+@pytest.mark.slow
+def test_text_model_bench(tmp_path):
+    words = "".join(f"the {number % 13} of {number % 17} is {number % 5}\n" for number in range(4000))
+    (tmp_path / "words.txt").write_text(words)
+    figures = last_line(run("bench/text_model.py", "--text", tmp_path / "words.txt", "--out",
+                            tmp_path / "model", "--steps", 3, "--length", 32))
+    model, tokenizer = load_model(str(tmp_path / "model")), load_tokenizer(str(tmp_path / "model"))
+    assert figures["parameters"] == model.num_parameters()
+    assert 0 < figures["heldout_loss"] < math.log(len(tokenizer)) + 0.5
+    assert (tmp_path / "model/train.txt").read_text() + (tmp_path / "model/heldout.txt").read_text() == words
+
+
+@pytest.mark.slow
+def test_positions_bench(inputs, tmp_path):
+    """Against itself a model loses nothing; its loss is the logarithm of its perplexity."""
+    save_tiny(tmp_path / "other", seed=1)
+    out, length = tmp_path / "out", 64
+    figures = last_line(run("bench/positions.py", "--source", inputs["model"], "--models",
+                            f"same={inputs['model']}", f"other={tmp_path / 'other'}", "--text",
+                            inputs["text"], "--length", length, "--sequences", 3, "--out", out))
+    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 3, length)
+    expected = [math.log(perplexity(load_model(path), tokens))
+                for path in (inputs["model"], str(tmp_path / "other"))]
+    assert figures["source"] == {"0-64": pytest.approx(expected[0])}
+    assert figures["lost"]["same"] == {"0-64": 0.0}
+    assert figures["lost"]["other"] == {"0-64": pytest.approx(expected[1] - expected[0])}
+    assert "other: lost" in (out / "positions.md").read_text() and (out / "positions.png").exists()
+
+
+@pytest.mark.slow
+def test_merging_bench(inputs, tmp_path):
+    """A finished row is kept; a row with masks is added to it."""
+    text = tmp_path / "text.txt"
+    text.write_text(4 * Path(inputs["text"]).read_text())
+    words = ["bench/merging.py", "--model", inputs["model"], "--text", text, "--heldout", text, "--out",
+             tmp_path / "out", "--kv-heads", 2, "--starts", "mean-pool", "--length", 32, "--budgets", 2]
+    run(*words, "--seeds", 2)
+    first = json.loads((tmp_path / "out/merging.json").read_text())
+    run(*words, "--seeds", 1, "--masks", "l0")
+    both = json.loads((tmp_path / "out/merging.json").read_text())
+    assert both["distilled"]["mean-pool, no masks"] == first["distilled"]["mean-pool, no masks"]
+    assert len(set(first["distilled"]["mean-pool, no masks"]["2"].values())) == 2  # the seeds differ
+    assert list(both["distilled"]["mean-pool, masks"]["2"]) == ["0"]
+    assert "mean-pool, masks" in (tmp_path / "out/merging.md").read_text()
 
 
 @pytest.mark.slow

@@ -35,6 +35,16 @@ def series(axis) -> dict[str, tuple[list, list]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
 
 
+def error_bars(axis) -> dict[str, tuple[list, list, list]]:
+    """Label -> (x, y, half the height of the bar) of each line with error bars."""
+    drawn = {}
+    for bars in axis.containers:
+        line, _, (segments,) = bars.lines
+        halves = [float(high - low) / 2 for (_, low), (_, high) in segments.get_segments()]
+        drawn[bars.get_label()] = (list(line.get_xdata()), list(line.get_ydata()), halves)
+    return drawn
+
+
 def legend(axis) -> list[str]:
     return [text.get_text() for text in axis.get_legend().get_texts()]
 
@@ -98,21 +108,32 @@ def test_heatmaps_show_each_matrix_in_its_place():
 
 
 def test_starts_show_a_line_per_way_and_the_source():
-    losses = {"mean, masks": {0: 9.0, 10: 5.0, 100: 3.0}, "mean, no masks": {0: 8.0, 10: 4.0, 100: 2.5},
-              "closed form, masks": {0: 4.0, 10: 3.0, 100: 2.0}}
+    losses = {"mean, masks": {0: [9.0], 10: [5.0, 6.0], 100: [3.0]}, "mean, no masks": {0: [8.0], 100: [2.5]},
+              "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}}
     figure = figure_of(plots.starts, losses, 1.5, "8 -> 2 kv heads")
     (axis,) = figure.axes
     assert (axis.get_title(), axis.get_xlabel()) == ("8 -> 2 kv heads", "distillation steps")
     assert axis.get_ylabel() == "held-out loss, nats"
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "10", "100"]
-    lines = series(axis)
-    assert legend(axis) == list(lines) == [*losses, "source"]
-    for name, by_steps in losses.items():
-        assert lines[name] == ([0, 1, 2], list(by_steps.values()))
-    assert lines["source"] == ([0, 2], [1.5, 1.5])
-    first, second, third, _ = axis.lines
+    assert sorted(legend(axis)) == sorted([*losses, "source"])
+    drawn = error_bars(axis)
+    assert drawn["mean, masks"] == ([0, 1, 2], [9.0, 5.5, 3.0], [0.0, 0.5, 0.0])
+    assert drawn["mean, no masks"] == ([0, 2], [8.0, 2.5], [0.0, 0.0])
+    assert drawn["closed form, masks"] == ([0, 1, 2], [4.0, 3.0, 2.0], [0.0, 0.0, 0.0])
+    assert series(axis)["source"] == ([0, 2], [1.5, 1.5])
+    first, second, third = (bars.lines[0] for bars in axis.containers)
     assert first.get_color() == second.get_color() != third.get_color()
     assert [line.get_linestyle() for line in (first, second, third)] == ["-", "--", "-"]
+
+
+def test_positions_show_a_line_per_model():
+    lost = {"pairs": [[2.0, 1.0], [1.5, 1.5]], "rope": [[0.5], [0.25]]}
+    (axis,) = figure_of(plots.positions, lost, ["0-256", "256-512"], "2 kv heads").axes
+    assert (axis.get_title(), axis.get_ylabel()) == ("2 kv heads", "nats lost against the source")
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0-256", "256-512"]
+    assert error_bars(axis) == {"pairs": ([0, 1], [1.5, 1.5], [0.5, 0.0]),
+                                "rope": ([0, 1], [0.5, 0.25], [0.0, 0.0])}
+    assert axis.get_ylim()[0] == 0
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path, capsys):

@@ -6,6 +6,9 @@ A failed plot must not fail the stage: one that cannot be drawn or written is sk
 import contextlib
 import functools
 import os
+import statistics
+
+from common.reporting.tables import standard_error
 
 
 def drawing(figure_of):
@@ -115,25 +118,48 @@ def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
 @drawing
 def starts(
     plt,
-    losses: dict[str, dict[int, float]],  # name -> distillation steps -> held-out loss; 0: not distilled
+    losses: dict[str, dict[int, list[float]]],  # name -> distillation steps -> held-out loss of each seed
     source: float,  # the source model's held-out loss
     title: str,
 ):
-    """Held-out loss against distillation steps, one line per merging method.
+    """Held-out loss against distillation steps, one line per merging method; bars of one standard error.
 
     Names that differ only after their last comma are variants of a method: same colour, later ones dashed.
     """
     figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
+    budgets = sorted(set().union(*losses.values()))
     colours: dict[str, str] = {}
     for name, by_steps in losses.items():
         way = name.rpartition(",")[0]
         style = "--" if way in colours else "-"
         colour = colours.setdefault(way, f"C{len(colours)}")
-        axis.plot(range(len(by_steps)), list(by_steps.values()), color=colour, linestyle=style, marker="o",
-                  markersize=3, label=name)
-    budgets = list(next(iter(losses.values())))
+        means = [statistics.mean(seeds) for seeds in by_steps.values()]
+        errors = [standard_error(seeds) if len(seeds) > 1 else 0.0 for seeds in by_steps.values()]
+        axis.errorbar([budgets.index(steps) for steps in by_steps], means, errors, color=colour,
+                      linestyle=style, marker="o", markersize=3, capsize=2, label=name)
     axis.plot([0, len(budgets) - 1], [source, source], color="black", linewidth=0.8, label="source")
     axis.set(title=title, xlabel="distillation steps", ylabel="held-out loss, nats",
              xticks=range(len(budgets)), xticklabels=budgets)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+@drawing
+def positions(
+    plt,
+    lost: dict[str, list[list[float]]],  # name -> bucket -> nats lost against the source, per sequence
+    buckets: list[str],  # "0-256", ...
+    title: str,
+):
+    """Nats lost against the source by position, one line per model; bars of one standard error.
+    """
+    figure, axis = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    for name, by_bucket in lost.items():
+        means = [statistics.mean(sequences) for sequences in by_bucket]
+        errors = [standard_error(sequences) if len(sequences) > 1 else 0.0 for sequences in by_bucket]
+        axis.errorbar(range(len(buckets)), means, errors, marker="o", markersize=3, capsize=2, label=name)
+    axis.set(title=title, xlabel="position in the sequence", ylabel="nats lost against the source",
+             xticks=range(len(buckets)), xticklabels=buckets)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
     return figure
