@@ -3,8 +3,8 @@
 Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
-        unit-norm, keys before RoPE; query energies and Grams of W_O for closed-form merging; and the raw head
-        vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
+        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
+        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
 
     python 01_calibrate.py                                              # the demo model, made on first use
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -13,7 +13,7 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 6 GiB of memory
 
 By default as in the paper: 128 sequences of 2048 tokens from C4, shorter if the model has fewer positions.
-The KV cache is never stored: a 7B model's statistics take 5 GB instead of 128 GiB. The text passes through
+The KV cache is never stored: a 7B model's statistics take 7 GB instead of 128 GiB. The text passes through
 the model layer by layer; with --layerwise only the current layer is in memory, and the hidden states are kept
 in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both modes write the same bytes.
 """
@@ -125,7 +125,7 @@ def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
                     hidden[number] = layers.run(layer, hidden[number])
                     bar.update()
                 tensors = collector.finish()
-            yield tensors
+            yield tensors | {"rope.frequencies": layers.frequencies}
 
 
 @torch.no_grad()
@@ -159,6 +159,7 @@ def main():
             "length": length,
             "text": text,
             "sampled_tokens": len(tensors["sample.key"]),
+            "positions": config.max_position_embeddings,
             "peak_memory_gib": peak_memory(),
         }
         write_record(aside, record("01_calibrate.py", args, model, [], summary, clock()))

@@ -2,10 +2,11 @@
 
 Reads   RUN/calibration/
 Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
-        the source's H key/value heads, and energy: minus the energy lost by merging a pair in closed form
+        the source's H key/value heads; with --energy also energy: minus the share of the layer's energy that
+        merging the pair in closed form loses, for 03_group.py --by energy
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
 
-    python 02_similarity.py --run runs/llama2-7b
+    python 02_similarity.py --run runs/llama2-7b --energy
     python 02_similarity.py                       # a second on a CPU for the demo model
 
 cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 has the norm, the
@@ -19,11 +20,11 @@ import torch
 from tqdm import tqdm
 
 from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
-from common.cli import Clock, UserError, device, non_negative, run_stage, stage_parser
-from common.method.closed_form import key_loss, key_weights, value_loss
+from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
+from common.method.merge import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams
-from common.models import pick_device
+from common.models import key_context, pick_device
 from common.reporting import plots
 
 COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
@@ -32,6 +33,10 @@ COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
 def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
+    parser.add_argument("--energy", action="store_true",
+                        help="also score what closed-form merging loses (slow with many heads)")
+    parser.add_argument("--key-context", type=positive, default=None,
+                        help="tokens over which energy merges keys, as in 04_align.py")
     parser.add_argument("--layers-drawn", type=non_negative, nargs="+", default=None, metavar="LAYER",
                         help="layers to plot (default: four, evenly spaced)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
@@ -49,7 +54,7 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
 
 
 def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
-    """One layer's matrices by name, each [H, H]: similarity before and after alignment, and energy."""
+    """One layer's similarities by name, before and after alignment, each [H, H]."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
@@ -59,9 +64,6 @@ def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
         for head, (before, after) in pairs.items():
             matrices[f"{head}.{criterion}.before"] = before
             matrices[f"{head}.{criterion}.after"] = after
-    lost_values = value_loss(grams.value("raw"), grams.output)
-    lost_keys = key_loss(grams.key("raw"), key_weights(grams.query))
-    matrices["energy"] = -(lost_values + lost_keys)
     return matrices
 
 
@@ -75,8 +77,9 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
             before, after = means[f"{name}.before"][layer], means[f"{name}.after"][layer]
             cells.append(f"{before:8.4f} -> {after:8.4f}")
         print(f"{layer:5d} | " + " | ".join(cells))
-    print(f"energy lost by merging a pair, values plus keys, as a share of the layer's: mean "
-          f"{-float(means['energy'].mean()):.4f}")
+    if "energy" in means:
+        print(f"energy lost by merging a pair, values plus keys, as a share of the layer's: mean "
+              f"{-float(means['energy'].mean()):.4f}")
 
 
 def main():
@@ -87,13 +90,17 @@ def main():
     calibration = read_calibration(source)
     model, tokens = calibration["model"], calibration["summary"]["tokens"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
+    context = key_context(args.key_context, calibration["summary"]["positions"])
     compute_device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
     per_layer = []
     for index in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
         tensors = {name: tensor.to(compute_device) for name, tensor in read_layer(source, index).items()}
-        matrices = layer_similarity(LayerGrams(tensors, model["kv_heads"]), tokens)
+        grams = LayerGrams(tensors, model["kv_heads"])
+        matrices = layer_similarity(grams, tokens)
+        if args.energy:
+            matrices["energy"] = -merging_loss(grams, context)
         per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})
     similarity = {name: torch.stack([matrices[name] for matrices in per_layer]) for name in per_layer[0]}
 

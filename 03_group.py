@@ -50,6 +50,9 @@ def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dic
     file, similarity = read_tensors(path, "02_similarity.py")
     shape = similarity["model"]["layers"], similarity["model"]["kv_heads"], similarity["model"]["kv_heads"]
 
+    if by == "energy" and "energy" not in file.keys():
+        raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
+
     def matrix(name: str) -> np.ndarray:
         values = file.get_tensor(name).numpy()
         if values.shape != shape or not np.isfinite(values).all():

@@ -18,8 +18,9 @@ fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge closed-form computes the best shared heads
-(common/method/closed_form.py), a start closer to the source, best with 03_group.py --by energy. --refit then
-re-solves each layer's W_O by least squares.
+(common/method/merge.py), a start much closer to the source, best with 03_group.py --by energy; keys are
+merged with RoPE in mind for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O
+by least squares.
 """
 
 import os
@@ -43,12 +44,12 @@ from common.data.text import load_tokens, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.closed_form import closed_form_layer
 from common.method.fuse import fuse_layer, mean_merge, merge_layer, merged_config
+from common.method.merge import closed_form_layer
 from common.method.refit import Refit
 from common.method.rope import norms_heads
 from common.method.stats import LayerGrams
-from common.models import load_config, load_tokenizer, pick_device, source_model
+from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
@@ -63,6 +64,11 @@ def parse():
     parser.section("merging")
     parser.add_argument("--merge", choices=("mean", "closed-form"), default="mean",
                         help="mean: as in the paper; closed-form: the best shared heads")
+    parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
+                        help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
+    parser.add_argument("--key-context", type=positive, default=None,
+                        help="--merge-keys rope: length of context, in tokens, to preserve scores over "
+                             "(default: the model's positions, 4096 at most)")
     parser.add_argument("--refit", action="store_true",
                         help="re-solve each merged layer's W_O by least squares (three forward passes)")
     parser.add_argument("--refit-sequences", type=positive, default=128,
@@ -92,6 +98,7 @@ class Inputs:
     source: dict  # path, fingerprint and geometry of the source model
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
+    context: int | None  # to merge keys for with RoPE in mind; None: pair by pair
     dtype: torch.dtype  # of the checkpoints to write
     device: str
     layerwise: bool
@@ -130,10 +137,11 @@ def read_inputs(args) -> Inputs:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"])
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
+    context = key_context(args.key_context, calibrated["positions"]) if args.merge_keys == "rope" else None
     dtype = torch.float32 if args.dtype == "float32" else (config.dtype or torch.float32)
     chosen = pick_device(args.device)
     return Inputs([calibration_path, groups_path], calibration, grouping, groups.to(chosen), source, tokens,
-                  refit_tokens, dtype, chosen, args.layerwise)
+                  refit_tokens, context, dtype, chosen, args.layerwise)
 
 
 def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
@@ -210,7 +218,8 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
         for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
             merge = mean_merge(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
             if args.merge == "closed-form":
-                merge = closed_form_layer(inputs.grams(index), inputs.groups[index], *rotations[index])
+                grams, groups = inputs.grams(index), inputs.groups[index]
+                merge = closed_form_layer(grams, groups, *rotations[index], inputs.context)
             merged = merge_layer(layer, index, config, merge)
             if refit:
                 row = refit.layer(layer, merged)

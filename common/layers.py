@@ -90,6 +90,11 @@ class Layers:
         for index, layer in enumerate(self.decoder_layers()):
             function(index, layer)
 
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
+        return self.model.model.rotary_emb.inv_freq.double().cpu()
+
     def embed(self, batches, directory: str | None) -> "Spool":
         """Hidden states before the first layer, from batches of token ids [n, T].
 

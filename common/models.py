@@ -18,6 +18,7 @@ logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is built on first use
 # hub names of the models in the paper's experiments
@@ -106,6 +107,18 @@ def require_convertible(path: str, config) -> None:
     if shape.kv_heads < 2:
         raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: "
                         "nothing to merge")
+
+
+def key_context(requested: int | None, positions: int) -> int:
+    """Tokens over which closed-form merging preserves attention scores: as requested, or the model's
+    positions, LONGEST_CONTEXT at most.
+
+    Raises UserError if the model does not have that many positions.
+    """
+    if requested is not None and requested > positions:
+        raise UserError(f"--key-context: expected at most the model's {positions} positions, "
+                        f"found {requested}")
+    return requested or min(positions, LONGEST_CONTEXT)
 
 
 def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:

@@ -84,7 +84,7 @@ STAGES = {  # stage -> fields of its record in addition to RECORD
     "01_calibrate.py": {
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
-                    "sampled_tokens": COUNT, "peak_memory_gib": POSITIVE},
+                    "sampled_tokens": COUNT, "positions": COUNT, "peak_memory_gib": POSITIVE},
         "arguments": {"text": STRING},
     },
     "02_similarity.py": {

@@ -228,7 +228,7 @@ def aligned_run(inputs, tmp_path_factory) -> Path:
 
     def build(home):
         run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs))
-        run("02_similarity.py", "--run", home)
+        run("02_similarity.py", "--run", home, "--energy")
         run("03_group.py", "--run", home, *GROUPING)
         run("04_align.py", "--run", home)
 

@@ -319,7 +319,7 @@ def test_layers_of_zeros_are_merged_by_the_mean(inputs, tmp_path):
     home = tmp_path / "run"
     text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
     run("01_calibrate.py", "--run", home, "--model", path, *text)
-    run("02_similarity.py", "--run", home)
+    run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 5, "--iterations", 50)
     run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     aligned, merged = weights(home / "aligned"), weights(home / "merged")

@@ -268,7 +268,7 @@ def test_closed_form_is_refused_where_norms_undo_it(inputs, tmp_path):
     model, home = save_tiny(tmp_path / "model", model_type="qwen3"), tmp_path / "run"
     text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
     run("01_calibrate.py", "--run", home, "--model", model, *text)
-    run("02_similarity.py", "--run", home)
+    run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 1, "--iterations", 1)
     expect_error("expected --merge mean, found closed-form: q_norm and k_norm",
                  "04_align.py", "--run", home, "--merge", "closed-form")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.method.fuse import Merge, fuse_layer, mean_merge, merge_model, merged_state
-from common.method.rope import rotate_pairs, to_complex
+from common.method.rope import rotate_pairs
 from conftest import tiny_model
 
 LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
@@ -127,16 +127,12 @@ def test_each_query_head_follows_its_key_value_head():
 @torch.no_grad()
 @pytest.mark.parametrize("source_kv_heads", [8, 4])
 def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
-    """v~ = sum value_in v, k~ = sum key_in k, W_O,i <- W_O,i value_out_i, q_i <- conj(key_out_i) q_i."""
+    """v~ = sum value_in v, k~ = sum key_in k, W_O,i <- W_O,i value_out_i, q_i <- key_out_i^T q_i."""
     attention = tiny_model(bias=True, num_key_value_heads=source_kv_heads).double().model.layers[0].self_attn
     members, repeats = source_kv_heads // 2, 8 // source_kv_heads
-    value_in, value_out = torch.randn(2, 2, members, 8, 8, dtype=torch.float64)
-    key_in, key_out = torch.complex(*torch.randn(2, 2, 2, members, 4, dtype=torch.float64))
+    value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, dtype=torch.float64)
     state = merged_state(attention, Merge(value_in, value_out, key_in, key_out))
     assert "o_proj.bias" not in state
-
-    def pairs(rows):  # [d, ...] -> [..., d/2]
-        return to_complex(rows.movedim(0, -1))
 
     for kind in ("weight", "bias"):
         value, key, query = (getattr(getattr(attention, f"{name}_proj"), kind) for name in "vkq")
@@ -145,11 +141,11 @@ def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
             rows = {head: slice(8 * head, 8 * head + 8) for head in range(8)}
             shared = sum(value_in[group, i] @ value[rows[head]] for i, head in enumerate(heads))
             torch.testing.assert_close(state[f"v_proj.{kind}"][rows[group]], shared)
-            shared = sum(pairs(key[rows[head]]) * key_in[group, i] for i, head in enumerate(heads))
-            torch.testing.assert_close(pairs(state[f"k_proj.{kind}"][rows[group]]), shared)
+            shared = sum(key_in[group, i] @ key[rows[head]] for i, head in enumerate(heads))
+            torch.testing.assert_close(state[f"k_proj.{kind}"][rows[group]], shared)
             for i, head in enumerate(heads):
                 for reader in range(head * repeats, (head + 1) * repeats):
-                    absorbed = pairs(query[rows[reader]]) * key_out[group, i].conj()
-                    torch.testing.assert_close(pairs(state[f"q_proj.{kind}"][rows[reader]]), absorbed)
+                    absorbed = key_out[group, i].T @ query[rows[reader]]
+                    torch.testing.assert_close(state[f"q_proj.{kind}"][rows[reader]], absorbed)
                     columns = attention.o_proj.weight[:, rows[reader]] @ value_out[group, i]
                     torch.testing.assert_close(state["o_proj.weight"][:, rows[reader]], columns)

@@ -393,7 +393,7 @@ def test_a_layer_of_zeros_goes_through_stages_1_to_3(tmp_path, inputs, part):
     home = tmp_path / "run"
     run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", inputs["text"],
         "--sequences", 2, "--length", 32)
-    run("02_similarity.py", "--run", home)
+    run("02_similarity.py", "--run", home, "--energy")
     file, _ = read_tensors(str(home / "similarity.safetensors"), "02_similarity.py")
     assert all(torch.isfinite(file.get_tensor(name)).all() for name in file.keys())
     for by in ("value", "both", "energy"):

@@ -20,11 +20,11 @@ from common.method.stats import (
     STRIP,
     LayerGrams,
     LayerStats,
+    gram_half,
     key_gram,
     output_gram,
     to_unit,
     unpack_half,
-    value_half,
 )
 from conftest import tiny_model
 
@@ -118,20 +118,23 @@ def test_statistics_in_batches_equal_one_product(heads):
     float32 = {"rtol": 1e-5, "atol": 1e-3}  # batch products are float32, sums of 300 terms of size ~10
     torch.testing.assert_close(grams.value("raw"), value_gram(heads), **float32)
     torch.testing.assert_close(grams.key("raw"), complex_gram(heads), **float32)
+    torch.testing.assert_close(grams.full_key, value_gram(heads), **float32)
+    torch.testing.assert_close(grams.key_mean, heads.mean(0), rtol=1e-5, atol=1e-6)
+    assert grams.tokens == N
     unit = {"rtol": 1e-5, "atol": 1e-5}
     directions = heads / heads.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(grams.value("unit"), value_gram(directions), **unit)
     torch.testing.assert_close(grams.key("unit"), complex_gram(directions), **unit)
 
 
-def test_query_energies_and_output_grams_are_sums_over_the_query_heads_of_a_key_value_head():
+def test_query_and_output_grams_are_sums_over_the_query_heads_of_a_key_value_head():
     queries = torch.randn(30, 6, D, dtype=torch.float64)
     stats = LayerStats(2, D)
     for part in queries.split(20):
         stats.update_queries(part)
-    energy = complex_pairs(queries).abs().square().sum(0)  # [6, d/2]
-    expected = torch.stack([energy[:3].sum(0), energy[3:].sum(0)])
-    torch.testing.assert_close(stats.query, expected, rtol=1e-5, atol=0)
+    grams = torch.einsum("nia,nib->iab", queries, queries)
+    expected = torch.stack([grams[:3].sum(0), grams[3:].sum(0)])
+    torch.testing.assert_close(stats.sums["query.gram"], expected, rtol=1e-5, atol=1e-4)
     weight = torch.randn(20, 6 * D)
     columns = [weight[:, D * head : D * head + D].double() for head in range(6)]
     grams = [column.T @ column for column in columns]
@@ -142,7 +145,7 @@ def test_query_energies_and_output_grams_are_sums_over_the_query_heads_of_a_key_
 @pytest.mark.parametrize("count", [1, STRIP, STRIP + 1, 2 * STRIP + 3])
 def test_half_gram_in_strips_loses_nothing(count):
     heads = torch.randn(30, count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    half = value_half(heads)
+    half = gram_half(heads)
     assert len(half) == count * (count + 1) // 2
     torch.testing.assert_close(unpack_half(half, count), value_gram(heads), rtol=0, atol=1e-12)
 

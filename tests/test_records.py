@@ -31,7 +31,7 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
         "arguments": {"text": "t"},
         "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA},
         "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
-                    "peak_memory_gib": 0.5},
+                    "positions": 64, "peak_memory_gib": 0.5},
     },
     "02_similarity.py": {
         "sha256": SHA,
@@ -510,7 +510,7 @@ def test_stages_refuse_damaged_inputs(home):
         (layer, (home / layer).read_bytes()[:-8], similarity, not_recorded),
         (layer, flip_last, align, not_recorded),
         (layer, None, similarity, "expected the file written by 01_calibrate.py, found none"),
-        ("calibration/stage.json", four_heads, similarity, "of shape [4, 4, 4, 2] for the model"),
+        ("calibration/stage.json", four_heads, similarity, "of shape [10, 8, 8] for the model"),
         ("similarity.safetensors", flip_last, group, not_recorded),
         ("similarity.json", four_heads, group, "of shape [3, 4, 4], found [3, 8, 8]"),
         ("similarity.json", b"[]", group, "record: expected an object, found []"),

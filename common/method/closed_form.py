@@ -18,10 +18,8 @@ within groups.
 
 import torch
 
-from common.method.fuse import Merge
 from common.method.procrustes import polar, threaded
 from common.method.rope import unit_phase
-from common.method.stats import LayerGrams, group_blocks
 
 QUERY_FLOOR = 1e-6  # relative to a layer's mean query energy: unused keys keep a small weight
 RANK_TOLERANCE = 1e-12  # relative to the largest eigenvalue: directions below it are rounding noise
@@ -91,27 +89,6 @@ def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor,
     return (gauge * combine).permute(0, 2, 1), (read / gauge).permute(0, 2, 1)
 
 
-def closed_form(
-    value_gram: torch.Tensor, output_gram: torch.Tensor, key_gram: torch.Tensor, weights: torch.Tensor
-) -> Merge:
-    """The best merge, from C [G, D, D, d, d], W_O,i^T W_O,i [G, D, d, d], c [G, D, D, P], w [G, D, P]."""
-    return Merge(*merge_values(value_gram, output_gram), *merge_keys(key_gram, weights))
-
-
-def closed_form_layer(
-    grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor, key_rotation: torch.Tensor
-) -> Merge:
-    """The best merge of one layer after rotating its heads, from the Grams of Q v, u k and W_O Q^T.
-
-    groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P].
-    """
-    value, key = group_blocks(grams.value("raw"), groups), group_blocks(grams.key("raw"), groups)
-    value = torch.einsum("giab,gijbc,gjdc->gijad", value_rotation, value, value_rotation)
-    key = torch.einsum("gip,gijp,gjp->gijp", key_rotation.conj(), key, key_rotation)
-    output = torch.einsum("giab,gibc,gidc->giad", value_rotation, grams.output[groups], value_rotation)
-    return closed_form(value, output, key, key_weights(grams.query)[groups])
-
-
 def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
     """Energy lost by merging the values of heads i and j, as a share of the layer's: [H, H].
 
@@ -129,19 +106,6 @@ def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
         pairs = torch.cat((upper, lower), -2)  # [H - i - 1, 2d, 2d]
         loss[i, i + 1 :] = threaded(torch.linalg.eigvalsh, pairs)[:, :size].clamp(min=0).sum(-1)
     return share(loss + loss.T, torch.einsum("iaa->", diagonal))
-
-
-def key_loss(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Energy lost by merging the keys of heads i and j, as a share of the layer's: [H, H].
-
-    The smaller eigenvalue of each RoPE pair's weighted 2 x 2 Gram. gram: c [H, H, P]; weights: w [H, P].
-    """
-    energy = torch.einsum("iip->ip", gram).real * weights.square()
-    cross = (gram.abs() * weights[:, None] * weights[None]).square()
-    first, second = energy[:, None], energy[None]
-    smaller = (first + second - ((first - second).square() + 4 * cross).sqrt()).clamp(min=0) / 2
-    loss = share(smaller.sum(-1), energy.sum()).triu(1)
-    return loss + loss.T
 
 
 def share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

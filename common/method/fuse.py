@@ -60,22 +60,22 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
 class Merge:
     """How to merge one layer's G groups of D heads into shared heads, and read those in their place.
 
-    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~ (value_out_i is folded into W_O,i). Per
-    RoPE pair k~ = sum_j key_in_j k_j, and k_i is replaced by key_out_i k~ (conj(key_out_i) into W_Q,i).
+    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~ (value_out_i is folded into W_O,i).
+    k~ = sum_j key_in_j k_j before RoPE, and query i reads it by key_out_i (key_out_i^T is folded into W_Q,i).
+    All [G, D, d, d] float64.
     """
 
-    value_in: torch.Tensor  # [G, D, d, d] float64
-    value_out: torch.Tensor  # [G, D, d, d] float64
-    key_in: torch.Tensor  # [G, D, d/2] complex128
-    key_out: torch.Tensor  # [G, D, d/2] complex128
+    value_in: torch.Tensor
+    value_out: torch.Tensor
+    key_in: torch.Tensor
+    key_out: torch.Tensor
 
 
 def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
     """Eq. 25, 26: shared heads are the means of their groups; W_Q and W_O do not change."""
     shape = kv_heads, source_kv_heads // kv_heads
     eye = torch.eye(head_dim, dtype=torch.float64).expand(*shape, head_dim, head_dim)
-    one = torch.ones(*shape, head_dim // 2, dtype=torch.complex128)
-    return Merge(eye / shape[1], eye, one / shape[1], one)
+    return Merge(eye / shape[1], eye, eye / shape[1], eye)
 
 
 @torch.no_grad()
@@ -97,9 +97,9 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     for name, parameter in attention.named_parameters():
         projection = name.partition(".")[0]
         if projection == "q_proj":
-            merged[name] = rotate_pairs(head_rows(parameter, size), per_query_head(merge.key_out.conj()))
+            merged[name] = per_query_head(merge.key_out.mT) @ head_rows(parameter, size)
         elif projection == "k_proj":
-            merged[name] = group_sum(rotate_pairs(head_rows(parameter, size), per_kv_head(merge.key_in)))
+            merged[name] = group_sum(per_kv_head(merge.key_in) @ head_rows(parameter, size))
         elif projection == "v_proj":
             merged[name] = group_sum(per_kv_head(merge.value_in) @ head_rows(parameter, size))
         elif name == "o_proj.weight":

@@ -14,6 +14,20 @@ def to_complex(keys: torch.Tensor) -> torch.Tensor:
     return torch.complex(real.contiguous(), imaginary.contiguous())
 
 
+def to_matrix(factor: torch.Tensor) -> torch.Tensor:
+    """Complex factors of RoPE pairs [..., d/2] -> the real matrix [..., d, d] that multiplies them by it."""
+    real, imaginary = torch.diag_embed(factor.real), torch.diag_embed(factor.imag)
+    return torch.cat((torch.cat((real, -imaginary), -1), torch.cat((imaginary, real), -1)), -2)
+
+
+def pair_products(moment: torch.Tensor) -> torch.Tensor:
+    """sum_n x y^T [..., d, d] -> sum_n conj(x[p]) y[p] over RoPE pairs, [..., d/2] complex."""
+    top, bottom = moment.chunk(2, -2)
+    (rr, ri), (ir, ii) = top.chunk(2, -1), bottom.chunk(2, -1)
+    real, imaginary = rr + ii, ri - ir
+    return torch.complex(*(torch.diagonal(part, dim1=-2, dim2=-1) for part in (real, imaginary)))
+
+
 def unit_phase(number: torch.Tensor) -> torch.Tensor:
     """number / |number|, complex; 1 where the number is 0, so that a dead pair is not rotated."""
     size = number.abs()

@@ -11,15 +11,16 @@ same before and after it.
 both for raw vectors (distance, Eq. 20-22) and for unit-norm vectors (cosine, Eq. 7-9). Closed-form merging
 also needs
 
-  query energy  sum_n |q_i[p]|^2   for each head and RoPE pair
-  output Gram   W_O,i^T W_O,i      [d, d], for each head's columns of o_proj
+  full key Gram  sum_n k_i k_j^T    [d, d], which contains the raw c; and the mean keys
+  query Gram     sum_n q_i q_i^T    [d, d], before RoPE
+  output Gram    W_O,i^T W_O,i      [d, d], for each head's columns of o_proj
 
-both summed over the query heads that share a key/value head.
+the last two summed over the query heads that share a key/value head.
 """
 
 import torch
 
-from common.method.rope import to_complex
+from common.method.rope import pair_products, to_complex
 
 CRITERIA = {"cos": "unit", "dist": "raw"}  # the paper's criterion -> kind of Grams it uses
 STRIP = 4  # heads per product: fewer are slower per block, more waste blocks below the diagonal
@@ -31,10 +32,10 @@ def to_unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors / norm.where(norm > 0, 1)
 
 
-def value_half(values: torch.Tensor) -> torch.Tensor:
-    """Values [n, H, d] -> the blocks i <= j of C, [H(H+1)/2, d, d], at little over half the full cost."""
-    _, heads, size = values.shape
-    flat, half = values.flatten(1), []
+def gram_half(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors [n, H, d] -> blocks i <= j of their Gram, [H(H+1)/2, d, d], at little over half its cost."""
+    _, heads, size = vectors.shape
+    flat, half = vectors.flatten(1), []
     for first in range(0, heads, STRIP):
         rows = flat[:, first * size : (first + STRIP) * size].T @ flat[:, first * size :]
         strip = rows.view(-1, size, heads - first, size).transpose(1, 2)
@@ -53,7 +54,7 @@ def key_gram(keys: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_half(half: torch.Tensor, heads: int) -> torch.Tensor:
-    """The blocks i <= j [H(H+1)/2, d, d] -> C [H, H, d, d], by C[j, i] = C[i, j]^T."""
+    """The blocks i <= j [H(H+1)/2, d, d] -> all [H, H, d, d], by C[j, i] = C[i, j]^T."""
     rows, columns = torch.triu_indices(heads, heads)
     gram = half.new_empty(heads, heads, *half.shape[1:])
     gram[columns, rows] = half.transpose(1, 2)
@@ -77,39 +78,50 @@ class LayerStats:
 
     def __init__(self, source_kv_heads: int, head_dim: int, device: str = "cpu"):
         self.source_kv_heads = heads = source_kv_heads
-        half = torch.zeros(heads * (heads + 1) // 2, head_dim, head_dim, dtype=torch.float64, device=device)
-        self.value = {"raw": half, "unit": half.clone()}
-        gram = torch.zeros(heads, heads, head_dim // 2, dtype=torch.complex128, device=device)
-        self.key = {"raw": gram, "unit": gram.clone()}
-        self.query = torch.zeros(heads, head_dim // 2, dtype=torch.float64, device=device)
+
+        def zeros(*shape, dtype=torch.float64):
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        half = heads * (heads + 1) // 2, head_dim, head_dim
+        self.tokens = 0
+        self.sums = {
+            "value.raw": zeros(*half),
+            "value.unit": zeros(*half),
+            "key.raw": zeros(*half),
+            "key.unit": zeros(heads, heads, head_dim // 2, dtype=torch.complex128),
+            "key.sum": zeros(heads, head_dim),
+            "query.gram": zeros(heads, head_dim, head_dim),
+        }
 
     def update_values(self, values: torch.Tensor) -> None:
         """Add the output of v_proj, [n, H, d]."""
         values = values.float()
-        self.value["raw"] += value_half(values)
-        self.value["unit"] += value_half(to_unit(values))
+        self.sums["value.raw"] += gram_half(values)
+        self.sums["value.unit"] += gram_half(to_unit(values))
 
     def update_keys(self, keys: torch.Tensor) -> None:
         """Add the output of k_proj (before RoPE), [n, H, d]."""
         keys = keys.float()
-        self.key["raw"] += key_gram(keys)
-        self.key["unit"] += key_gram(to_unit(keys))
+        self.tokens += len(keys)
+        self.sums["key.raw"] += gram_half(keys)
+        self.sums["key.unit"] += key_gram(to_unit(keys))
+        self.sums["key.sum"] += keys.sum(0, dtype=torch.float64)
 
     def update_queries(self, queries: torch.Tensor) -> None:
-        """Add the output of q_proj, [n, query heads, d]; RoPE does not change the energies."""
-        energy = sum(queries.float().square().sum(0).chunk(2, dim=-1))  # [query heads, d/2]
-        self.query += energy.view(self.source_kv_heads, -1, energy.shape[-1]).sum(1)
+        """Add the output of q_proj (before RoPE), [n, query heads, d]."""
+        heads = queries.float().transpose(0, 1)
+        gram = heads.mT @ heads  # [query heads, d, d]
+        self.sums["query.gram"] += gram.view(self.source_kv_heads, -1, *gram.shape[1:]).sum(1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The sums by name, on the CPU; complex ones as a last axis of (real, imaginary)."""
-        values = {f"value.{kind}": half for kind, half in self.value.items()}
-        keys = {f"key.{kind}": torch.view_as_real(gram) for kind, gram in self.key.items()}
-        sums = values | keys | {"query.energy": self.query}
-        return {name: tensor.cpu() for name, tensor in sums.items()}
+        sums = self.sums | {"key.unit": torch.view_as_real(self.sums["key.unit"])}
+        return {name: tensor.cpu() for name, tensor in sums.items()} | {"tokens": torch.tensor(self.tokens)}
 
 
 class LayerGrams:
-    """One layer's Gram matrices. tensors: those of LayerStats, rope.free_pairs and output_gram by name.
+    """One layer's Gram matrices, float64. tensors by name: those of LayerStats and output_gram, "key.free"
+    (rope.free_pairs) and "rope.frequencies" (radians per position, [d/2]).
 
     H = source_kv_heads; results are on the device of the tensors.
     """
@@ -118,12 +130,39 @@ class LayerGrams:
         self.tensors, self.source_kv_heads = tensors, source_kv_heads
 
     def value(self, kind: str) -> torch.Tensor:
-        """C [H, H, d, d] float64; kind "raw" or "unit"."""
+        """C [H, H, d, d]; kind "raw" or "unit"."""
         return unpack_half(self.tensors[f"value.{kind}"], self.source_kv_heads)
 
     def key(self, kind: str) -> torch.Tensor:
         """c [H, H, d/2] complex128; kind "raw" or "unit"."""
-        return torch.view_as_complex(self.tensors[f"key.{kind}"])
+        if kind == "raw":
+            return pair_products(self.full_key)
+        return torch.view_as_complex(self.tensors["key.unit"])
+
+    @property
+    def full_key(self) -> torch.Tensor:
+        """sum_n k_i k_j^T, [H, H, d, d]."""
+        return unpack_half(self.tensors["key.raw"], self.source_kv_heads)
+
+    @property
+    def key_mean(self) -> torch.Tensor:
+        """The mean key of each head, [H, d]."""
+        return self.tensors["key.sum"] / self.tokens
+
+    @property
+    def query(self) -> torch.Tensor:
+        """sum_n q_i q_i^T, [H, d, d]."""
+        return self.tensors["query.gram"]
+
+    @property
+    def output(self) -> torch.Tensor:
+        """W_O,i^T W_O,i, [H, d, d]."""
+        return self.tensors["output.gram"]
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of tokens the sums are over."""
+        return int(self.tensors["tokens"])
 
     @property
     def free(self) -> torch.Tensor:
@@ -131,11 +170,6 @@ class LayerGrams:
         return self.tensors["key.free"]
 
     @property
-    def query(self) -> torch.Tensor:
-        """sum_n |q_i[p]|^2, [H, d/2] float64."""
-        return self.tensors["query.energy"]
-
-    @property
-    def output(self) -> torch.Tensor:
-        """W_O,i^T W_O,i, [H, d, d] float64."""
-        return self.tensors["output.gram"]
+    def frequencies(self) -> torch.Tensor:
+        """[d/2]: the angle by which RoPE rotates each pair, in radians per position."""
+        return self.tensors["rope.frequencies"]

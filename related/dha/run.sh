@@ -33,7 +33,7 @@ LENGTH=$(dha records --print length)
 KV_HEADS=$(dha records --print kv-heads)
 make_once "$RUN/calibration" \
   "$PYTHON" 01_calibrate.py --run="$RUN" --model="$MODEL" --text="$TEXT" --length "$LENGTH"
-make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run="$RUN"
+make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run="$RUN" --energy
 baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
   local start=$RUN/start-$1
   make_once "$start/groups.json" \

@@ -1,0 +1,70 @@
+"""The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
+
+Notation: G groups of D heads of size d, P = d/2. Keys are merged pair by pair (common/method/closed_form.py)
+or, given a context in tokens, with RoPE in mind (common/method/rope_merge.py).
+"""
+
+import torch
+
+from common.method.closed_form import key_weights, merge_keys, merge_values, share, value_loss
+from common.method.fuse import Merge
+from common.method.rope import pair_products, to_matrix
+from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys, start_by_pairs
+from common.method.stats import LayerGrams, group_blocks
+
+SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
+
+
+def closed_form_layer(
+    grams: LayerGrams,
+    groups: torch.Tensor,
+    value_rotation: torch.Tensor,
+    key_rotation: torch.Tensor,
+    context: int | None = None,
+) -> Merge:
+    """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
+
+    groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
+    tokens over which keys are merged with RoPE in mind; None merges them pair by pair.
+    """
+    value = rotated(group_blocks(grams.value("raw"), groups), value_rotation)
+    output = value_rotation @ grams.output[groups] @ value_rotation.mT
+    rotation = to_matrix(key_rotation)
+    if context is not None:
+        key_merge = merge_rope_keys(key_fit(grams, groups, rotation, context))
+    else:
+        key = rotated(group_blocks(grams.full_key, groups), rotation)
+        weights = key_weights(pair_products(grams.query).real)
+        key_merge = map(to_matrix, merge_keys(pair_products(key), weights[groups]))
+    return Merge(*merge_values(value, output), *key_merge)
+
+
+def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Q_i C[i, j] Q_j^T from C [G, D, D, d, d] and Q [G, D, d, d]."""
+    return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
+
+
+def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | None, context: int) -> KeyFit:
+    """The least squares for merging the keys of `groups` [G, D] after rotation by [G, D, d, d] or none."""
+    key, mean = group_blocks(grams.full_key, groups) / grams.tokens, grams.key_mean[groups]
+    query = grams.query[groups] / grams.tokens
+    if rotation is not None:
+        key, mean = rotated(key, rotation), torch.einsum("giab,gib->gia", rotation, mean)
+        query = rotation @ query @ rotation.mT
+    return KeyFit(key, mean, query, Turns(grams.frequencies, log_uniform(context)))
+
+
+def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
+    """What merging heads i and j loses of their values and keys, each as a share of the layer's: [H, H].
+
+    Keys are merged with RoPE in mind, by SCORING_ROUNDS of the alternation.
+    """
+    heads = grams.source_kv_heads
+    every_head = key_fit(grams, torch.arange(heads)[:, None], None, context)
+    loss = torch.zeros(heads, heads, dtype=torch.float64, device=grams.query.device)
+    for head in range(heads - 1):
+        others = torch.arange(head + 1, heads)
+        fit = key_fit(grams, torch.stack((torch.full_like(others, head), others), dim=1), None, context)
+        loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
+    lost_keys = share(loss + loss.T, (every_head.query * every_head.variance).sum())
+    return value_loss(grams.value("raw"), grams.output) + lost_keys

@@ -1,0 +1,229 @@
+"""Merging keys with RoPE in mind: the shared key head of each group by least squares over all coordinates.
+
+Merging pair by pair (common/method/closed_form.py) is more than a stock model needs: for any real A_j and B_i
+[d, d], shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i make one. At distance t the score
+q_i^T R k_i becomes q_i^T B_i R k~, with R = R(-t) the rotation by RoPE. Softmax ignores what is the same for
+all keys, so what merging loses is the variance of the score's error over keys and distances:
+
+    loss = sum_i E_q Var_{t,k} [ q_i^T (R k_i - B_i R k~) ]
+
+Queries, keys and distances count as independent. Distances are log-uniform up to the context, because
+attention is mostly local. With K = E[k k^T] over the group's stacked heads, mu = E[k] and Sigma_i =
+E[q_i q_i^T], the loss is quadratic in A for fixed B and in B for fixed A, and averages over distances are
+elementwise factors on RoPE pairs (`Turns`). The two halves alternate, from two starts: pair by pair, and with
+the pairs that hardly turn within the context merged like values.
+
+Notation: G groups of D heads, d = head_dim, P = d/2; all float64. A, B and Sigma are [G, D, d, d]; a matrix
+over stacked heads is [G, D d, D d].
+"""
+
+import torch
+
+from common.method.closed_form import key_weights, merge_keys, merge_values
+from common.method.rope import pair_products, to_complex, to_matrix, unit_phase
+
+ROUNDS = 8  # of the alternation; later ones gain less than a percent
+STRATA = 40  # of the distribution of distances
+DAMPING = 1e-6  # relative to the mean diagonal of a system: directions below it stay as they are
+NOISE = 1e-10  # white noise added to the keys, relative to their mean energy: makes every system regular
+BAND_LIMIT = 0.8  # radians: a pair that turns less within the context is merged like values at the start
+
+Maps = tuple[torch.Tensor, torch.Tensor]  # A and B
+
+
+def log_uniform(context: int) -> torch.Tensor:
+    """STRATA distances from 0 to context, with distance + 1 log-uniform; float64."""
+    middles = (torch.arange(STRATA, dtype=torch.float64) + 0.5) / STRATA
+    return (context + 1) ** middles - 1
+
+
+def scale_parts(matrix: torch.Tensor, linear: torch.Tensor, conjugate: torch.Tensor) -> torch.Tensor:
+    """Multiply the parts of real matrices [..., d, d] elementwise by complex numbers [P, P] each.
+
+    On the complex coordinates z of a vector, any real matrix acts as z -> U z + V conj(z). U is multiplied by
+    `linear` and V by `conjugate`.
+    """
+    top, bottom = matrix.chunk(2, -2)
+    (a, b), (c, d) = top.chunk(2, -1), bottom.chunk(2, -1)
+    u = linear * torch.complex(a + d, c - b) / 2
+    v = conjugate * torch.complex(a - d, c + b) / 2
+    plus, minus = u + v, u - v
+    top, bottom = torch.cat((plus.real, -minus.imag), -1), torch.cat((plus.imag, minus.real), -1)
+    return torch.cat((top, bottom), -2)
+
+
+class Turns:
+    """Averages over distances t of what RoPE rotates by -t. Pair p turns by exp(-1j frequencies[p] t).
+
+    frequencies: [P] radians per position; distances: [n]; both float64.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, distances: torch.Tensor):
+        self.frequencies, self.furthest = frequencies, distances.max()
+        angles = -distances.to(frequencies.device)[:, None] * frequencies
+        turns = torch.polar(torch.ones_like(angles), angles)  # [n, P]
+        self.mean = turns.mean(0)
+        self.linear = torch.einsum("np,nq->pq", turns, turns.conj()) / len(turns)
+        self.conjugate = torch.einsum("np,nq->pq", turns, turns) / len(turns)
+
+    def turn(self, vector: torch.Tensor) -> torch.Tensor:
+        """avg(R) x for x [..., d]."""
+        turned = self.mean * to_complex(vector)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def forward(self, matrix: torch.Tensor) -> torch.Tensor:
+        """avg(R X R^T) for X [..., d, d]."""
+        return scale_parts(matrix, self.linear, self.conjugate)
+
+    def backward(self, matrix: torch.Tensor) -> torch.Tensor:
+        """avg(R^T X R) for X [..., d, d]."""
+        return scale_parts(matrix, self.linear.conj(), self.conjugate.conj())
+
+    def spread(self, matrix: torch.Tensor) -> torch.Tensor:
+        """avg(R^T X R) - avg(R)^T X avg(R) for X [..., d, d]."""
+        back = self.mean.conj()
+        linear = self.linear.conj() - torch.outer(back, self.mean)
+        return scale_parts(matrix, linear, self.conjugate.conj() - torch.outer(back, back))
+
+
+class KeyFit:
+    """The loss of a layer's groups, and its two halves.
+
+    gram: E[k_i k_j^T] [G, D, D, d, d]; mean: E[k_i] [G, D, d]; query: Sigma [G, D, d, d].
+    """
+
+    def __init__(self, gram: torch.Tensor, mean: torch.Tensor, query: torch.Tensor, turns: Turns):
+        groups, members, _, size, _ = gram.shape
+        self.gram, self.mean, self.query, self.turns = gram, mean, query, turns
+        self.shape = groups, members, size
+        stacked = gram.transpose(2, 3).reshape(groups, members * size, members * size)
+        noise, dead = NOISE * mean_diagonal(stacked), (stacked == 0).all(-1).all(-1)[:, None, None]
+        self.stacked = stacked + noise.where(~dead, 0) * identity_like(stacked)  # K
+        energy = self.stacked.view(groups, members, size, members, size)
+        energy = torch.stack([energy[:, i, :, i] for i in range(members)], dim=1)
+        self.variance = self.covariance(energy, mean, mean)  # of R k_i
+        flat = mean.flatten(1)[..., None]
+        centered = self.stacked - flat @ flat.mT
+        centered = centered.where(~dead, identity_like(stacked))
+        self.dual = torch.linalg.solve(centered, flat).view(groups, members, size)  # (K - mu mu^T)^-1 mu
+        self.mean_share = (self.dual * mean).sum((-2, -1))[:, None, None]  # mu^T (K - mu mu^T)^-1 mu
+
+    def covariance(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Covariance over keys and distances of R x and R y: from E[x y^T], E[x] and E[y]."""
+        left, right = self.turns.turn(left), self.turns.turn(right)
+        return self.turns.forward(moment) - left[..., :, None] * right[..., None, :]
+
+    def shared(self, combine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Covariances of R k_i with R k~ [G, D, d, d], and of R k~ with itself [G, d, d]."""
+        groups, members, size = self.shape
+        stacked = combine.transpose(1, 2).reshape(groups, size, members * size)
+        cross = self.stacked @ stacked.mT
+        mean = torch.einsum("gjab,gjb->ga", combine, self.mean)
+        itself = self.covariance(stacked @ cross, mean, mean)
+        cross = cross.view(groups, members, size, size)
+        return self.covariance(cross, self.mean, mean[:, None].expand_as(self.mean)), itself
+
+    def loss(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """The loss of each group, [G]."""
+        cross, itself = self.shared(combine)
+        error = self.variance - 2 * read @ cross.mT + read @ itself[:, None] @ read.mT
+        return (self.query * error).sum((1, 2, 3))
+
+    def best_read(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """B for fixed A, damped around `read`: the regression of R k_i on R k~. Sigma cancels."""
+        cross, itself = self.shared(combine)
+        residual = cross - read @ itself[:, None]
+        return read + damped_solve(itself[:, None], residual.mT).mT
+
+    def best_combine(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """A for fixed B, damped around `combine`.
+
+        Without the mean, A = G^-1 H, and K cancels. Subtracting the mean adds a rank-one step along
+        (K - mu mu^T)^-1 mu.
+        """
+        weighted = read.mT @ self.query  # B_i^T Sigma_i
+        system = (weighted @ read).sum(1)
+        total, spread = self.turns.backward(system), self.turns.spread(system)
+        residual = self.turns.backward(weighted) - total[:, None] @ combine
+        groups, members, size = self.shape
+        flat = residual.transpose(1, 2).reshape(groups, size, members * size)
+        step = damped_solve(total, flat).view(groups, size, members, size).transpose(1, 2)
+        combine = combine + step
+        lost = self.turns.spread(weighted) - spread[:, None] @ combine
+        lost = torch.einsum("gjab,gjb->ga", lost, self.mean)
+        along = damped_solve(total, lost[..., None], self.mean_share * spread)
+        return combine + along[:, None] * self.dual[:, :, None, :]
+
+
+def identity_like(matrix: torch.Tensor) -> torch.Tensor:
+    """The identity of the size, dtype and device of matrices [..., n, n]."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def mean_diagonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Mean diagonal of positive matrices [..., n, n] -> [..., 1, 1]; 1 where it is 0."""
+    mean = torch.diagonal(matrix, dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return mean.where(mean > 0, 1)
+
+
+def damped_solve(system: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | float = 0) -> torch.Tensor:
+    """Solve (system + extra + DAMPING times the mean diagonal of system) x = right."""
+    damped = system + extra + DAMPING * mean_diagonal(system) * identity_like(system)
+    return torch.linalg.solve(damped, right)
+
+
+def start_by_pairs(fit: KeyFit) -> Maps:
+    """A and B pair by pair, for what softmax sees: the mean of a pair counts as far as its turning varies."""
+    mean = fit.turns.turn(fit.mean)
+    constant = pair_products(mean[:, :, None, :, None] * mean[:, None, :, None, :])
+    weights = key_weights(pair_products(fit.query).real)
+    combine, read = merge_keys(pair_products(fit.gram) - constant, weights)
+    return to_matrix(combine), to_matrix(read)
+
+
+def start_by_band(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> Maps:
+    """A and B with the pairs that hardly turn merged like values instead, free of the mean."""
+    slow = fit.turns.frequencies * fit.turns.furthest < BAND_LIMIT
+    slow = torch.cat((slow, slow))
+    inside = slow[:, None] & slow
+    centered = fit.gram - fit.mean[:, :, None, :, None] * fit.mean[:, None, :, None, :]
+    like_values = merge_values(centered[..., slow, :][..., slow], fit.query[..., slow, :][..., slow])
+    combine, read = (matrix.where(~inside, 0) for matrix in (combine, read))
+    combine[..., inside], read[..., inside] = (matrix.flatten(-2) for matrix in like_values)
+    return combine, read
+
+
+def balanced(gram: torch.Tensor, combine: torch.Tensor, read: torch.Tensor) -> Maps:
+    """A and B with every shared pair times a complex number, which changes no score.
+
+    It gets the phase closest to the mean of the group's keys, and their mean energy, so that it can be
+    blended with them and trained at their learning rate. gram: [G, D, D, d, d].
+    """
+    cross = pair_products(torch.einsum("giab,gijbc->gac", combine, gram))  # sum_n conj(z~) z_j, over j
+    energy = pair_products(torch.einsum("giab,gijbc,gjdc->gad", combine, gram, combine)).real
+    mean_energy = pair_products(torch.einsum("giiab->gab", gram)).real / gram.shape[1]
+    alive = (energy > 0) & (mean_energy > 0)
+    scale = (mean_energy / energy.where(alive, 1)).sqrt().where(alive, 1)
+    factor = (scale * unit_phase(cross))[:, None]
+    return to_matrix(factor) @ combine, read @ to_matrix(1 / factor)
+
+
+def alternate(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor, rounds: int):
+    """A, B and the loss [G] after `rounds` of the two halves, which never raise it."""
+    for _ in range(rounds):
+        read = fit.best_read(combine, read)
+        combine = fit.best_combine(combine, read)
+    read = fit.best_read(combine, read)
+    return combine, read, fit.loss(combine, read)
+
+
+def merge_rope_keys(fit: KeyFit, rounds: int = ROUNDS) -> Maps:
+    """combine A and read B, [G, D, d, d]: from the better of the two starts for each group."""
+    if fit.gram.shape[1] == 1:  # nothing to merge
+        identity = identity_like(fit.query).expand_as(fit.query)
+        return identity, identity
+    by_pairs = start_by_pairs(fit)
+    combine, read, loss = alternate(fit, *by_pairs, rounds)
+    band_combine, band_read, band_loss = alternate(fit, *start_by_band(fit, *by_pairs), rounds)
+    better = (band_loss < loss)[:, None, None, None]
+    return balanced(fit.gram, band_combine.where(better, combine), band_read.where(better, read))

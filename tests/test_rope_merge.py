@@ -1,0 +1,263 @@
+"""Merging keys with RoPE in mind, by definition: least squares over sampled queries, keys and distances."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from common.method import rope_merge
+from common.method.closed_form import merge_values
+from common.method.rope import pair_products, to_complex, to_matrix
+from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
+from conftest import tiny_model
+
+GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.02, 0.001], dtype=torch.float64)
+DISTANCES = torch.tensor([0.0, 1.0, 4.0, 11.0, 40.0], dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rotations(frequencies=FREQUENCIES, distances=DISTANCES) -> torch.Tensor:
+    """R(-t) for each distance, [n, d, d], as cosines and sines."""
+    angles = distances[:, None] * frequencies
+    cosine, sine = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
+    return torch.cat((torch.cat((cosine, sine), 2), torch.cat((-sine, cosine), 2)), 1)
+
+
+class Sampled:
+    """Keys [n, G, D, d] with a mean and a mixing of heads, queries likewise, and the loss written out."""
+
+    def __init__(self, turns: torch.Tensor | None = None):
+        mix = normal(GROUPS, MEMBERS * SIZE, MEMBERS * SIZE, seed=1) / 5
+        shape = TOKENS, GROUPS, MEMBERS, SIZE
+        keys = torch.einsum("ngx,gxy->ngy", normal(TOKENS, GROUPS, MEMBERS * SIZE, seed=2), mix)
+        self.keys = keys.view(shape) + normal(GROUPS, MEMBERS, SIZE, seed=3)
+        self.queries = normal(*shape, seed=4) @ normal(SIZE, SIZE, seed=5)
+        self.turns = rotations() if turns is None else turns
+
+    def fit(self, turns: Turns | None = None) -> KeyFit:
+        gram = torch.einsum("ngia,ngjb->gijab", self.keys, self.keys) / TOKENS
+        query = torch.einsum("ngia,ngib->giab", self.queries, self.queries) / TOKENS
+        return KeyFit(gram, self.keys.mean(0), query, turns or Turns(FREQUENCIES, DISTANCES))
+
+    def loss(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """sum_i E_q Var_{t,k} of the score's error, over all samples: [G]."""
+        losses = []
+        for group in range(GROUPS):
+            shared = torch.einsum("jab,njb->na", combine[group], self.keys[:, group])
+            lost = 0.0
+            for head in range(MEMBERS):
+                error = torch.einsum("tab,nb->tna", self.turns, self.keys[:, group, head])
+                error = error - torch.einsum("ab,tbc,nc->tna", read[group, head], self.turns, shared)
+                scores = torch.einsum("qa,tna->qtn", self.queries[:, group, head], error).flatten(1)
+                lost += float(scores.var(1, correction=0).mean())
+            losses.append(lost)
+        return torch.tensor(losses, dtype=torch.float64)
+
+
+def factors(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = GROUPS, MEMBERS, SIZE, SIZE
+    return normal(*shape, seed=seed), normal(*shape, seed=seed + 1)
+
+
+@pytest.fixture(autouse=True)
+def undamped(monkeypatch):
+    """Damping and noise are there for degenerate input; definitions are checked without."""
+    monkeypatch.setattr(rope_merge, "DAMPING", 0.0)
+    monkeypatch.setattr(rope_merge, "NOISE", 0.0)
+
+
+def test_turns_are_rope_and_its_averages():
+    model = tiny_model()
+    rotary = LlamaRotaryEmbedding(model.config)
+    query, key = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    frequencies = rotary.inv_freq.double()
+    for position, distance in ((5, 0), (9, 4), (300, 123)):
+        cos, sin = rotary(query, torch.tensor([[position - distance, position]]))
+        turned_key = apply_rotary_pos_emb(key, key, cos[:, :1], sin[:, :1])[0]
+        turned_query = apply_rotary_pos_emb(query, query, cos[:, 1:], sin[:, 1:])[0]
+        turns = Turns(frequencies, torch.tensor([float(distance)], dtype=torch.float64))
+        score = query[0, 0, 0].double() @ turns.turn(key[0, 0, 0].double())
+        assert float(score) == pytest.approx(float((turned_query * turned_key).sum()), abs=1e-4)
+    turns, each, matrix = Turns(FREQUENCIES, DISTANCES), rotations(), normal(3, SIZE, SIZE)
+    exact = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(turns.turn(matrix), matrix @ each.mean(0).T, **exact)
+    forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
+    backward = torch.einsum("tba,gbc,tcd->gad", each, matrix, each) / 5
+    torch.testing.assert_close(turns.forward(matrix), forward, **exact)
+    torch.testing.assert_close(turns.backward(matrix), backward, **exact)
+    mean = each.mean(0)
+    torch.testing.assert_close(turns.spread(matrix), backward - mean.T @ matrix @ mean, **exact)
+
+
+def test_pair_products_and_pair_matrices_are_complex_arithmetic():
+    x, y = normal(20, SIZE), normal(20, SIZE, seed=1)
+    expected = (to_complex(x).conj() * to_complex(y)).sum(0)
+    torch.testing.assert_close(pair_products(torch.einsum("na,nb->ab", x, y)), expected)
+    factor = torch.complex(normal(4), normal(4, seed=1))
+    torch.testing.assert_close(to_complex(x @ to_matrix(factor).T), factor * to_complex(x))
+
+
+def test_distances_are_log_uniform_up_to_the_context():
+    distances = log_uniform(4096)
+    assert (distances >= 0).all() and (distances < 4096).all() and distances[-1] > 3600
+    gaps = (distances + 1).log().diff()
+    torch.testing.assert_close(gaps, gaps[:1].expand_as(gaps))
+    assert float((distances + 1).log().mean()) == pytest.approx(np.log(4097) / 2)
+
+
+def test_the_loss_is_the_variance_of_the_scores_error():
+    sampled = Sampled()
+    ours, definition = sampled.fit().loss(*factors()), sampled.loss(*factors())
+    torch.testing.assert_close(ours, definition, rtol=1e-10, atol=0)
+
+
+def test_best_read_is_the_regression_over_all_keys_and_distances():
+    """For each head: R k_i on R k~ with an intercept, by numpy's least squares."""
+    sampled = Sampled()
+    combine, read = factors()
+    ours = sampled.fit().best_read(combine, read)
+    for group in range(GROUPS):
+        shared = torch.einsum("jab,njb->na", combine[group], sampled.keys[:, group])
+        design = torch.einsum("tab,nb->tna", sampled.turns, shared).flatten(0, 1)
+        design = torch.cat((design, torch.ones(len(design), 1)), 1)
+        for head in range(MEMBERS):
+            target = torch.einsum("tab,nb->tna", sampled.turns, sampled.keys[:, group, head]).flatten(0, 1)
+            solution = np.linalg.lstsq(design.numpy(), target.numpy(), rcond=None)[0]
+            np.testing.assert_allclose(ours[group, head].numpy(), solution[:SIZE].T, atol=1e-9)
+
+
+def test_best_combine_is_the_least_squares_over_all_queries_keys_and_distances():
+    """All D d d unknowns of a group at once, by numpy's least squares on every centred error."""
+    sampled = Sampled()
+    combine, read = factors()
+    ours = sampled.fit().best_combine(combine, read)
+    for group in range(GROUPS):
+        rows, right = [], []
+        for head in range(MEMBERS):
+            root = torch.linalg.cholesky(sampled.fit().query[group, head]).T  # |root x|^2 = x^T Sigma x
+            target = torch.einsum("ab,tbc,nc->tna", root, sampled.turns, sampled.keys[:, group, head])
+            reader = torch.einsum("ab,bc,tcd->tad", root, read[group, head], sampled.turns)
+            design = torch.einsum("tab,njc->tnajbc", reader, sampled.keys[:, group])
+            target, design = target.flatten(0, 1), design.flatten(0, 1).flatten(2)
+            right.append((target - target.mean(0)).flatten())
+            rows.append((design - design.mean(0)).flatten(0, 1))
+        solution = np.linalg.lstsq(torch.cat(rows).numpy(), torch.cat(right).numpy(), rcond=None)[0]
+        expected = solution.reshape(MEMBERS, SIZE, SIZE)
+        np.testing.assert_allclose(ours[group].numpy(), expected, atol=1e-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1])
+def test_no_half_ever_raises_the_loss(damping, monkeypatch):
+    monkeypatch.setattr(rope_merge, "DAMPING", damping)
+    fit = Sampled().fit()
+    combine, read = rope_merge.start_by_pairs(fit)
+    losses = [fit.loss(combine, read)]
+    for _ in range(6):
+        read = fit.best_read(combine, read)
+        losses.append(fit.loss(combine, read))
+        combine = fit.best_combine(combine, read)
+        losses.append(fit.loss(combine, read))
+    falls = -torch.stack(losses).diff(dim=0) / losses[0]
+    assert (falls >= -1e-12).all() and (falls[:2] > 1e-3).all()
+
+
+def test_without_frequencies_it_is_the_merge_of_values():
+    """RoPE that turns nothing leaves scores bilinear: the truncated SVD, with Sigma for W_O^T W_O."""
+    sampled = Sampled(torch.eye(SIZE, dtype=torch.float64).expand(5, SIZE, SIZE))
+    fit = sampled.fit(Turns(torch.zeros(4, dtype=torch.float64), DISTANCES))
+    ours = fit.loss(*merge_rope_keys(fit))
+    centered = sampled.keys - sampled.keys.mean(0)
+    gram = torch.einsum("ngia,ngjb->gijab", centered, centered) / TOKENS
+    best = fit.loss(*merge_values(gram, fit.query))
+    torch.testing.assert_close(ours, best, rtol=1e-9, atol=0)
+    for group in range(GROUPS):
+        roots = [torch.linalg.cholesky(q).T for q in fit.query[group]]
+        weighted = torch.cat([centered[:, group, head] @ root.T for head, root in enumerate(roots)], 1)
+        tail = torch.linalg.svdvals(weighted)[SIZE:].square().sum() / TOKENS
+        torch.testing.assert_close(best[group], tail, rtol=1e-9, atol=0)
+
+
+def test_a_context_of_one_distance_is_plain_regression():
+    """With a single R, turned keys are the keys: no loss beyond that of the best rank-d regression."""
+    distance = torch.tensor([7.0], dtype=torch.float64)
+    sampled = Sampled(rotations(distances=distance))
+    fit = sampled.fit(Turns(FREQUENCIES, distance))
+    _, _, loss = alternate(fit, *rope_merge.start_by_pairs(fit), rounds=200)
+    turn = sampled.turns[0]
+    for group in range(GROUPS):
+        centered = sampled.keys[:, group] - sampled.keys[:, group].mean(0)
+        roots = [torch.linalg.cholesky(q).T for q in fit.query[group]]
+        weighted = torch.cat([centered[:, head] @ turn.T @ root.T for head, root in enumerate(roots)], 1)
+        tail = torch.linalg.svdvals(weighted)[SIZE:].square().sum() / TOKENS
+        assert float(loss[group]) == pytest.approx(float(tail), rel=1e-2)
+
+
+def test_the_better_start_is_kept_for_each_group(monkeypatch):
+    fit = Sampled().fit()
+    by_pairs = rope_merge.start_by_pairs(fit)
+    by_band = rope_merge.start_by_band(fit, *by_pairs)
+    losses = torch.stack([alternate(fit, *start, 1)[2] for start in (by_pairs, by_band)])
+    assert (losses[0] != losses[1]).all()
+    torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
+    monkeypatch.setattr(rope_merge, "start_by_band", lambda fit, combine, read: (combine, 0 * read))
+    losses[1] = alternate(fit, by_pairs[0], 0 * by_pairs[1], 1)[2]
+    torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
+
+
+def test_slow_pairs_start_as_values_do_and_the_others_pair_by_pair():
+    fit = Sampled().fit()
+    by_pairs = rope_merge.start_by_pairs(fit)
+    by_band = rope_merge.start_by_band(fit, *by_pairs)
+    slow = torch.tensor([2, 3, 6, 7])  # radians within 40 positions: 40, 12, 0.8 (the limit) and 0.04
+    slow = slow[FREQUENCIES[slow % 4] * 40 < rope_merge.BAND_LIMIT]
+    assert slow.tolist() == [3, 7]
+    fast = torch.tensor([0, 1, 2, 4, 5, 6])
+    centered = fit.gram - fit.mean[:, :, None, :, None] * fit.mean[:, None, :, None, :]
+    values = merge_values(centered[..., slow, :][..., slow], fit.query[..., slow, :][..., slow])
+    for ours, pairs, value in zip(by_band, by_pairs, values, strict=True):
+        torch.testing.assert_close(ours[..., slow, :][..., slow], value)
+        torch.testing.assert_close(ours[..., fast, :][..., fast], pairs[..., fast, :][..., fast])
+        assert not ours[..., slow, :][..., fast].any() and not ours[..., fast, :][..., slow].any()
+
+
+def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
+    sampled = Sampled()
+    fit = sampled.fit()
+    start = factors()
+    combine, read = rope_merge.balanced(fit.gram, *start)
+    torch.testing.assert_close(fit.loss(combine, read), fit.loss(*start))
+    shared = to_complex(torch.einsum("gjab,ngjb->nga", combine, sampled.keys))
+    keys = to_complex(sampled.keys)
+    torch.testing.assert_close(shared.abs().square().sum(0), keys.abs().square().sum(0).mean(1))
+    cross = (shared.conj() * keys.mean(2)).sum(0)
+    torch.testing.assert_close(cross.imag, torch.zeros_like(cross.imag), rtol=0, atol=1e-9)
+    assert (cross.real > 0).all()
+
+
+def test_degenerate_keys_and_queries_stay_finite(monkeypatch):
+    """Dead keys, dead queries, equal heads, fewer tokens than coordinates: finite, and no loss above the
+    start's."""
+    monkeypatch.undo()
+    for fault in ("keys", "queries", "equal", "few"):
+        sampled = Sampled()
+        if fault == "keys":
+            sampled.keys[:, 0] = 0
+            sampled.keys[:, 1, 1] = 0
+        elif fault == "queries":
+            sampled.queries[:, 0] = 0
+            sampled.queries[:, 1, :, 2] = 0
+        elif fault == "equal":
+            sampled.keys = sampled.keys[:, :, :1].expand_as(sampled.keys)
+        else:
+            sampled.keys[5:] = sampled.keys[:1]
+        fit = sampled.fit()
+        combine, read = merge_rope_keys(fit)
+        assert torch.isfinite(combine).all() and torch.isfinite(read).all()
+        loss, size = fit.loss(combine, read), (fit.query * fit.variance).sum((1, 2, 3))
+        assert (loss <= fit.loss(*rope_merge.start_by_pairs(fit)) + 1e-9 * size).all()
+        if fault == "equal":
+            assert (loss <= 1e-8 * size).all()
