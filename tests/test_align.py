@@ -18,6 +18,7 @@ from common.artifacts import check_input, digest, read_groups, read_layer, read_
 from common.cli import UserError
 from common.method import fuse
 from common.method.align import align_layer, no_rotation, within_group_cosine
+from common.method.merge import closed_form_layer
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit, unpack_half
@@ -124,19 +125,27 @@ def digests(home: Path) -> dict[str, str]:
             for name in ("aligned", "merged") for file in (home / name).rglob("*")}
 
 
-@pytest.mark.parametrize(("criterion", "merge"), [("cos", "mean"), ("dist", "closed-form")])
-def test_aligned_and_merged_are_what_the_calibration_asks_for(aligned_run, tmp_path, criterion, merge):
+@pytest.mark.parametrize(("criterion", "flags", "context"), [
+    ("cos", ["--merge", "mean"], None),
+    ("dist", ["--merge", "closed-form"], 256),  # the model's positions
+    ("dist", ["--merge", "closed-form", "--key-context", 20], 20),
+    ("dist", ["--merge", "closed-form", "--merge-keys", "pairs"], None),
+])
+def test_aligned_and_merged_are_what_the_calibration_asks_for(
+    aligned_run, tmp_path, criterion, flags, context
+):
     """From the artifacts alone: the source's weights fused with align_layer's rotations, then merged."""
     home = copy_run(aligned_run, tmp_path / "run")
-    run("04_align.py", "--run", home, "--force", "--rotate", criterion, "--merge", merge)
+    run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     path = str(home / "groups.json")
     record, groups = read_groups(path, read_record(path, "03_group.py")["model"])
-    source = AutoModelForCausalLM.from_pretrained(record["model"]["path"])
+    source, merges = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), []
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(read_layer(str(home / "calibration"), index), 8)
         value_rotation, key_rotation = align_layer(grams, groups[index], criterion)
         order = groups[index].flatten().tolist()
         fuse.fuse_layer(layer.self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+        merges.append(closed_form_layer(grams, groups[index], value_rotation, key_rotation, context))
     aligned = weights(home / "aligned")
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
@@ -145,7 +154,10 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(aligned_run, tmp_p
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"
         mean = aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1)
-        assert torch.allclose(merged[name], mean, atol=1e-6) == (merge == "mean")
+        assert torch.allclose(merged[name], mean, atol=1e-6) == ("mean" in flags)
+    if "mean" not in flags:
+        for name, tensor in fuse.merge_model(source, 2, merges).state_dict().items():
+            torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_layer_by_layer_writes_the_same_bytes(aligned_run, tmp_path):

@@ -11,7 +11,7 @@ from common.method import closed_form
 from common.method.fuse import Merge, fuse_layer, merge_model
 from common.method.merge import closed_form_layer, key_fit, merging_loss
 from common.method.procrustes import align_keys, align_values
-from common.method.rope import rotate_pairs
+from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
 from conftest import tiny_model
@@ -175,6 +175,17 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     mean = keys.mean(0)
     assert (torch.einsum("np,np->p", shared.conj(), mean).real > 0).all()  # the phase of the mean
+
+
+def test_pairs_of_keys_are_weighted_by_their_queries():
+    """Merged pair by pair, a layer's keys are those of merge_keys for its own query energies."""
+    grams, groups = statistics(doubled())[0], torch.arange(8).view(2, 4)
+    energy = torch.diagonal(grams.query, dim1=1, dim2=2).view(8, 2, 4).sum(1)  # of both coordinates of a pair
+    weights = closed_form.key_weights(energy)
+    expected = closed_form.merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
+    merge = unrotated_merge(grams, groups)
+    for matrix, factor in zip((merge.key_in, merge.key_out), expected, strict=True):
+        torch.testing.assert_close(matrix, to_matrix(factor))
 
 
 def test_a_query_that_never_looks_does_not_blow_its_factor_up():

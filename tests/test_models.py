@@ -20,6 +20,7 @@ from common.models import (
     check_kv_heads,
     describe,
     geometry,
+    key_context,
     load_config,
     load_model,
     load_tokenizer,
@@ -401,3 +402,11 @@ def test_a_layer_of_zeros_goes_through_stages_1_to_3(tmp_path, inputs, part):
             "--force")
         model_record = read_record(str(home / "calibration"), "01_calibrate.py")["model"]
         assert read_groups(str(home / "groups.json"), model_record)[1].shape == (3, 4, 2)
+
+
+def test_the_context_of_keys_is_the_models_positions_at_most_4096():
+    assert key_context(None, 2048) == 2048 and key_context(None, 131072) == 4096
+    assert key_context(512, 2048) == 512 and key_context(2048, 2048) == 2048
+    assert key_context(8192, 131072) == 8192
+    with pytest.raises(UserError, match="at most the model's 2048 positions, found 2049"):
+        key_context(2049, 2048)

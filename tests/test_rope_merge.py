@@ -261,3 +261,16 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch):
         assert (loss <= fit.loss(*rope_merge.start_by_pairs(fit)) + 1e-9 * size).all()
         if fault == "equal":
             assert (loss <= 1e-8 * size).all()
+
+
+def test_pairs_start_from_what_softmax_sees():
+    """A pair's mean does not count where it hardly turns: large equal keys there must not win the pair."""
+    sampled = Sampled()
+    steady = torch.zeros(GROUPS, MEMBERS, SIZE, dtype=torch.float64)
+    steady[..., 3] = 5 * normal(GROUPS, MEMBERS, seed=9)  # of the slowest pair
+    plain = rope_merge.start_by_pairs(sampled.fit())
+    sampled.keys = sampled.keys + steady
+    shifted = rope_merge.start_by_pairs(sampled.fit())
+    slow = torch.tensor([3, 7])
+    for before, after in zip(plain, shifted, strict=True):
+        assert (before - after)[..., slow, :][..., slow].abs().max() < 0.05 * before.abs().max()
