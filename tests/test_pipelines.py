@@ -9,6 +9,7 @@ import pytest
 
 from common.data.tasks import TASKS
 from conftest import ROOT
+from pipelines.smollm2 import STARTS
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh"]
@@ -89,6 +90,26 @@ def test_small_recipes_scale_the_kv_heads_to_the_demo_model(recorded, tmp_path):
     commands = recorded("llama2_7b.sh", RUN=tmp_path, SMALL=1, KV=16)
     grouping = next(words for words in commands if "03_group.py" in words)
     assert after("--kv-heads", grouping) == "4"  # half of 8 heads, as 16 are of 32
+
+
+def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
+    run = f"{tmp_path}/it's a [1] run *"
+    commands = recorded("smollm2.sh", RUN=run, MODEL="a model", TEXT="my text.txt", KV_HEADS=2, SEQUENCES=6)
+    text, calibration, similarity, *stages, table = commands
+    assert after("--text", text) == "my text.txt" and after("--model", calibration) == "a model"
+    assert after("--text", calibration) == f"{run}/text/calibration.txt"
+    assert after("--sequences", calibration) == "6" and after("--sequences", table) == "2"
+    assert all(after("--run", words) == run for words in (text, calibration, similarity, table))
+    groupings, merges = stages[::2], stages[1::2]
+    for grouping, merge, name in zip(groupings, merges, STARTS, strict=True):
+        assert after("--run", grouping) == after("--run", merge) == f"{run}/{name}"
+        assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
+        assert after("--calibration", merge) == f"{run}/calibration"
+        assert after("--kv-heads", grouping) == "2"
+    assert [after("--by", words) for words in groupings] == ["none", "value", "energy", "energy"]
+    closed = ["--merge", "closed-form"]
+    assert [words[words.index("--calibration") + 2:] for words in merges] == [
+        ["--rotate", "none"], ["--rotate", "dist"], closed, [*closed, "--refit"]]
 
 
 @pytest.mark.release

@@ -1,5 +1,6 @@
 """Pictures, checked for what they show: titles, axes, series and the numbers they are drawn from."""
 
+import math
 import sys
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_positions_show_a_line_per_model():
     assert error_bars(axis) == {"pairs": ([0, 1], [1.5, 1.5], [0.5, 0.0]),
                                 "rope": ([0, 1], [0.5, 0.25], [0.0, 0.0])}
     assert axis.get_ylim()[0] == 0
+
+
+def test_losses_before_training_are_those_above_the_sources():
+    perplexities = {"source": 20.0, "mean": 35808.0, "closed form": 20 * math.e}
+    axis, = figure_of(plots.losses_before_training, perplexities, "3 -> 1 kv heads").axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["mean", "closed form"]
+    assert [bar.get_width() for bar in axis.patches] == pytest.approx([math.log(35808 / 20), 1])
+    assert [text.get_text() for text in axis.texts] == ["perplexity 35,808", "perplexity 54.4"]
+    assert axis.yaxis_inverted() and axis.get_title() == "3 -> 1 kv heads"
+    assert axis.get_xlabel() == "loss above the source's (perplexity 20.0), nats per token"
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path, capsys):

