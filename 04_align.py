@@ -20,7 +20,8 @@ fails, nothing is written.
 none it is the mean-pool baseline. --merge closed-form computes the best shared heads
 (common/method/merge.py), a start much closer to the source, best with 03_group.py --by energy; keys are
 merged with RoPE in mind for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O
-by least squares.
+by least squares on the calibration text, at the cost of 2.5 forward passes over it. --refit attention goes on
+to train each layer's W_Q, W_K, W_V and W_O on the attention output of the source's layer, for 7 passes in all.
 """
 
 import os
@@ -46,7 +47,7 @@ from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
 from common.method.fuse import fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.merge import closed_form_layer
-from common.method.refit import Refit
+from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
 from common.method.stats import LayerGrams
 from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
@@ -69,11 +70,12 @@ def parse():
     parser.add_argument("--key-context", type=positive, default=None,
                         help="--merge-keys rope: length of context, in tokens, to preserve scores over "
                              "(default: the model's positions, 4096 at most)")
-    parser.add_argument("--refit", action="store_true",
-                        help="re-solve each merged layer's W_O by least squares (three forward passes)")
+    parser.add_argument("--refit", nargs="?", choices=("output", "attention"), const="output",
+                        help="output (or no value): re-solve each merged layer's W_O by least squares; "
+                             "attention: then train its W_Q, W_K, W_V and W_O")
     parser.add_argument("--refit-sequences", type=positive, default=128,
-                        help="sequences of the calibration text, at its length; one in four is held out to "
-                             "choose the ridge strength")
+                        help="sequences of the calibration text, at its length; one in eight is held out to "
+                             "choose the ridge strength and the epoch")
     parser.section("the equivalence check")
     parser.add_argument("--text", help="as in 01_calibrate.py (default: the calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
@@ -212,8 +214,9 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
     layers, source, refit = inputs.open(aligned), inputs.source, None
     config = merged_config(layers.config, inputs.grouping["kv_heads"])
     if args.refit:
-        texts = inputs.refit_tokens.split(4), inputs.refit_tokens.split(4), inputs.tokens.split(1)
-        refit = Refit(layers.run, *(layers.embed(batches, args.run) for batches in texts))
+        texts = inputs.refit_tokens, inputs.refit_tokens, inputs.tokens
+        refit = Refit(layers.run, *(layers.embed(tokens.split(1), args.run) for tokens in texts),
+                      args.refit == "attention", lambda batches: layers.store(batches, args.run))
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
             merge = mean_merge(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
@@ -222,14 +225,13 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
                 merge = closed_form_layer(grams, groups, *rotations[index], inputs.context)
             merged = merge_layer(layer, index, config, merge)
             if refit:
-                row = refit.layer(layer, merged)
-                ridge = "kept" if row["ridge"] is None else f"{row['ridge']:g}"
-                tqdm.write(f"refit   layer {index:2d}, ridge {ridge:>6s}: relative squared error on held-out "
-                           f"sequences {row['before']:.4f} -> {row['after']:.4f}")
+                errors = refit.layer(layer, merged)
+                tqdm.write(f"refit   layer {index:2d}: relative squared error on held-out sequences "
+                           + " -> ".join(f"{name} {errors[name]:.4f}" for name in ERRORS if name in errors))
             writer.write(f"model.layers.{index}", merged)
         writer.write_rest(layers)
     if refit is None:
-        return {"refit_layers": []}
+        return {"refit_layers": None}
     before = perplexity_of(layers.logits_of(refit.unrefitted), inputs.tokens)
     print(f"refit   perplexity of merged/ before the refit {before:.3f}")
     return {"refit_layers": refit.figures, "perplexity_merged_before_refit": before}

@@ -101,8 +101,11 @@ class Layers:
         one_by_one, they are kept in a temporary file in `directory`.
         """
         with self.part("model.embed_tokens") as embedding:
-            embedded = (embedding(batch.to(self.device)) for batch in batches)
-            return Spool(embedded, directory if self.one_by_one else None)
+            return self.store((embedding(batch.to(self.device)) for batch in batches), directory)
+
+    def store(self, batches, directory: str | None) -> "Spool":
+        """A list of batches: in memory or, one_by_one, in a temporary file in `directory`."""
+        return Spool(batches, directory if self.one_by_one else None)
 
     @contextlib.contextmanager
     def head(self):
@@ -111,7 +114,7 @@ class Layers:
             yield lambda hidden: lm_head(norm(hidden))
 
     def run(self, layer, hidden: torch.Tensor) -> torch.Tensor:
-        """Output of a decoder layer, this model's or a similar one, for hidden states [n, T, hidden]."""
+        """Output of a decoder layer or its self_attn, this model's or a similar one's, for [n, T, hidden]."""
         return run_layer(self.model, layer, hidden)
 
     def advance(self, layer, hidden: "Spool") -> None:
@@ -162,9 +165,10 @@ def fill(module, path: str, prefix: str) -> None:
 
 
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
-    """Output of a decoder layer for hidden states [n, T, hidden]: causal, positions from 0."""
+    """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    mask = window_mask(hidden.shape[1], sliding_window(layer.self_attn), hidden.device)
+    window = sliding_window(getattr(layer, "self_attn", layer))
+    mask = window_mask(hidden.shape[1], window, hidden.device)
     rotary = model.model.rotary_emb(hidden, position_ids=positions)
     output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
     return output[0] if isinstance(output, tuple) else output

@@ -76,7 +76,10 @@ FILES = {FILE_NAME: DIGEST}  # everything in a directory artifact except its rec
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
-PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine"}  # one item per layer
+REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
+         "attention": Optional(POSITIVE)}
+# one item per layer
+PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 # in train/, not in teacher/
 STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}
@@ -102,7 +105,8 @@ STAGES = {  # stage -> fields of its record in addition to RECORD
         "files": FILES,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
-                    "merge": ("mean", "closed-form"), "refit": bool, "calibration_tokens": COUNT,
+                    "merge": ("mean", "closed-form"), "refit": Optional(("output", "attention")),
+                    "refit_layers": Optional([REFIT]), "calibration_tokens": COUNT,
                     "within_group_cosine": [COSINES], "max_logit_difference": POSITIVE, "kl": NUMBER,
                     "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE,
                     "perplexity_merged": POSITIVE},

@@ -160,13 +160,19 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_layer_by_layer_writes_the_same_bytes(aligned_run, tmp_path):
+@pytest.mark.parametrize(("refit", "again"), [
+    (["--refit"], ["--refit", "output", "--layerwise"]),  # no value means output
+    (["--refit", "attention"], ["--refit", "attention"]),
+    (["--refit", "attention"], ["--refit", "attention", "--layerwise"]),
+])
+def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path, refit, again):
     home = copy_run(aligned_run, tmp_path / "run")
-    written = {}
-    for name, flags in (("whole", []), ("layerwise", ["--layerwise"])):
-        run("04_align.py", "--run", home, "--force", "--merge", "closed-form", "--refit", *flags)
-        written[name] = {file: sha for file, sha in digests(home).items() if not file.endswith("stage.json")}
-    assert written["whole"] == written["layerwise"]
+    written = []
+    for flags in (refit, again):
+        run("04_align.py", "--run", home, "--force", "--merge", "closed-form", *flags)
+        written.append({file: sha for file, sha in digests(home).items() if not file.endswith("stage.json")})
+        assert json.loads((home / "merged" / "stage.json").read_text())["summary"]["refit"] == again[1]
+    assert written[0] == written[1]
 
 
 def test_refit_brings_merged_nearer(aligned_run, tmp_path):
@@ -177,7 +183,7 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
     before = json.loads((aligned_run / "merged" / "stage.json").read_text())["summary"]
     assert summary["perplexity_merged_before_refit"] == before["perplexity_merged"]
     assert "refit   perplexity of merged" in done.stdout and len(summary["refit_layers"]) == 3
-    assert all(row["after"] < row["before"] for row in summary["refit_layers"])
+    assert all(row["output"] < row["merged"] and "attention" not in row for row in summary["refit_layers"])
     refitted, plain = weights(home / "merged"), weights(aligned_run / "merged")
     changed = [name for name in plain if not torch.equal(refitted[name], plain[name])]
     assert len(changed) == 3 and all(name.endswith("self_attn.o_proj.weight") for name in changed)
@@ -333,13 +339,13 @@ def test_layers_of_zeros_are_merged_by_the_mean(inputs, tmp_path):
     run("01_calibrate.py", "--run", home, "--model", path, *text)
     run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 5, "--iterations", 50)
-    run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
+    run("04_align.py", "--run", home, "--merge", "closed-form", "--refit", "attention")
     aligned, merged = weights(home / "aligned"), weights(home / "merged")
     for name in ("0.self_attn.k_proj", "1.self_attn.v_proj", "2.self_attn.v_proj"):
         name = f"model.layers.{name}.weight"
         torch.testing.assert_close(merged[name], aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1))
     record = json.loads((home / "merged" / "stage.json").read_text())["summary"]
-    assert all(np.isfinite(row["after"]) for row in record["refit_layers"])
+    assert all(np.isfinite(row["attention"]) for row in record["refit_layers"])
 
 
 def test_unpacked_grams_are_those_of_the_tensors(vectors, grams):

@@ -23,6 +23,7 @@ SHA = "ab" * 32
 MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
          "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 64}
 GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+REFIT = {"ridge": 0.1, "merged": 0.3, "output": 0.2, "attention": 0.1}
 COSINES = {"key_before": 0.1, "key_after": 0.2, "value_before": -0.1, "value_after": 0.2}
 STUDENT = {"kv_heads": 2, "masks": "l0", "merge": "mean"}
 TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
@@ -48,7 +49,8 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
         "files": {"config.json": SHA, "model-00001-of-00004.safetensors": SHA},
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
-                    "refit": False, "calibration_tokens": 64, "within_group_cosine": [COSINES, COSINES],
+                    "refit": "attention", "refit_layers": [REFIT, REFIT], "calibration_tokens": 64,
+                    "within_group_cosine": [COSINES, COSINES],
                     "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
                     "perplexity_aligned": 9.0, "perplexity_merged": 12.0},
     },
@@ -141,14 +143,15 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             continue
         if not isinstance(place[-1], int) and place not in FREE:
             fault = find_fault(changed(record, place, remove=True), stage)
-            assert fault or place[-1] == "score_optimum", place
+            assert fault or place[-1] in OPTIONAL, place
         for wrong in WRONG[type(at(record, place))]:
-            if wrong is None and place[-1] == "score_optimum":
+            if wrong is None and place[-1] in OPTIONAL:
                 continue
             fault = find_fault(changed(record, place, wrong), stage)
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
+OPTIONAL = {"score_optimum", "refit", "refit_layers", "ridge", "attention"}
 FREE = {("inputs", "calibration"), ("files", "config.json"), ("files", "model-00001-of-00004.safetensors"),
         ("files", "step-00000003/.metadata"), ("files", "model.safetensors"), ("results", "gqa")}
 CONTENTS = {

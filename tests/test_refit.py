@@ -1,4 +1,7 @@
-"""The output refit against numpy's least squares, on layers of one linear map."""
+"""The output refit against numpy's least squares, on layers of one linear map; the attention refit against
+plain training of a whole decoder layer."""
+
+import math
 
 import numpy as np
 import pytest
@@ -6,11 +9,12 @@ import torch
 from torch import nn
 
 from common.layers import Spool, run_layer
+from common.method import refit
 from common.method.fuse import merge_model
 from common.method.refit import HELD_OUT_EVERY, RIDGE_STRENGTHS, Moments, Refit, best_fit
 from conftest import tiny_model
 
-TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))
 
 
 def normal(*shape: int, seed: int = 4) -> torch.Tensor:
@@ -64,6 +68,8 @@ def test_a_layer_without_inputs_or_outputs_keeps_its_weight_or_learns_zero(zero)
 
 
 class Attention(nn.Module):
+    """o_proj alone."""
+
     def __init__(self, seed: int, bias: bool = False):
         super().__init__()
         self.o_proj = nn.Linear(6, 5, bias=bias, dtype=torch.float64)
@@ -71,59 +77,61 @@ class Attention(nn.Module):
             for number, parameter in enumerate(self.o_proj.parameters()):
                 parameter.copy_(normal(*parameter.shape, seed=seed + number))
 
+    def forward(self, hidden):
+        return self.o_proj(hidden)
+
 
 class Layer(nn.Module):
     """A layer of which o_proj reads the hidden states themselves; its output replaces them, six wide."""
 
     def __init__(self, seed: int, bias: bool = False):
         super().__init__()
-        self.self_attn = Attention(seed, bias)
+        self.input_layernorm, self.self_attn = nn.Identity(), Attention(seed, bias)
 
     def forward(self, hidden):
-        return torch.cat((self.self_attn.o_proj(hidden), hidden[..., :1]), -1)
+        return torch.cat((self.self_attn(hidden), hidden[..., :1]), -1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_a_layer_is_fitted_on_three_sequences_of_four_and_judged_on_the_fourth(batch, bias):
-    """Inputs and targets differ, as they do behind a merged layer; the bias is no target of W_O."""
-    assert HELD_OUT_EVERY == 4
-    targets, inputs = normal(8, 10, 6, seed=1), normal(8, 10, 6, seed=2)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(sequences, bias):
+    """Inputs and targets differ, as they do behind a merged layer; the merged layer keeps its bias."""
+    assert HELD_OUT_EVERY == 8
+    targets, inputs = normal(16, sequences, 9, 6, seed=1), normal(16, sequences, 9, 6, seed=2)
     inputs = targets + 0.1 * inputs
     original, merged = Layer(10, bias), Layer(20, bias)
     weight = merged.self_attn.o_proj.weight.detach().clone()
-    y = targets @ original.self_attn.o_proj.weight.detach().T
-    held_out = torch.tensor([False, False, False, True] * 2)
-    fit, judge = ((inputs[part].flatten(0, 1), y[part].flatten(0, 1)) for part in (~held_out, held_out))
-    texts = [[part.clone() for part in text.split(batch)] for text in (targets, inputs, inputs)]
-    refit = Refit(lambda layer, hidden: layer(hidden), *texts)
+    with torch.no_grad():
+        y = original.self_attn(targets) - (merged.self_attn.o_proj.bias if bias else 0)
+    held_out = torch.tensor([False] * 7 + [True] + [False] * 7 + [True])
+    fit, judge = ((inputs[part].flatten(0, 2), y[part].flatten(0, 2)) for part in (~held_out, held_out))
+    texts = [list(text.clone()) for text in (targets, inputs, inputs)]
     with torch.no_grad():
         unrefitted = merged(inputs)
-        refit.layer(original, merged)
-        row = refit.figures[0]
+        row = Refit(lambda module, hidden: module(hidden), *texts).layer(original, merged)
         expected = ridge_regression(*fit, weight, row["ridge"])
         refitted = merged.self_attn.o_proj.weight
         np.testing.assert_allclose(refitted.numpy(), expected, atol=1e-4)  # products are float32
-        assert row["before"] == pytest.approx(share(*judge, weight), rel=1e-4)
-        assert row["after"] == pytest.approx(share(*judge, refitted), rel=1e-3)
-        assert row["after"] < row["before"]
+        assert row["merged"] == pytest.approx(share(*judge, weight), rel=1e-4)
+        assert row["output"] == pytest.approx(share(*judge, refitted), rel=1e-3)
+        assert row["output"] < row["merged"] and "attention" not in row
         for text, moved in zip(texts, (original(targets), merged(inputs), unrefitted), strict=True):
-            torch.testing.assert_close(torch.cat(text), moved)
+            torch.testing.assert_close(torch.stack(text), moved)
 
 
-def test_one_batch_of_two_sequences_has_one_to_judge():
-    refit = Refit(None, [normal(1, 3, 6), normal(1, 3, 6)], [])
-    assert [part.tolist() for part in refit.held_out] == [[False], [True]]
+def test_of_two_batches_one_is_held_out():
+    two = Refit(None, [normal(1, 3, 6), normal(1, 3, 6)], [])
+    assert two.fitted == [0] and list(two.held_out) == [1]
 
 
-def refit_model(model, merged, batch: int) -> list[dict]:
-    """Every layer of `merged` refitted on TOKENS, in place."""
-    batches = [model.model.embed_tokens(part) for part in TOKENS.split(batch)]
-    targets, inputs = Spool(batches), Spool(batches)
-    refit = Refit(lambda layer, hidden: run_layer(model, layer, hidden), targets, inputs)
+def refit_model(model, merged, tokens=TOKENS, attention: bool = False) -> list[dict]:
+    """Every layer of `merged` refitted on tokens [sequences, T], one a batch, in place."""
+    batches = [model.model.embed_tokens(part) for part in tokens.split(1)]
+    texts = Spool(batches), Spool(batches)
+    run = refit.Refit(lambda module, hidden: run_layer(model, module, hidden), *texts, attention=attention)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):
-        refit.layer(*layers)
-    return refit.figures
+        run.layer(*layers)
+    return run.figures
 
 
 @torch.no_grad()
@@ -131,10 +139,106 @@ def test_refit_brings_every_layer_nearer_and_an_exact_model_stays():
     model = tiny_model()
     merged = merge_model(model, 2)
     apart = float((model(TOKENS).logits - merged(TOKENS).logits).square().mean())
-    figures = refit_model(model, merged, batch=2)
-    assert len(figures) == 3 and figures[0]["after"] < figures[0]["before"]
-    assert all(layer["after"] <= layer["before"] for layer in figures)
+    figures = refit_model(model, merged)
+    assert len(figures) == 3 and figures[0]["output"] < figures[0]["merged"]
+    assert all(layer["output"] <= layer["merged"] for layer in figures)
     assert float((model(TOKENS).logits - merged(TOKENS).logits).square().mean()) < apart
-    same = merge_model(model, 8)
-    refit_model(model, same, batch=4)
-    torch.testing.assert_close(same(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-3)
+    for attention in (False, True):
+        same = merge_model(model, 8)
+        refit_model(model, same, attention=attention)
+        torch.testing.assert_close(same(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-3)
+
+
+FAMILIES = [{"bias": True}, {"model_type": "mistral", "sliding_window": 16}, {"model_type": "qwen2"},
+            {"model_type": "qwen3"}]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", FAMILIES)
+def test_attention_refit_goes_further_and_changes_only_the_projections(options):
+    """The error falls; norms, MLP and o_proj's bias do not change."""
+    model = tiny_model(num_hidden_layers=1, **options)
+    merged = merge_model(model, 2)
+    before = {name: parameter.clone() for name, parameter in merged.named_parameters()}
+    tokens = torch.randint(0, 256, (24, 60), generator=torch.Generator().manual_seed(0))
+    figures = refit_model(model, merged, tokens, attention=True)[0]
+    assert figures["attention"] < 0.99 * figures["output"] < 0.98 * figures["merged"]
+    for name, parameter in merged.named_parameters():
+        trained = "self_attn" in name and "_proj." in name and not name.endswith("o_proj.bias")
+        assert torch.equal(parameter, before[name]) != trained, name
+
+
+def first_layers(monkeypatch, tokens=TOKENS, **constants):
+    """The first layers of a source and of its merged model before and after training, W_O not refitted."""
+    monkeypatch.setattr(refit, "best_fit", lambda weight, fit, judge: (weight, None, 1.0, 1.0))
+    for name, value in constants.items():
+        monkeypatch.setattr(refit, name, value)
+    model = tiny_model(bias=True, num_hidden_layers=1)
+    merged = merge_model(model, 2)
+    start = merge_model(model, 2)
+    refit_model(model, merged, tokens, attention=True)
+    return model, start, merged
+
+
+def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch):
+    """On the sequences that are not held out, in the order of a seeded permutation per epoch."""
+    model, trained, merged = first_layers(monkeypatch, EPOCHS=2)
+    outputs = []
+    for each in (model, trained):
+        each.model.layers[0].self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0]))
+    names = [f"{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkvo"][:-1]
+    parameters = [trained.model.layers[0].self_attn.get_parameter(name) for name in names]
+    groups = [{"params": [parameter], "lr": 0.02 * float(parameter.detach().square().mean().sqrt())}
+              for parameter in parameters]
+    muon = torch.optim.Muon(groups[:4], momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(groups[4:], weight_decay=0)
+    starts = [group["lr"] for group in groups]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.cat([torch.randperm(5, generator=generator) for _ in range(2)])
+    for step, number in enumerate(order):
+        outputs.clear()
+        model(TOKENS[number][None]), trained(TOKENS[number][None])
+        trained.zero_grad()
+        ((outputs[1] - outputs[0].detach()).square().sum() / outputs[0].detach().square().sum()).backward()
+        for group, start in zip(muon.param_groups + adamw.param_groups, starts, strict=True):
+            group["lr"] = start * (1 + math.cos(math.pi * step / len(order))) / 2
+        muon.step()
+        adamw.step()
+    for name, parameter in zip(names, parameters, strict=True):
+        torch.testing.assert_close(merged.model.layers[0].self_attn.get_parameter(name), parameter,
+                                   rtol=1e-3, atol=1e-4, msg=name)  # rounded to bfloat16 within Muon
+
+
+def test_held_out_text_is_never_trained_on(monkeypatch):
+    changed = torch.cat((TOKENS[:5], TOKENS[5:].flip(1)))
+    _, start, merged = first_layers(monkeypatch)
+    _, _, other = first_layers(monkeypatch, changed)
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight,
+                           start.model.layers[0].self_attn.q_proj.weight)
+
+
+def test_training_that_hurts_is_undone(monkeypatch):
+    _, start, merged = first_layers(monkeypatch, RATE=10.0)
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, start.get_parameter(name)), name
+
+
+def test_the_epoch_of_the_least_held_out_error_is_kept(monkeypatch):
+    """Errors of 0.5, 0.3, 0.4 and 0.3 after the epochs: the second stays."""
+    errors = iter([0.5, 0.3, 0.4, 0.3])
+    states = []
+
+    class Watched(Refit):
+        def _error(self, merged, outputs, numbers):
+            error = super()._error(merged, outputs, numbers)
+            if numbers is not self.held_out:
+                return error
+            states.append(merged.self_attn.q_proj.weight.clone())
+            return torch.tensor(next(errors))
+
+    monkeypatch.setattr(refit, "Refit", Watched)
+    _, _, merged = first_layers(monkeypatch)
+    kept = merged.model.layers[0].self_attn.q_proj.weight
+    assert len(states) == 4 and [torch.equal(kept, state) for state in states] == [False, True, False, False]

@@ -20,6 +20,11 @@ MERGING = {
     "mean": "the mean of the rotated heads of a group (generalized Procrustes)",
     "closed-form": "the best shared head in closed form",
 }
+REFIT = {
+    None: "",
+    "output": ", then each W_O refitted by least squares",
+    "attention": ", then the attention of each layer refitted to the source's",
+}
 MASKS = {
     "l0": "L0 masks moved each head from its own projections to its group's",
     "off": "the merged model was trained directly, without masks",
@@ -68,11 +73,10 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | li
     """Template fields that describe how it was made."""
     aligned, trained = alignment["summary"], training["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
-    refit = ", then each W_O refitted by least squares" if aligned["refit"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
         "grouping": GROUPING[aligned["by"]] + criterion,
-        "merging": MERGING[aligned["merge"]] + refit,
+        "merging": MERGING[aligned["merge"]] + REFIT[aligned["refit"]],
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "steps": trained["steps"],
