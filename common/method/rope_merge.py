@@ -105,7 +105,7 @@ class KeyFit:
         flat = mean.flatten(1)[..., None]
         centered = self.stacked - flat @ flat.mT
         centered = centered.where(~dead, identity_like(stacked))
-        self.dual = torch.linalg.solve(centered, flat).view(groups, members, size)  # (K - mu mu^T)^-1 mu
+        self.dual = solve_each(centered, flat).view(groups, members, size)  # (K - mu mu^T)^-1 mu
         self.mean_share = (self.dual * mean).sum((-2, -1))[:, None, None]  # mu^T (K - mu mu^T)^-1 mu
 
     def covariance(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,8 @@ class KeyFit:
         """B for fixed A, damped around `read`: the regression of R k_i on R k~. Sigma cancels."""
         cross, itself = self.shared(combine)
         residual = cross - read @ itself[:, None]
-        return read + damped_solve(itself[:, None], residual.mT).mT
+        step = damped_solve(itself, residual.flatten(1, 2).mT)  # [G, d, D d]
+        return read + step.mT.view_as(read)
 
     def best_combine(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
         """A for fixed B, damped around `combine`.
@@ -169,7 +170,12 @@ def mean_diagonal(matrix: torch.Tensor) -> torch.Tensor:
 def damped_solve(system: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | float = 0) -> torch.Tensor:
     """Solve (system + extra + DAMPING times the mean diagonal of system) x = right."""
     damped = system + extra + DAMPING * mean_diagonal(system) * identity_like(system)
-    return torch.linalg.solve(damped, right)
+    return solve_each(damped, right)
+
+
+def solve_each(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Solve system x = right for each of [n, ...]: MKL's batched LU hangs with more than one thread."""
+    return torch.stack([torch.linalg.solve(*pair) for pair in zip(system, right, strict=True)])
 
 
 def start_by_pairs(fit: KeyFit) -> Maps:
@@ -219,9 +225,6 @@ def alternate(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor, rounds: in
 
 def merge_rope_keys(fit: KeyFit, rounds: int = ROUNDS) -> Maps:
     """combine A and read B, [G, D, d, d]: from the better of the two starts for each group."""
-    if fit.gram.shape[1] == 1:  # nothing to merge
-        identity = identity_like(fit.query).expand_as(fit.query)
-        return identity, identity
     by_pairs = start_by_pairs(fit)
     combine, read, loss = alternate(fit, *by_pairs, rounds)
     band_combine, band_read, band_loss = alternate(fit, *start_by_band(fit, *by_pairs), rounds)
