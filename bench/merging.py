@@ -8,9 +8,10 @@ Stages 1 to 4 make each start. Each is then distilled from the source model by t
 5, with masks or without, on calibration text (KL on every token, BiLD on the last of each sample), and its
 loss on held-out text is measured. The seeds change the order of the samples and the noise of the masks.
 
-Starts: mean-pool; paper (values by distance, rotations, mean); closed form on adjacent, value and energy
-groups; with the output refit. Writes OUT/merging.json after every measurement, then merging.md and
-merging.png. Starts and losses that are there already are kept.
+Starts: mean-pool; paper (values by distance, rotations, mean); closed form (pairs), keys merged RoPE pair by
+RoPE pair; closed form, keys merged with RoPE in mind, on adjacent, value and energy groups; with the output
+refit. Writes OUT/merging.json after every measurement, then merging.md and merging.png. Starts and losses that
+are there already are kept.
 """
 
 import argparse
@@ -43,13 +44,16 @@ from common.training.inputs import read_pair
 from common.training.sharding import Execution, Ranks, joined_ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PAIRS, ROPE = ["--merge", "closed-form", "--merge-keys", "pairs"], ["--merge", "closed-form"]
 STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "mean-pool": ("none", ["--rotate", "none"]),
     "paper": ("value", []),
-    "closed form, adjacent heads": ("none", ["--merge", "closed-form"]),
-    "closed form, value groups": ("value", ["--merge", "closed-form"]),
-    "closed form": ("energy", ["--merge", "closed-form"]),
-    "closed form + output": ("energy", ["--merge", "closed-form", "--refit"]),
+    "closed form (pairs)": ("energy", PAIRS),
+    "closed form (pairs) + output": ("energy", [*PAIRS, "--refit"]),
+    "closed form, adjacent heads": ("none", ROPE),
+    "closed form, value groups": ("value", ROPE),
+    "closed form": ("energy", ROPE),
+    "closed form + output": ("energy", [*ROPE, "--refit"]),
 }
 GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
 MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the tables
@@ -91,7 +95,7 @@ def calibrate(args) -> None:
     if not os.path.exists(os.path.join(args.out, "similarity.safetensors")):
         source = ["--model", args.model, "--text", args.text, "--length", args.length]
         call_stage(args.out, "01_calibrate.py", *source, "--force")
-        call_stage(args.out, "02_similarity.py", "--force")
+        call_stage(args.out, "02_similarity.py", "--energy", "--force")
 
 
 def start_run(out: str, kv_heads: int, name: str) -> str:
