@@ -10,8 +10,8 @@ loss on held-out text is measured. The seeds change the order of the samples and
 
 Starts: mean-pool; paper (values by distance, rotations, mean); closed form (pairs), keys merged RoPE pair by
 RoPE pair; closed form, keys merged with RoPE in mind, on adjacent, value and energy groups; with the output
-refit. Writes OUT/merging.json after every measurement, then merging.md and merging.png. Starts and losses that
-are there already are kept.
+refit. Writes OUT/merging.json after every measurement, then merging.md and merging.png. Starts and losses
+that are there already are kept.
 """
 
 import argparse
@@ -58,7 +58,7 @@ STARTS = {  # name -> --by of stage 3, arguments of stage 4
 GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
 MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the tables
 SAMPLES, HELDOUT = 2048, 32  # sequences to distil on, and of the held-out loss
-FREE = ("out", "name", "starts", "masks", "budgets", "seeds")  # may differ between runs of one table
+FREE = ("out", "name", "kv_heads", "starts", "masks", "budgets", "seeds")  # may change between runs
 
 
 def parse():
