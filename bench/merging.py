@@ -10,8 +10,8 @@ loss on held-out text is measured. The seeds change the order of the samples and
 
 Starts: mean-pool; paper (values by distance, rotations, mean); closed form (pairs), keys merged RoPE pair by
 RoPE pair; closed form, keys merged with RoPE in mind, on adjacent, value and energy groups; with the output
-refit. Writes OUT/merging.json after every measurement, then merging.md and merging.png. Starts and losses
-that are there already are kept.
+projection or the whole attention layer refitted. Writes OUT/merging.json after every measurement, then
+merging.md and merging.png. Starts and losses that are there already are kept.
 """
 
 import argparse
@@ -49,11 +49,12 @@ STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "mean-pool": ("none", ["--rotate", "none"]),
     "paper": ("value", []),
     "closed form (pairs)": ("energy", PAIRS),
-    "closed form (pairs) + output": ("energy", [*PAIRS, "--refit"]),
+    "closed form (pairs) + output": ("energy", [*PAIRS, "--refit", "output"]),
     "closed form, adjacent heads": ("none", ROPE),
     "closed form, value groups": ("value", ROPE),
     "closed form": ("energy", ROPE),
-    "closed form + output": ("energy", [*ROPE, "--refit"]),
+    "closed form + output": ("energy", [*ROPE, "--refit", "output"]),
+    "closed form + attention": ("energy", [*ROPE, "--refit", "attention"]),
 }
 GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
 MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the tables
