@@ -168,42 +168,48 @@ def test_attention_refit_goes_further_and_changes_only_the_projections(options):
         assert torch.equal(parameter, before[name]) != trained, name
 
 
-def first_layers(monkeypatch, tokens=TOKENS, **constants):
-    """The first layers of a source and of its merged model before and after training, W_O not refitted."""
+def trained(monkeypatch, tokens=TOKENS, options=FAMILIES[0], **constants):
+    """A source of one layer, its merged model, and that model trained, with W_O not refitted."""
     monkeypatch.setattr(refit, "best_fit", lambda weight, fit, judge: (weight, None, 1.0, 1.0))
     for name, value in constants.items():
         monkeypatch.setattr(refit, name, value)
-    model = tiny_model(bias=True, num_hidden_layers=1)
-    merged = merge_model(model, 2)
-    start = merge_model(model, 2)
+    model = tiny_model(num_hidden_layers=1, **options)
+    start, merged = merge_model(model, 2), merge_model(model, 2)
     refit_model(model, merged, tokens, attention=True)
     return model, start, merged
 
 
-def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch):
+@pytest.mark.parametrize("options", FAMILIES[:2])
+def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options):
     """On the sequences that are not held out, in the order of a seeded permutation per epoch."""
-    model, trained, merged = first_layers(monkeypatch, EPOCHS=2)
+    model, student, merged = trained(monkeypatch, options=options, EPOCHS=2)
     outputs = []
-    for each in (model, trained):
+    for each in (model, student):
         each.model.layers[0].self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0]))
+    attention = student.model.layers[0].self_attn
     names = [f"{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkvo"][:-1]
-    parameters = [trained.model.layers[0].self_attn.get_parameter(name) for name in names]
+    names = names if attention.q_proj.bias is not None else names[:4]
+    parameters = [attention.get_parameter(name) for name in names]
     groups = [{"params": [parameter], "lr": 0.02 * float(parameter.detach().square().mean().sqrt())}
               for parameter in parameters]
-    muon = torch.optim.Muon(groups[:4], momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(groups[4:], weight_decay=0)
-    starts = [group["lr"] for group in groups]
+    optimizers = [torch.optim.Muon(groups[:4], momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")]
+    if groups[4:]:
+        optimizers.append(torch.optim.AdamW(groups[4:], weight_decay=0))
     generator = torch.Generator().manual_seed(0)
     order = torch.cat([torch.randperm(5, generator=generator) for _ in range(2)])
+    starts = [group["lr"] for group in groups]
     for step, number in enumerate(order):
         outputs.clear()
-        model(TOKENS[number][None]), trained(TOKENS[number][None])
-        trained.zero_grad()
-        ((outputs[1] - outputs[0].detach()).square().sum() / outputs[0].detach().square().sum()).backward()
-        for group, start in zip(muon.param_groups + adamw.param_groups, starts, strict=True):
+        model(TOKENS[number][None])
+        student(TOKENS[number][None])
+        student.zero_grad()
+        target, output = outputs[0].detach(), outputs[1]
+        ((output - target).square().sum() / target.square().sum()).backward()
+        stepped = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, start in zip(stepped, starts, strict=True):
             group["lr"] = start * (1 + math.cos(math.pi * step / len(order))) / 2
-        muon.step()
-        adamw.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for name, parameter in zip(names, parameters, strict=True):
         torch.testing.assert_close(merged.model.layers[0].self_attn.get_parameter(name), parameter,
                                    rtol=1e-3, atol=1e-4, msg=name)  # rounded to bfloat16 within Muon
@@ -211,8 +217,8 @@ def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch):
 
 def test_held_out_text_is_never_trained_on(monkeypatch):
     changed = torch.cat((TOKENS[:5], TOKENS[5:].flip(1)))
-    _, start, merged = first_layers(monkeypatch)
-    _, _, other = first_layers(monkeypatch, changed)
+    _, start, merged = trained(monkeypatch)
+    _, _, other = trained(monkeypatch, changed)
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight,
@@ -220,7 +226,7 @@ def test_held_out_text_is_never_trained_on(monkeypatch):
 
 
 def test_training_that_hurts_is_undone(monkeypatch):
-    _, start, merged = first_layers(monkeypatch, RATE=10.0)
+    _, start, merged = trained(monkeypatch, RATE=10.0)
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, start.get_parameter(name)), name
 
@@ -239,6 +245,6 @@ def test_the_epoch_of_the_least_held_out_error_is_kept(monkeypatch):
             return torch.tensor(next(errors))
 
     monkeypatch.setattr(refit, "Refit", Watched)
-    _, _, merged = first_layers(monkeypatch)
+    _, _, merged = trained(monkeypatch)
     kept = merged.model.layers[0].self_attn.q_proj.weight
     assert len(states) == 4 and [torch.equal(kept, state) for state in states] == [False, True, False, False]
