@@ -8,8 +8,8 @@ Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads ro
     python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 6 GiB of memory
     python 04_align.py                                       # seconds on a CPU for the demo model
 
-Generalized Procrustes (Algorithm 1) finds the rotations from each group's Grams, in float64. They are fused
-into W_Q, W_K, W_V and W_O (Eq. 12-17).
+Generalized Procrustes (Algorithm 1, by a faster update) finds the rotations from each group's Grams, in
+float64. They are fused into W_Q, W_K, W_V and W_O (Eq. 12-17).
 
 Equivalence check: aligned/, loaded back from disk, must reproduce the source's logits up to float32 rounding.
 A 16-bit checkpoint rounds the rotated weights once more. There the rotated float32 model must match the

@@ -19,7 +19,7 @@ def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and u by Algorithm 1 on unit-norm vectors ("cos") or raw ones ("dist"); the identity for "none"."""
+    """Q and u by Procrustes on unit-norm vectors ("cos") or raw ones ("dist"); the identity for "none"."""
     if criterion == "none":
         return no_rotation(grams, groups)
     kind = CRITERIA[criterion]
