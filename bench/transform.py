@@ -1,18 +1,24 @@
 """Stages 2 to 4 on Gram matrices against the same mathematics on stored caches, and what calibrating costs.
 
-    python -m bench.transform                    # one layer of 7B proportions; under 50 s on one core
+    python -m bench.transform                    # one layer of 7B proportions; two minutes on one core
     python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
 The direct way keeps every head's vectors, [H, N, d] float32, and works on them pair by pair as the paper
 prints it: Eq. 2, 3, 7-10 and 18-22 for each two heads; Algorithm 2 with the whole score summed anew at each
-swap, one start after another; Algorithm 1 on the vectors of each group. Ours begins with the Grams and does
-all pairs, all starts and all groups at once. Algorithm 1 runs --rounds rounds in both, with no early end.
+swap, one start after another; --rounds rounds of Algorithm 1 on the vectors of each group, which real values
+need ten times over. Ours begins with the Grams, does all pairs, all starts and all groups at once, and aligns
+until it has settled.
 
 The paper's 128 x 2048 tokens are out of the direct way's reach in a minute. It is timed on --tokens tokens,
 --head-pairs pairs of heads, one start and one round of one group, and scaled linearly to all pairs, starts,
 groups and rounds; work on vectors is scaled to the paper's tokens as well, decompositions of d x d matrices
 are not. transform_speedup is that ratio; transform_speedup_at_measured_tokens scales no tokens;
 transform_speedup_with_grams counts making the Grams as ours.
+
+align_speedup: seconds to align the layer's values and keys until they have settled, both ways on Grams: the
+printed update (bench/alignment.py) over ours. align_objective_gain is the least of any group: objective of
+ours over the printed update's, minus one. stages_2_to_4_s_per_7b_layer: similarities without energies, the
+grouping, rotations with the cosines that stage 4 prints, fusing them into the weights, and the mean merge.
 
 calibrate_over_forward: forward passes of a random-weight Llama with stage 1's sums in hooks over plain ones
 of the same tokens, median of alternating pairs. What stage 1 does once (the Grams of W_O, the files) is not
@@ -27,12 +33,16 @@ import statistics
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+from bench.alignment import objective_gain, printed_keys, printed_values
 from bench.machine import machine, timed
+from common.method.align import align_layer, within_group_cosine
+from common.method.fuse import fuse_layer, mean_merge, merged_state
 from common.method.grouping import anneal, score
-from common.method.procrustes import align_keys, align_values, key_similarity, value_similarity
+from common.method.procrustes import key_similarity, value_similarity
 from common.method.rope import to_complex
-from common.method.stats import CRITERIA, LayerStats, group_blocks, unpack_half
+from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks
 
 PAPER_TOKENS = 128 * 2048
 
@@ -49,7 +59,7 @@ def parse():
     # the search and the alignment, both ways
     parser.add_argument("--restarts", type=int, default=200)
     parser.add_argument("--iterations", type=int, default=3000, help="swaps proposed per start")
-    parser.add_argument("--rounds", type=int, default=50, help="of Algorithm 1")
+    parser.add_argument("--rounds", type=int, default=50, help="of the direct way's Algorithm 1")
     # the part of the direct way that is timed
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--head-pairs", type=int, default=4)
@@ -76,21 +86,25 @@ class Ours:
     """Stages 2 to 4 of one layer from its Grams: similarities, grouping, rotations, called in that order."""
 
     def __init__(self, args, raw: dict):
-        self.args, self.stats = args, LayerStats(args.heads, args.head_dim, args.device)
-        self.grams_seconds = timed(args.device, self._sum_up, raw)[1]
-        self.value = {kind: unpack_half(half, args.heads) for kind, half in self.stats.value.items()}
+        self.args = args
+        stats, self.grams_seconds = timed(args.device, self._sum_up, raw)
+        free = {"key.free": torch.ones(args.head_dim // 2, dtype=torch.bool)}
+        tensors = {name: tensor.to(args.device) for name, tensor in (stats.tensors() | free).items()}
+        self.grams = LayerGrams(tensors, args.heads)
 
-    def _sum_up(self, raw: dict) -> None:
+    def _sum_up(self, raw: dict) -> LayerStats:
+        stats = LayerStats(self.args.heads, self.args.head_dim, self.args.device)
         for key, value in zip(raw["key"].split(4096), raw["value"].split(4096), strict=True):
-            self.stats.update_keys(key)
-            self.stats.update_values(value)
+            stats.update_keys(key)
+            stats.update_values(value)
+        return stats
 
     def similarities(self) -> list[torch.Tensor]:
         """[H, H] each: keys then values, cos then dist, before then after alignment."""
         matrices = []
-        for grams, similarity in ((self.stats.key, key_similarity), (self.value, value_similarity)):
+        for gram, similarity in ((self.grams.key, key_similarity), (self.grams.value, value_similarity)):
             for criterion, kind in CRITERIA.items():
-                matrices += similarity(grams[kind], self.args.tokens, criterion)
+                matrices += similarity(gram(kind), self.args.tokens, criterion)
         return matrices
 
     def grouping(self, similarity: np.ndarray) -> np.ndarray:
@@ -98,10 +112,13 @@ class Ours:
         args = self.args
         return anneal(similarity[None], args.kv_heads, args.restarts, args.iterations, 0)[0]
 
-    def rotations(self, groups: torch.Tensor, rounds: int):
-        """Q [G, D, d, d] and u [G, D, d/2] after `rounds` rounds."""
-        value, key = group_blocks(self.value["raw"], groups), group_blocks(self.stats.key["raw"], groups)
-        return align_values(value, rounds, -1), align_keys(key, rounds, -1)
+    def rotations(self, groups: torch.Tensor):
+        """Q [G, D, d, d] and u [G, D, d/2] of settled groups."""
+        return align_layer(self.grams, groups, "dist")
+
+    def blocks(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The groups' Grams of values [G, D, D, d, d] and of keys [G, D, D, d/2]."""
+        return group_blocks(self.grams.value("raw"), groups), group_blocks(self.grams.key("raw"), groups)
 
 
 class Direct:
@@ -193,7 +210,7 @@ def one_pass(args, ours: Ours, direct: Direct, pairs: list, random) -> tuple[dic
     matrix = matrices[-1].cpu().numpy()  # values, dist, after alignment: the default of 03_group.py
     groups, our_grouping = timed(args.device, ours.grouping, matrix)
     on_device = torch.from_numpy(groups).to(args.device)
-    _, our_alignment = timed(args.device, ours.rotations, on_device, args.rounds)
+    _, our_alignment = timed(args.device, ours.rotations, on_device)
 
     _, scaling, _ = direct.timed(direct.scale_to_unit)
     rows, on_vectors, decomposing = direct.timed(lambda: [direct.similarities(i, j) for i, j in pairs])
@@ -201,7 +218,8 @@ def one_pass(args, ours: Ours, direct: Direct, pairs: list, random) -> tuple[dic
     seconds = {"similarity": (our_similarity, scaling + on_vectors * share, decomposing * share)}
     _, searching, _ = direct.timed(direct_start, matrix, args.kv_heads, args.iterations, random)
     seconds["grouping"] = our_grouping, 0.0, searching * args.restarts
-    second, third = (ours.rotations(on_device[:1], rounds) for rounds in (2, 3))
+    value, key = ours.blocks(on_device[:1])
+    second, third = ((printed_values(value, rounds, -1), printed_keys(key, rounds, -1)) for rounds in (2, 3))
     state = second[0][0].float(), second[1][0].to(torch.complex64)
     rotated, on_vectors, decomposing = direct.timed(direct.align_round, groups[0].tolist(), *state)
     share = args.kv_heads * args.rounds
@@ -214,6 +232,58 @@ def one_pass(args, ours: Ours, direct: Direct, pairs: list, random) -> tuple[dic
         "score_difference": abs(score_difference),
         "rotation_difference": largest_difference(rotated, (third[0][0], third[1][0]))}
     return seconds, differences
+
+
+def converge(args, ours: Ours) -> dict:
+    """Seconds until the rotations of a layer have settled, ours against the printed update."""
+    groups = torch.arange(args.heads, device=args.device).view(args.kv_heads, -1)
+    value, key = ours.blocks(groups)
+
+    def printed():
+        return printed_values(value), printed_keys(key)
+
+    spent = [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
+    expected, printed_seconds = timed(args.device, printed)
+    spent += [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
+    seconds = statistics.median(seconds for _, seconds in spent)
+    gains = [objective_gain(*pair) for pair in zip((value, key), spent[0][0], expected, strict=True)]
+    figures = {"align_speedup": round(printed_seconds / seconds, 1), "align_seconds": round(seconds, 3),
+               "align_seconds_printed": round(printed_seconds, 3),
+               "align_objective_gain": float(torch.cat(gains).min())}
+    print("alignment until settled: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    return figures
+
+
+@torch.no_grad()
+def whole_layer(args, ours: Ours) -> dict:
+    """Stages 2 to 4 of a layer, on float32 weights of hidden size heads * d: median seconds of each step."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=args.heads * args.head_dim, num_attention_heads=args.heads)
+    with torch.device(args.device):
+        attention = LlamaAttention(config, 0)
+    steps = {"similarities": [], "grouping": [], "alignment": [], "fusing": [], "merging": []}
+    for _ in range(args.pairs):
+        matrices, seconds = timed(args.device, ours.similarities)
+        steps["similarities"].append(seconds)
+        groups, seconds = timed(args.device, ours.grouping, matrices[-1].cpu().numpy())
+        steps["grouping"].append(seconds)
+        groups = torch.from_numpy(groups).to(args.device)
+
+        def align(groups=groups):
+            rotations = ours.rotations(groups)
+            within_group_cosine(ours.grams, groups, *rotations, args.tokens)
+            return rotations
+
+        (value_rotation, key_rotation), seconds = timed(args.device, align)
+        steps["alignment"].append(seconds)
+        order, rotations = groups.flatten().tolist(), (value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+        steps["fusing"].append(timed(args.device, fuse_layer, attention, order, *rotations)[1])
+        merge = mean_merge(args.heads, args.kv_heads, args.head_dim)
+        steps["merging"].append(timed(args.device, merged_state, attention, merge)[1])
+    medians = {name: round(statistics.median(seconds), 3) for name, seconds in steps.items()}
+    row = ", ".join(f"{name} {spent}" for name, spent in medians.items())
+    print(f"stages 2 to 4, seconds of a layer: {row}", flush=True)
+    return {"stages_2_to_4_s_per_7b_layer": round(sum(medians.values()), 3), "stages_2_to_4_s": medians}
 
 
 def speedup(passes: list[dict], factor: float = 1.0, grams: float = 0.0) -> float:
@@ -253,10 +323,11 @@ def transform(args) -> dict:
     print(f"not in ours: making the Grams, {ours.grams_seconds:.1f} s for {args.tokens} tokens, "
           f"{ours.grams_seconds * factor:.1f} s for {PAPER_TOKENS}")
     print("both ways: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()), flush=True)
-    return {"transform_speedup": speedup(passes, factor),
-            "transform_speedup_at_measured_tokens": speedup(passes),
-            "transform_speedup_with_grams": speedup(passes, factor, ours.grams_seconds * factor),
-            "transform_seconds": round(ours_seconds, 3)} | differences
+    figures = {"transform_speedup": speedup(passes, factor),
+               "transform_speedup_at_measured_tokens": speedup(passes),
+               "transform_speedup_with_grams": speedup(passes, factor, ours.grams_seconds * factor),
+               "transform_seconds": round(ours_seconds, 3)} | differences
+    return figures | whole_layer(args, ours) | converge(args, ours)
 
 
 def hook_statistics(model, head_dim: int, device: str) -> None:

@@ -5,12 +5,14 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from bench import decode, loss, merging, positions, text_model
+from bench import alignment, decode, loss, merging, positions, text_model
 from bench.machine import machine, timed
 from common.cli import UserError
 from common.data.text import load_tokens
@@ -201,6 +203,26 @@ def test_transform_bench():
     assert figures["score_difference"] < 1e-9
     assert figures["transform_speedup"] > figures["transform_speedup_with_grams"] > 0
     assert figures["calibrate_over_forward"] > 0
+    assert figures["align_speedup"] > 0 and figures["align_objective_gain"] > -1e-4
+    steps = figures["stages_2_to_4_s"]
+    assert figures["stages_2_to_4_s_per_7b_layer"] == pytest.approx(sum(steps.values())) and len(steps) == 5
+
+
+def test_the_printed_alignment_is_algorithm_1_on_vectors():
+    """Two rounds on vectors [n, d]: the mean of all, then the best rotation of each head onto it."""
+    heads = torch.randn(50, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gram = torch.einsum("nia,njb->ijab", heads, heads)[None]
+    rotation = alignment.printed_values(gram, rounds=2, gain=-1)[0]
+    shapes = [heads[:, i].numpy() for i in range(3)]
+    rotated = shapes
+    for _ in range(2):
+        mean = sum(rotated) / 3
+        rotated = [shape @ scipy.linalg.orthogonal_procrustes(shape, mean)[0] for shape in shapes]
+    for i in range(3):
+        assert np.allclose(shapes[i] @ rotation[i].numpy().T, rotated[i], atol=1e-9)
+    eye = torch.eye(6, dtype=torch.float64).expand(1, 3, 6, 6)
+    gain = float(alignment.objective_gain(gram, rotation[None], eye))
+    assert gain == pytest.approx(np.square(sum(rotated)).sum() / float(heads.sum(1).square().sum()) - 1)
 
 
 @pytest.mark.slow
