@@ -79,7 +79,9 @@ def model_losses(path: str, tokens: torch.Tensor, edges: list[int]) -> list[tupl
     model = load_model(path)
     bar = tqdm(tokens, desc=path, unit="seq", leave=False)
     by_sequence = [bucket_means(token_losses(model, row), edges) for row in bar]
-    return list(zip(*by_sequence, strict=True))
+    by_bucket = list(zip(*by_sequence, strict=True))
+    print(path, *map(mean_and_error, by_bucket), sep=" | ", flush=True)
+    return by_bucket
 
 
 def lost(losses: list[tuple[float, ...]], source: list[tuple[float, ...]]) -> list[list[float]]:
