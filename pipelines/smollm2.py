@@ -27,6 +27,7 @@ STARTS = {  # run directory -> name in the table
     "paper": "the paper: rotations and mean",
     "closed-form": "closed form",
     "output-refit": "closed form + output refit",
+    "attention-refit": "closed form + attention refit",
 }
 
 

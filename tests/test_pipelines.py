@@ -106,10 +106,11 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
         assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
         assert after("--calibration", merge) == f"{run}/calibration"
         assert after("--kv-heads", grouping) == "2"
-    assert [after("--by", words) for words in groupings] == ["none", "value", "energy", "energy"]
+    assert [after("--by", words) for words in groupings] == ["none", "value", "energy", "energy", "energy"]
     closed = ["--merge", "closed-form"]
     assert [words[words.index("--calibration") + 2:] for words in merges] == [
-        ["--rotate", "none"], ["--rotate", "dist"], closed, [*closed, "--refit"]]
+        ["--rotate", "none"], ["--rotate", "dist"], closed, [*closed, "--refit", "output"],
+        [*closed, "--refit", "attention"]]
 
 
 @pytest.mark.release
