@@ -276,8 +276,8 @@ def whole_layer(args, ours: Ours) -> dict:
 
         (value_rotation, key_rotation), seconds = timed(args.device, align)
         steps["alignment"].append(seconds)
-        order, rotations = groups.flatten().tolist(), (value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
-        steps["fusing"].append(timed(args.device, fuse_layer, attention, order, *rotations)[1])
+        parts = groups.flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1)
+        steps["fusing"].append(timed(args.device, fuse_layer, attention, *parts)[1])
         merge = mean_merge(args.heads, args.kv_heads, args.head_dim)
         steps["merging"].append(timed(args.device, merged_state, attention, merge)[1])
     medians = {name: round(statistics.median(seconds), 3) for name, seconds in steps.items()}

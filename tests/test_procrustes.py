@@ -382,15 +382,32 @@ def test_no_single_sign_flip_improves_a_group():
     assert (signs * pull >= 0).all()  # flipping head i changes the sum by -4 s_i pull_i
 
 
-def test_signs_are_the_best_of_all_in_most_groups():
-    """As tried one by one; head by head from signs that fit badly, in seven groups of ten."""
+def test_signs_are_the_best_of_all_in_nearly_all_groups():
+    """As tried one by one; from one start alone in 78 %."""
     gram = torch.randn(100, 6, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     gram = gram + gram.transpose(1, 2)
     trials = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 6)
     best = torch.einsum("ti,gijp,tj->gpt", trials, gram, trials).amax(-1)
     signs = unit_numbers(gram)
     reached = torch.einsum("gip,gijp,gjp->gp", signs, gram, signs)
-    assert (reached > best - 1e-9).double().mean() > 0.8
+    assert (reached > best - 1e-9).double().mean() > 0.95
+
+
+def test_phases_are_the_best_of_many_starts_in_nearly_all_groups():
+    """Of 20 random ones; the phases from one head alone are in 83 %."""
+    generator = torch.Generator().manual_seed(6)
+    gram = torch.randn(100, 10, 10, 4, dtype=torch.complex128, generator=generator)
+    gram = gram + gram.transpose(1, 2).conj()
+    between = gram * (1 - torch.eye(10, dtype=torch.float64))[..., None]
+    trials = torch.randn(20, 100, 10, 4, dtype=torch.complex128, generator=generator)
+    for _ in range(40):
+        for head in range(10):
+            pull = torch.einsum("gjp,tgjp->tgp", between[:, head], trials)
+            trials[:, :, head] = pull / pull.abs()
+    best = torch.einsum("tgip,gijp,tgjp->tgp", trials.conj(), gram, trials).real.amax(0)
+    units = unit_numbers(gram)
+    reached = torch.einsum("gip,gijp,gjp->gp", units.conj(), gram, units).real
+    assert (reached > best * (1 - 1e-6)).double().mean() > 0.95
 
 
 def test_all_groups_at_once_are_each_group_alone(heads):

@@ -164,23 +164,25 @@ def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None) -> torch.Te
 def unit_numbers(gram: torch.Tensor) -> torch.Tensor:
     """u [..., D, d/2] that make sum_ij conj(u_i) c[i, j] u_j large, separately for each RoPE pair.
 
-    gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. Start from the phases of the
-    leading eigenvector; then each head in turn takes the phase that best agrees with the others, until no
-    phase changes by PHASE_TOLERANCE. Algorithm 1 would never flip a sign: a head's contribution to the mean
-    outweighs the pull towards the other one. The first head of a group gets 1. For two heads the result is
-    optimal.
+    gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. For each head, start from the
+    phases that turn the others towards it; then each in turn takes the phase that best agrees with the rest,
+    until none changes by PHASE_TOLERANCE; the best of the D results is kept. Algorithm 1 would never flip a
+    sign: a head's contribution to the mean outweighs the pull towards the other one. The first head of a
+    group gets 1.
     """
-    between = gram.movedim(-1, -3)  # [..., d/2, D, D]
-    units = unit_phase(torch.linalg.eigh(between).eigenvectors[..., -1])
-    between = between - torch.diag_embed(torch.diagonal(between, dim1=-2, dim2=-1))
+    gram = gram.movedim(-1, -3)  # [..., d/2, D, D]
+    units = unit_phase(gram).mT.clone()  # [..., d/2, starts, D]
+    between = gram - torch.diag_embed(torch.diagonal(gram, dim1=-2, dim2=-1))
     for _ in range(MAX_SWEEPS):
         before = units.clone()
         for head in range(units.shape[-1]):
-            pull = torch.einsum("...j,...j->...", between[..., head, :], units)
+            pull = torch.einsum("...j,...sj->...s", between[..., head, :], units)
             units[..., head] = torch.where(pull == 0, units[..., head], unit_phase(pull))
         if ((units - before).abs() <= PHASE_TOLERANCE).all():
             break
-    return (units * units[..., :1].conj()).mT
+    reached = torch.einsum("...si,...ij,...sj->...s", units.conj(), between, units).real
+    best = units.take_along_dim(reached.argmax(-1)[..., None, None], -2).squeeze(-2)
+    return (best * best[..., :1].conj()).mT
 
 
 def pair_mean(overlap: torch.Tensor) -> torch.Tensor:
