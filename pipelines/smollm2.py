@@ -82,11 +82,13 @@ def measure_all(args, source: str) -> dict[str, dict]:
     text = os.path.join(args.run, "text", "heldout.txt")
     tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length)
     print(f"reads   {description}; {tokens.numel()} tokens")
-    results = {"source": measure(source, tokens)}
+    paths = {"source": source}
     for directory, name in STARTS.items():
-        path = os.path.join(args.run, directory, "merged")
-        seconds = read_record(path, "04_align.py")["seconds"]
-        results[name] = measure(path, tokens) | {"seconds": seconds}
+        paths[name] = os.path.join(args.run, directory, "merged")
+        read_record(paths[name], "04_align.py")  # refuses one that is missing
+    results = {}
+    for name, path in paths.items():
+        results[name] = measure(path, tokens)
         print(f"{name}: perplexity {results[name]['perplexity']:.3f}", flush=True)
     return results
 
@@ -97,12 +99,11 @@ def table(results: dict[str, dict]) -> str:
     rows = []
     for name, figures in results.items():
         loss = math.log(figures["perplexity"] / source["perplexity"])
-        seconds = f"{figures['seconds']:.0f} s" if "seconds" in figures else ""
         digits = 1 if figures["perplexity"] < 1000 else 0
-        rows.append((name, f"{figures['perplexity']:,.{digits}f}", f"+{loss:.2f}" if seconds else "",
-                     f"{figures['cache_bytes_per_token']:.0f}", seconds))
+        rows.append((name, f"{figures['perplexity']:,.{digits}f}", f"+{loss:.2f}" if rows else "",
+                     f"{figures['cache_bytes_per_token']:.0f}"))
     merged = f"{source['kv_heads']} -> {last['kv_heads']} kv heads"
-    return markdown_table((merged, "perplexity", "loss", "KV bytes per token", "stage 4"), rows, "<>>>>")
+    return markdown_table((merged, "perplexity", "loss", "KV bytes per token"), rows, "<>>>")
 
 
 def main():

