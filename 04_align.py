@@ -20,8 +20,8 @@ fails, nothing is written.
 none it is the mean-pool baseline. --merge closed-form computes the best shared heads
 (common/method/merge.py), a start much closer to the source, best with 03_group.py --by energy; keys are
 merged with RoPE in mind for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O
-by least squares on the calibration text, for 2.5 forward passes over it. --refit attention goes on
-to train W_Q, W_K, W_V and W_O on the source layer's attention output, for 7 passes in all.
+by least squares on the calibration text, for two forward passes over it. --refit attention goes on
+to train W_Q, W_K, W_V and W_O on the source layer's attention output, for seven passes in all.
 """
 
 import os
