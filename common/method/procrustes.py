@@ -114,7 +114,7 @@ def relaxed_starts(gram: torch.Tensor, between: torch.Tensor) -> list[torch.Tens
     members, size = gram.shape[1], gram.shape[-1]
     shape, generator = (members, round(RELAXED * size), size), torch.Generator().manual_seed(0)
     maps = polar(torch.randn(shape, dtype=gram.dtype, generator=generator).to(gram.device))
-    maps = take_turns(between, maps.expand(len(gram), *shape), RELAXED_SWEEPS, 0)
+    maps = take_turns(between, maps.expand(len(gram), *shape), RELAXED_SWEEPS, GAIN_TOLERANCE)
     starts = []
     for blocks in (gram, between):
         moment = torch.einsum("giab,gijbc,gjec->gae", maps, blocks, maps)
