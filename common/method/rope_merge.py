@@ -1,7 +1,7 @@
 """Merging keys with RoPE in mind: the shared key head of each group by least squares over all coordinates.
 
-Merging pair by pair (common/method/closed_form.py) is more than a stock model needs: for any real A_j and B_i
-[d, d], shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i make one. At distance t the score
+A stock model does not need RoPE pairs to stay pairs, as in common/method/closed_form.py: any real A_j and B_i
+[d, d] make one, with shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score
 q_i^T R k_i becomes q_i^T B_i R k~, with R = R(-t) the rotation by RoPE. Softmax ignores what is the same for
 all keys, so what merging loses is the variance of the score's error over keys and distances:
 
