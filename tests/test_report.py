@@ -24,7 +24,8 @@ CALIBRATION = next(part.record for part in report.PARTS if part.name == "calibra
 SUMMARIES = {  # record -> stage and summary
     CALIBRATION: ("01_calibrate.py", {
         "tokens": 70001, "sequences": 70002, "length": 70003, "text": "<script>alert('x')</script>",
-        "positions": 70006, "sampled_tokens": 70004, "peak_memory_gib": 1.234, "mean_squared_value": [0.4001, 0.4002]}),
+        "positions": 70006, "sampled_tokens": 70004, "peak_memory_gib": 1.234,
+        "mean_squared_value": [0.4001, 0.4002]}),
     "similarity.json": ("02_similarity.py", {
         "key.cos.before": 0.1003, "key.cos.after": 0.1004, "value.cos.before": 0.1005,
         "value.cos.after": 0.1006, "key.dist.before": 0.1007, "key.dist.after": 0.1008,
