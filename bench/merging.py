@@ -143,14 +143,19 @@ class Distiller:
         if args.masks == "l0":
             job = distill.masked_job(pair, settings, setup)
             phase = distill.MaskedDistillation(job.trainee, self.teacher, steps, settings)
-            train(job, phase, self.samples, plan, switch)
+            self.train(job, phase, plan, switch)
             saved = checkpoints.steps_saved(directory)[-1]
         job = distill.gqa_job(pair, settings, setup, saved, switched=args.masks == "l0")
-        train(job, distill.Distillation(job.trainee, self.teacher, settings), self.samples, plan)
+        self.train(job, distill.Distillation(job.trainee, self.teacher, settings), plan)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
         shutil.rmtree(directory)
         return model
+
+    def train(self, job, phase, plan: Plan, until: int | None = None) -> None:
+        """Stage 5's loop. A signal ends the bench: a model whose training it cut short is not measured."""
+        if not train(job, phase, self.samples, plan, until):
+            raise KeyboardInterrupt
 
 
 class Results:
