@@ -63,9 +63,11 @@ def final_weights(home) -> dict[str, torch.Tensor]:
 
 
 def assert_same_training(home, other) -> None:
+    # BiLD is not continuous: rounding may swap a student's 16th and 17th logits, of which it takes only one
+    tolerances = {"loss": 1e-4, "bild": 1e-4, "kl": 1e-5, "mask_mean": 1e-5, "mask_expected": 1e-5}
     for ours, theirs in zip(metrics(home), metrics(other), strict=True):
-        for name in ("loss", "kl", "bild", "mask_mean", "mask_expected"):
-            assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-5), (ours["step"], name)
+        for name, tolerance in tolerances.items():
+            assert ours.get(name) == pytest.approx(theirs.get(name), abs=tolerance), (ours["step"], name)
     expected = final_weights(other)
     for name, tensor in final_weights(home).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4)
@@ -632,10 +634,15 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    for pid in (process.pid, *ranks_of(process)):  # the launcher first, so that it has no time to tidy up
+    ranks = ranks_of(process)
+    for pid in (process.pid, *ranks):  # the launcher first, so that it has no time to tidy up
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+    limit = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):  # a dying rank's threads still hold the lock
+        assert time.monotonic() < limit, f"ranks {ranks} do not end"
+        time.sleep(0.01)
 
 
 def wait_for_step(home, step: int) -> None:
