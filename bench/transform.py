@@ -1,6 +1,6 @@
 """Stages 2 to 4 on Gram matrices against the same mathematics on stored caches, and what calibrating costs.
 
-    python -m bench.transform                    # one layer of 7B proportions; two minutes on one core
+    python -m bench.transform                    # one layer of 7B proportions; three minutes on one core
     python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
 The direct way keeps every head's vectors, [H, N, d] float32, and works on them pair by pair as the paper
@@ -66,7 +66,7 @@ def parse():
     # the forward pass
     parser.add_argument("--intermediate", type=int, default=11008)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--calibrate-tokens", type=int, default=512, help="one sequence")
+    parser.add_argument("--calibrate-tokens", type=int, default=4096, help="one sequence")
     parser.add_argument("--pairs", type=int, default=3, help="paired passes, after one not counted")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
                         help="of the forward pass")
