@@ -1,5 +1,5 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
-# make smollm2       merge a real pretrained model from PyPI in five ways, print a table (15 minutes, no hub)
+# make smollm2       merge a real pretrained model from PyPI in five ways, print a table (12 minutes, no hub)
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
