@@ -100,7 +100,7 @@ class Inputs:
     source: dict  # path, fingerprint and geometry of the source model
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
-    context: int | None  # to merge keys for with RoPE in mind; None: pair by pair
+    context: int | None  # tokens over which keys are merged with RoPE in mind; None: otherwise merged
     dtype: torch.dtype  # of the checkpoints to write
     device: str
     layerwise: bool
@@ -139,7 +139,10 @@ def read_inputs(args) -> Inputs:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"])
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
-    context = key_context(args.key_context, calibrated["positions"]) if args.merge_keys == "rope" else None
+    context = None
+    if args.merge == "closed-form" and args.merge_keys == "rope":
+        context = key_context(args.key_context, calibrated["positions"])
+        print(f"keys    merged for contexts of up to {context} tokens")
     dtype = torch.float32 if args.dtype == "float32" else (config.dtype or torch.float32)
     chosen = pick_device(args.device)
     return Inputs([calibration_path, groups_path], calibration, grouping, groups.to(chosen), source, tokens,
@@ -251,6 +254,7 @@ def main():
         figures["perplexity_merged"] = perplexity_of(inputs.open(merged).logits(inputs.tokens), inputs.tokens)
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
+        summary["key_context"] = inputs.context
         summary |= {"calibration_tokens": inputs.calibration["summary"]["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
         written = record("04_align.py", args, inputs.source, inputs.paths, summary, clock())

@@ -150,6 +150,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
     merged = weights(home / "merged")
+    assert read_record(str(home / "merged"), "04_align.py")["summary"]["key_context"] == context
     assert merged.keys() == aligned.keys()
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"

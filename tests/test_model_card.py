@@ -13,7 +13,7 @@ MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 3
          "kv_heads": 4, "head_dim": 16, "hidden": 128}
 ALIGNMENT = {
     "model": MODEL,
-    "summary": {"by": "value", "criterion": "dist", "merge": "mean", "refit": None,
+    "summary": {"by": "value", "criterion": "dist", "merge": "mean", "refit": None, "key_context": None,
                 "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
     "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 3], [1, 2]]],
 }
@@ -82,8 +82,9 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
                  "the best shared head in closed form, then each W_O refitted by least squares.",
                  "the merged model was trained directly, without masks."):
         assert text in card, text
-    records[0]["summary"]["refit"] = "attention"
-    text = "in closed form, then the attention of each layer refitted to the source's."
+    records[0]["summary"] |= {"refit": "attention", "key_context": 4096}
+    text = ("in closed form, keys for contexts of up to 4096 tokens, then the attention of each layer "
+            "refitted to the source's.")
     assert text in words(write(tmp_path, records))
 
 

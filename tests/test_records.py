@@ -49,7 +49,8 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
         "files": {"config.json": SHA, "model-00001-of-00004.safetensors": SHA},
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
-                    "refit": "attention", "refit_layers": [REFIT, REFIT], "calibration_tokens": 64,
+                    "refit": "attention", "key_context": 64, "refit_layers": [REFIT, REFIT],
+                    "calibration_tokens": 64,
                     "within_group_cosine": [COSINES, COSINES],
                     "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
                     "perplexity_aligned": 9.0, "perplexity_merged": 12.0},
@@ -151,7 +152,7 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
-OPTIONAL = {"score_optimum", "refit", "refit_layers", "ridge", "attention"}
+OPTIONAL = {"score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
 FREE = {("inputs", "calibration"), ("files", "config.json"), ("files", "model-00001-of-00004.safetensors"),
         ("files", "step-00000003/.metadata"), ("files", "model.safetensors"), ("results", "gqa")}
 CONTENTS = {

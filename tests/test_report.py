@@ -35,7 +35,8 @@ SUMMARIES = {  # record -> stage and summary
         "score_found": [-3.001, -3.002]}),
     "aligned/stage.json": ("04_align.py", {
         "kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "cos", "merge": "closed-form",
-        "refit": None, "calibration_tokens": 70005, "max_logit_difference": 2.1e-06, "kl": 1.2e-11,
+        "refit": None, "key_context": None, "calibration_tokens": 70005,
+        "max_logit_difference": 2.1e-06, "kl": 1.2e-11,
         "perplexity_source": 7.001, "perplexity_aligned": 7.002, "perplexity_merged": 9.003,
         "within_group_cosine": [
             {"key_before": 0.2001, "key_after": 0.2002, "value_before": 0.2003, "value_after": 0.2004},

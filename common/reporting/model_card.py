@@ -73,10 +73,12 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | li
     """Template fields that describe how it was made."""
     aligned, trained = alignment["summary"], training["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
+    limit = aligned["key_context"]
+    context = f", keys for contexts of up to {limit} tokens" if limit else ""
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
         "grouping": GROUPING[aligned["by"]] + criterion,
-        "merging": MERGING[aligned["merge"]] + REFIT[aligned["refit"]],
+        "merging": MERGING[aligned["merge"]] + context + REFIT[aligned["refit"]],
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "steps": trained["steps"],
