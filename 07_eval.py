@@ -31,10 +31,10 @@ from common import cli, evaluate
 from common.artifacts import RECORD, claim, read_record, record, verify_files, write_json, write_text
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.jsonl import abbreviated, parse_object
+from common.data.samples import Sample
 from common.data.tasks import (
     TASKS,
     Example,
-    Sample,
     check_lengths,
     choice_samples,
     load_task,

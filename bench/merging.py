@@ -32,7 +32,7 @@ from bench.machine import machine
 from common.artifacts import write_text
 from common.cli import UserError, run_stage
 from common.data.demo import resolve_model
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.models import load_config, load_model, load_tokenizer
@@ -199,7 +199,7 @@ def measure(args, ranks) -> dict:
         results.measure(partial(merged_model, args.out, kv_heads, name), "merged", str(kv_heads), name)
 
     text, _ = load_tokens(args.text, tokenizer, SAMPLES, args.length)
-    samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
+    samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
     distiller = Distiller(args, ranks, distill.frozen(path, ranks, Execution()), samples)
     starts = [name for name in args.starts if name not in GROUPINGS]
     for steps, seed, name in itertools.product(args.budgets, range(args.seeds), starts):

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.method import masks
 from common.training import distill
 from common.training.budget import peak_flops

@@ -463,7 +463,7 @@ DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
 
 def random_samples(count: int) -> list:
     rows = torch.randint(256, (count, 32), generator=torch.Generator().manual_seed(5)).tolist()
-    return [training.Sample(tuple(row[:-1]), (row[-1],)) for row in rows]
+    return [training.Sample(row[:-1], row[-1:]) for row in rows]
 
 
 def fusing(path: str, directory, ranks, steps: int, margin_steps: int):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.cli import UserError
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.method import masks
 from common.method.losses import bild, kl
 from common.training import distill

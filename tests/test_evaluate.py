@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common import evaluate
-from common.data.tasks import Example, Sample, example_from_row, tokenize
+from common.data.samples import Sample
+from common.data.tasks import Example, example_from_row, tokenize
 from conftest import END, byte_tokenizer, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.method.losses import cross_entropy
 from common.training.engine import Plan
 from common.training.packing import batch_indices, build_row, pack, rows_of_step
@@ -68,6 +68,18 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0, 0, 0.5, 0, 0]
     assert row.answer_weight.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0.5, 0]
     assert row.all_weight.tolist() == [0.125] * 4 + [0, 0.25, 0.25, 0]
+
+
+def test_texts_and_chats_weigh_their_prompts_and_answers():
+    """A text is all prompt; a chat's mean over answer tokens runs over all of its answers."""
+    text, chat = Sample((1, 2, 3)), Sample((4, 5), (6,), (7,), (8, 9, 10))
+    row = build_row([text, chat], batch=2)
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    assert row.targets.tolist() == [2, 3, 0, 5, 6, 7, 8, 9, 10, 0]
+    assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0.25, 0, 0.25, 0, 0, 0, 0]
+    assert row.answer_weight.tolist() == [0, 0, 0, 0, 0.125, 0, 0.125, 0.125, 0.125, 0]
+    torch.testing.assert_close(row.all_weight, torch.tensor([0.25, 0.25, 0] + [1 / 12] * 6 + [0]))
+    assert row.lengths == (3, 7) == (len(text), len(chat)) and chat.answer_tokens == 4
 
 
 NO_FLASH = not (torch.cuda.is_available() and is_flash_attn_2_available())

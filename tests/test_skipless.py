@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.cli import Clock, UserError
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.models import load_config
 from common.training.engine import STOPPED
 from common.training.packing import build_row
@@ -306,7 +306,7 @@ def test_next_token_loss_is_that_of_transformers(monkeypatch):
     initialise(model, tokens(), seed=0)
     model.lm_head.weight.data.mul_(50)
     texts = [tokens()[0].tolist(), tokens(2)[0, :11].tolist()]
-    row = build_row([Sample(tuple(text[:-1]), (text[-1],)) for text in texts], len(texts))
+    row = build_row([Sample(text[:-1], text[-1:]) for text in texts], len(texts))
     model.set_attn_implementation("packed")
     loss, parts = training.NextToken(Trainee(model)).row_loss(row)
     losses = [model(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]

@@ -10,9 +10,9 @@ import pytest
 from common.cli import UserError
 from common.data import tasks
 from common.data.jsonl import read_objects
+from common.data.samples import Sample
 from common.data.tasks import (
     TASKS,
-    Sample,
     check_lengths,
     choice_samples,
     example_from_row,

@@ -26,7 +26,7 @@ import torch
 
 from common.artifacts import write_record
 from common.cli import UserError
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.method import masks
 from common.models import load_config
 from common.training import checkpoints, distill, engine

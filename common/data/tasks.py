@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from common.cli import UserError
 from common.data.jsonl import abbreviated, checked_text, column, read_objects, text_column
+from common.data.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,6 @@ class Example:
     @property
     def answer(self) -> str:
         return self.choices[self.label]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A tokenized example: prompt ids, then answer ids with end-of-sequence. No begin-of-sequence token."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.answer)
 
 
 # task -> (hub dataset, configuration)
@@ -256,7 +246,10 @@ def _ids(text: str, tokenizer) -> tuple[int, ...]:
 
 
 def tokenize(example: Example, tokenizer) -> Sample:
-    """Prompt and answer, tokenized separately; end-of-sequence is appended to the answer."""
+    """Prompt and answer, tokenized separately; end-of-sequence is appended to the answer.
+
+    There is no begin-of-sequence token.
+    """
     answer = (*_ids(example.answer, tokenizer), tokenizer.eos_token_id)
     return Sample(_ids(example.prompt, tokenizer), answer)
 

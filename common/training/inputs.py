@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from common.artifacts import check_input, read_record, verify_files
 from common.cli import UserError
-from common.data.tasks import Sample, load_task, tokenize
+from common.data.samples import Sample
+from common.data.tasks import load_task, tokenize
 from common.method import masks
 from common.models import load_config, load_tokenizer, source_model
 
@@ -77,6 +78,6 @@ def samples_digest(samples: list[Sample]) -> str:
     """sha256 of all samples' token ids, in order: it changes with the training data."""
     digest = hashlib.sha256()
     for sample in samples:
-        for part in (sample.prompt, sample.answer):
-            digest.update(array.array("q", (len(part), *part)).tobytes())
+        for segment in sample.segments:
+            digest.update(array.array("q", (len(segment), *segment)).tobytes())
     return digest.hexdigest()

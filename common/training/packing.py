@@ -6,11 +6,12 @@ Everything here is a pure function of (seed, step, rank, world), so a resumed ru
 import functools
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.models import window_mask
 
 
@@ -89,27 +90,34 @@ def packed_attention(module, query, key, value, attention_mask, sample_lengths=N
 AttentionInterface.register("packed", packed_attention)
 
 
-def _shares(tokens: int, batch: int) -> list[float]:
-    """Weights of the predicted tokens of a part, 1 / batch in total; empty if it predicts nothing."""
-    return [1 / tokens / batch for _ in range(tokens)]
+def answer_mask(sample: Sample) -> np.ndarray:
+    """[tokens] bool: which tokens of a sample belong to an answer."""
+    lengths = list(map(len, sample.segments))
+    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+
+
+def _shares(predicting: np.ndarray, batch: int) -> np.ndarray:
+    """Weights of the positions marked in `predicting`: equal, 1 / batch in total; 0 elsewhere."""
+    return predicting / max(1, predicting.sum()) / batch
+
+
+def _columns(sample: Sample, batch: int) -> tuple[np.ndarray, ...]:
+    """A sample's share of a row: [tokens] each of ids, positions, targets and the three weights."""
+    ids, is_answer = np.concatenate(sample.segments), answer_mask(sample)
+    positions = np.arange(len(ids))
+    follows = positions < len(ids) - 1  # the last token predicts nothing
+    next_is_answer = np.append(is_answer[1:], False)
+    weights = (_shares(part, batch) for part in (follows & ~next_is_answer, next_is_answer, follows))
+    return ids, positions, np.append(ids[1:], 0), *weights
 
 
 def build_row(samples: list[Sample], batch: int) -> Row:
     """Concatenate samples into a row. batch: the global batch size, which divides the weights."""
-    ids, positions, targets, prompt_weight, answer_weight, all_weight = [], [], [], [], [], []
-    for sample in samples:
-        tokens = [*sample.prompt, *sample.answer]
-        prompt, answer = len(sample.prompt) - 1, len(sample.answer)  # predicted tokens
-        ids += tokens
-        positions += range(len(tokens))
-        targets += [*tokens[1:], 0]
-        prompt_weight += [*_shares(prompt, batch), *[0] * (answer + 1)]
-        answer_weight += [*[0] * prompt, *_shares(answer, batch), 0]
-        all_weight += [*_shares(prompt + answer, batch), 0]
-    lists = (prompt_weight, answer_weight, all_weight)
-    weights = [torch.tensor(weight, dtype=torch.float32) for weight in lists]
-    return Row(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(targets), *weights,
-               *(weight.nonzero()[:, 0] for weight in weights[:2]), tuple(map(len, samples)))
+    parts = zip(*(_columns(sample, batch) for sample in samples), strict=True)
+    ids, positions, targets, *weights = (torch.from_numpy(np.concatenate(part)) for part in parts)
+    prompt, answer, both = (weight.float() for weight in weights)
+    return Row(ids.long()[None], positions[None], targets.long(), prompt, answer, both,
+               prompt.nonzero()[:, 0], answer.nonzero()[:, 0], tuple(map(len, samples)))
 
 
 def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError, positive, probability
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import all_logits, max_difference
 from common.method.losses import chunked, cross_entropy
@@ -57,7 +57,7 @@ def load_data(data: dict, tokenizer, ranks) -> tuple[list[Sample], list[Sample]]
         ("heldout", data["heldout"], data["heldout_sequences"]),
     ):
         tokens, description = load_tokens(source, tokenizer, count, data["length"], split)
-        splits.append([Sample(tuple(row[:-1]), (row[-1],)) for row in tokens.tolist()])
+        splits.append([Sample(row[:-1], row[-1:]) for row in tokens.tolist()])
         ranks.say(f"reads   {description}")
     samples, heldout = splits
     digest = samples_digest([*samples, *heldout])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from common.artifacts import move_aside, record, write_directory, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
-from common.data.tasks import Sample
+from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.layers import run_layer
@@ -145,7 +145,7 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     directory = path + ".train"
     text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
     heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, split="heldout")
-    samples = [Sample(tuple(row[:-1]), (row[-1],)) for row in text.tolist()]
+    samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
     ranks.say(f"reads   {source}: shape and tokenizer; {description}")
     ranks.say(f"{name}: {args.steps} steps of {args.batch} sequences of {args.length} tokens "
               f"on {ranks.world} {ranks.device.type}")
