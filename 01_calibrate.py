@@ -51,7 +51,8 @@ def parse():
     parser.add_argument("--model", default=DEMO,
                         help="checkpoint directory, hub repository, GGUF file (.gguf), or demo")
     parser.add_argument("--text", default=None,
-                        help="c4, demo, or a .txt, .jsonl or .json.gz file (default: c4; demo for the demo)")
+                        help="c4, demo, or a .txt, .jsonl, .json.gz or .parquet file "
+                             "(default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")

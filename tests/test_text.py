@@ -1,21 +1,31 @@
-"""Calibration text: whole documents first, packed where they are too few, refused where too short."""
+"""Text: whole documents first, packed where they are too few, refused where too short; training tokens."""
 
 import gzip
 import json
+import os
+import tracemalloc
+from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
+from tokenizers import processors
 
 from common.cli import UserError
 from common.data import text
-from common.data.text import load_tokens, sequence_length
+from common.data.samples import Sample
+from common.data.text import TextSamples, load_tokens, sequence_length, write_text_tokens
 from conftest import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
 
 
-@pytest.fixture(params=["jsonl", "json", "jsonl.gz", "json.gz"])
+@pytest.fixture(params=["jsonl", "json", "jsonl.gz", "json.gz", "parquet"])
 def documents(request, tmp_path):
     path = tmp_path / f"text.{request.param}"
+    if request.param == "parquet":
+        datasets.Dataset.from_dict({"text": DOCUMENTS, "url": DOCUMENTS}).to_parquet(path)
+        return str(path)
     lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS).encode()
     path.write_bytes(gzip.compress(lines) if request.param.endswith("gz") else lines)
     return str(path)
@@ -88,6 +98,7 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
     ("t.json.gz", GZIPPED[:30] + b"\xff" * 12 + GZIPPED[42:], r"t.json.gz after line \d+: .* a damaged file"),
     ("t.json.gz", GZIPPED[:-8] + b"\x00" * 8, r"t.json.gz after line 500: .* CRC check failed"),
     ("t.json.gz", gzip.compress(b"\x80", mtime=0), r"t.json.gz line 1: not UTF-8"),
+    ("t.parquet", ROW, r"t.parquet: cannot be read as parquet: .*[Pp]arquet"),
     ("t.bin", ROW, r"text .*t.bin: expected c4, demo, or a .txt"),
 ])
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
@@ -95,6 +106,14 @@ def test_damaged_text_is_one_line(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 4000)
     assert "\n" not in str(error.value)
+
+
+def test_parquet_without_text_names_file_and_row(tmp_path):
+    path = tmp_path / "t[1].parquet"  # no pattern
+    for columns, place in (({"txt": ["x"]}, "row 0"), ({"text": ["x", None], "txt": ["y", "z"]}, "row 1")):
+        datasets.Dataset.from_dict(columns).to_parquet(path)
+        with pytest.raises(UserError, match=rf"parquet {place}: column 'text' is missing; .* \['txt'\]"):
+            load_tokens(str(path), byte_tokenizer(), 1, 40)
 
 
 def test_unknown_sources_are_named(tmp_path):
@@ -123,21 +142,180 @@ def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
         assert byte_tokenizer().decode(tokens[0]) == expected and f"{split}.txt" in description
 
 
-def test_c4_is_streamed_from_its_file_on_the_hub(tmp_path, monkeypatch):
-    """A directory laid out as the hub's repository: one file is read, and another for what is held out."""
-    (tmp_path / "en").mkdir()
+def save_c4(home, monkeypatch):
+    """A directory laid out as the hub's repository, in place of it, with two files to train on."""
+    (home / "en").mkdir()
     rest = {"timestamp": "2019-04-25T12:57:54Z", "url": "https://a.b"}
-    for name, documents in ((text.C4_FILES["train"], DOCUMENTS),
-                            ("en/c4-train.00001-of-01024.json.gz", ["e" * 60]),
-                            (text.C4_FILES["heldout"], ["f" * 60])):
+    for name, documents in (("train.00000-of-01024", DOCUMENTS), ("train.00001-of-01024", ["e" * 60]),
+                            ("validation.00000-of-00008", ["f" * 60])):
         lines = "".join(json.dumps({"text": document} | rest) + "\n" for document in documents)
-        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
-    monkeypatch.setattr(text, "C4", str(tmp_path))
-    tokens, description = load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
-    assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25]
-    assert description == "c4: first 2 documents of at least 25 tokens"
+        (home / "en" / f"c4-{name}.json.gz").write_bytes(gzip.compress(lines.encode()))
+    monkeypatch.setattr(text, "C4", str(home))
+    monkeypatch.setitem(text.C4_FILES, "train", (text.C4_FILES["train"][0], 2))
+
+
+def test_c4_is_streamed_from_its_files_on_the_hub(tmp_path, monkeypatch):
+    save_c4(tmp_path, monkeypatch)
+    tokens, description = load_tokens("c4", byte_tokenizer(), sequences=3, length=25)
+    assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25, "e" * 25]
+    assert description == "c4: first 3 documents of at least 25 tokens"
     heldout, _ = load_tokens("c4", byte_tokenizer(), sequences=1, length=25, split="heldout")
     assert byte_tokenizer().batch_decode(heldout) == ["f" * 25]
     monkeypatch.setattr(text, "C4", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="cannot stream .*nowhere from the hub"):
         load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
+
+
+def save_lines(path, documents) -> str:
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return str(path)
+
+
+def expected_tokens(*documents: str) -> list[int]:
+    """Documents one by one, each with its end-of-sequence."""
+    tokenizer, tokens = byte_tokenizer(), []
+    for document in documents:
+        tokens += [*tokenizer(document, add_special_tokens=False)["input_ids"], END]
+    return tokens
+
+
+def flat(samples: TextSamples) -> list[int]:
+    return [token for sample in samples for token in sample.segments[0]]
+
+
+def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "BATCH", 60)  # two batches
+    plain, path = tmp_path / "plain.txt", str(tmp_path / "new" / "tokens.npy")
+    plain.write_text("one document\nof two lines")
+    lines = write_text_tokens([documents, str(plain)], byte_tokenizer(), 16, None, path)
+    expected = expected_tokens(*DOCUMENTS, plain.read_text())
+    samples = TextSamples(path, 16)
+    assert len(expected) % 16 and flat(samples) == expected[: len(expected) // 16 * 16]
+    assert len(samples) == len(expected) // 16 and {len(sample) for sample in samples} == {16}
+    assert lines == [f"{documents}: 114 tokens", f"{plain}: 26 tokens"]
+    assert samples.description == f"{path}: 8 sequences of 16 tokens"
+    assert os.listdir(tmp_path / "new") == ["tokens.npy"]
+    stored = np.load(path)
+    assert stored.dtype == np.int32 and stored.shape == (128,)
+
+
+def test_samples_of_text_are_a_sequence(tmp_path):
+    source, path = save_lines(tmp_path / "t.jsonl", DOCUMENTS), str(tmp_path / "tokens.npy")
+    write_text_tokens([source], byte_tokenizer(), 10, None, path)
+    samples, expected = TextSamples(path, 10), expected_tokens(*DOCUMENTS)
+    assert samples[2] == samples[-9] == Sample(expected[20:30])
+    assert samples[1:3] == [samples[1], samples[2]] and list(samples) == samples[:]
+    assert isinstance(samples[0].segments[0][0], int)
+    with pytest.raises(IndexError):
+        samples[11]
+
+
+def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
+    save_c4(tmp_path, monkeypatch)
+    path, other = str(tmp_path / "tokens.npy"), save_lines(tmp_path / "t.jsonl", ["xy", "z" * 90])
+    for batch in (1, 30, 2**20):
+        monkeypatch.setattr(text, "BATCH", batch)
+        lines = write_text_tokens(["c4", other], byte_tokenizer(), 50, 75, path)
+        expected = expected_tokens(*DOCUMENTS)[:75] + expected_tokens("xy", "z" * 90)[:75]
+        assert flat(TextSamples(path, 50)) == expected
+        assert lines == ["c4: 75 tokens", f"{other}: 75 tokens"]
+    write_text_tokens(["c4"], byte_tokenizer(), 50, 150, path)  # goes on in the second file
+    assert flat(TextSamples(path, 50)) == expected_tokens(*DOCUMENTS, "e" * 60)[:150]
+
+
+def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
+    """The damaged line after them is not seen."""
+    monkeypatch.setattr(text, "BATCH", 10)
+    (tmp_path / "t.jsonl").write_bytes(ROW * 100 + b"damaged")
+    write_text_tokens([str(tmp_path / "t.jsonl")], byte_tokenizer(), 10, 150, str(tmp_path / "tokens.npy"))
+    assert len(TextSamples(str(tmp_path / "tokens.npy"), 10)) == 15
+
+
+def test_training_text_has_no_begin_of_sequence(tmp_path):
+    tokenizer = byte_tokenizer()
+    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    assert tokenizer("a")["input_ids"][0] == END
+    source = save_lines(tmp_path / "t.jsonl", DOCUMENTS)
+    write_text_tokens([source], tokenizer, 10, None, str(tmp_path / "tokens.npy"))
+    assert flat(TextSamples(str(tmp_path / "tokens.npy"), 10)) == expected_tokens(*DOCUMENTS)[:110]
+
+
+def test_the_rest_is_not_in_the_file(tmp_path):
+    source, path = save_lines(tmp_path / "t.jsonl", DOCUMENTS), tmp_path / "tokens.npy"
+    write_text_tokens([source], byte_tokenizer(), 100, None, str(path))
+    np.save(tmp_path / "plain.npy", np.array(expected_tokens(*DOCUMENTS)[:100], dtype=np.int32))
+    assert path.read_bytes() == (tmp_path / "plain.npy").read_bytes()
+
+
+def test_the_demo_trains_on_its_training_text(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "train.txt").write_text("train")
+    monkeypatch.setattr(text, "DEMO_HOME", str(tmp_path))
+    write_text_tokens(["demo"], byte_tokenizer(), 6, None, str(tmp_path / "tokens.npy"))
+    assert flat(TextSamples(str(tmp_path / "tokens.npy"), 6)) == expected_tokens("train")
+
+
+def test_the_file_and_its_digest_depend_on_the_tokens_alone(tmp_path, monkeypatch):
+    paths = [str(tmp_path / f"{name}.npy") for name in "abc"]
+    one, two = (save_lines(tmp_path / f"{name}.jsonl", DOCUMENTS) for name in ("one", "two"))
+    write_text_tokens([one], byte_tokenizer(), 10, None, paths[0])
+    monkeypatch.setattr(text, "BATCH", 1)
+    write_text_tokens([two], byte_tokenizer(), 10, None, paths[1])
+    save_lines(tmp_path / "two.jsonl", [*DOCUMENTS[:-1], "e" * 30])
+    write_text_tokens([two], byte_tokenizer(), 10, None, paths[2])
+    contents = [Path(path).read_bytes() for path in paths]
+    assert contents[0] == contents[1] != contents[2] and len(contents[0]) == len(contents[2])
+    digests = [TextSamples(path, 10).digest for path in paths]
+    assert digests[0] == digests[1] != digests[2]
+    assert TextSamples(paths[0], 11).digest != digests[0]
+
+
+def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
+    """Neither the largest batch nor the peak of memory grows with the text."""
+    monkeypatch.setattr(text, "BATCH", 2000)
+    tokenizer, batches, peaks = byte_tokenizer(), [], []
+
+    def counting(documents, **options):
+        batches.append(sum(map(len, documents)))
+        return tokenizer(documents, **options)
+
+    counting.eos_token_id = END
+    for documents in (500, 5000):
+        source = save_lines(tmp_path / "t.jsonl", ["x" * 90] * documents)
+        tracemalloc.start()
+        write_text_tokens([source], counting, 50, None, str(tmp_path / "tokens.npy"))
+        samples = TextSamples(str(tmp_path / "tokens.npy"), 50)
+        assert samples.digest and sum(map(len, samples)) == documents * 91
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(batches) <= 2000 + 90
+    assert peaks[1] < 1.2 * peaks[0] < 5000 * 91
+
+
+@pytest.mark.parametrize(("sources", "tokens", "message"), [
+    (["t.jsonl", "nowhere.jsonl"], None, "text .*nowhere.jsonl: not found; expected c4, demo, or"),
+    (["t.jsonl", "t.bin"], None, "text .*t.bin: expected c4, demo, or"),
+    (["t.jsonl", "c4"], None, "--text c4: expected --text-tokens N, .*, found none"),
+    (["t.jsonl", "t.jsonl"], 115, r"--text .*t.jsonl: expected 115 tokens \(--text-tokens\), found 114"),
+    (["t.jsonl"], None, "--text .*t.jsonl: expected at least one sequence of 120 tokens, found 114"),
+    (["t.jsonl", "bad.jsonl"], None, "bad.jsonl line 2: column 'text' is missing"),
+])
+def test_training_text_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, sources, tokens, message):
+    """What can be seen before anything is tokenized is; nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    save_lines(tmp_path / "t.jsonl", DOCUMENTS)
+    (tmp_path / "t.bin").write_bytes(ROW)
+    (tmp_path / "bad.jsonl").write_bytes(ROW + b'{"txt": "y"}\n')
+    tokenizer, calls = byte_tokenizer(), []
+
+    def counting(documents, **options):
+        calls.append(documents)
+        return tokenizer(documents, **options)
+
+    counting.eos_token_id = END
+    with pytest.raises(UserError, match=message) as error:
+        write_text_tokens(sources, counting, 120, tokens, "tokens.npy")
+    assert "\n" not in str(error.value)
+    assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
+    assert bool(calls) == (sources[-1] in ("t.jsonl", "bad.jsonl"))

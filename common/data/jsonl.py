@@ -1,11 +1,39 @@
-"""Reading JSON Lines files, plain or gzipped; errors name the file and line."""
+"""Reading rows of JSON Lines files, plain or gzipped, and of parquet files; errors name the file and line."""
 
+import glob
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
 
 from common.cli import UserError
+from common.weights import first_line
+
+LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+def read_rows(path: str) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet.
+
+    Raises UserError for a file that cannot be read as what its name says.
+    """
+    if path.endswith(LINES_OF_JSON):
+        for number, row in read_objects(path):
+            yield f"line {number}", row
+    else:
+        for index, row in enumerate(_parquet(path)):
+            yield f"row {index}", row
+
+
+def _parquet(path: str) -> Iterator[dict]:
+    import datasets  # slow to import
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below has the message
+    try:  # streamed: constant memory, and no second copy in the datasets cache
+        files = glob.escape(path)
+        yield from datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    except Exception as error:  # the exception class depends on the fault
+        raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}") from error
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict]]:

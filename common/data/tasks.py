@@ -5,14 +5,13 @@ data to the character: the template adds a question mark to BoolQ questions, whi
 questions, which already have one (hence "??").
 """
 
-import glob
 import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.data.jsonl import abbreviated, checked_text, column, read_objects, text_column
+from common.data.jsonl import abbreviated, checked_text, column, read_rows, text_column
 from common.data.samples import Sample
 
 
@@ -198,20 +197,12 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
 
 def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
     """The path of a task file, and its rows with their positions for error messages."""
-    if os.path.exists(f"{stem}.jsonl"):
-        path = f"{stem}.jsonl"
-        return path, [(f"line {number}", row) for number, row in read_objects(path)]
-    path = f"{stem}.parquet"
+    path = f"{stem}.jsonl"
+    if not os.path.exists(path):
+        path = f"{stem}.parquet"
     if not os.path.exists(path):
         raise UserError(f"task file not found: expected {stem}.jsonl or {path}")
-    import datasets  # slow to import
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below has the message
-    try:  # streamed, to avoid a second copy in the datasets cache
-        table = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
-        return path, [(f"row {index}", row) for index, row in enumerate(table)]
-    except Exception as error:  # the exception class depends on the fault
-        raise UserError(f"{path}: cannot be read as parquet: {error}") from error
+    return path, list(read_rows(path))
 
 
 def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:

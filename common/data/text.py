@@ -1,22 +1,29 @@
-"""Text for calibration and perplexity: a source is tokenized into a [sequences, length] matrix of ids."""
+"""Text as tokens: a matrix for calibration and perplexity, a memory-mapped file for training."""
 
+import functools
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.lib.format import write_array_header_1_0
 from tqdm import tqdm
 
+from common.artifacts import temporary_name
 from common.cli import UserError
-from common.data.jsonl import read_objects, text_column
+from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
+from common.data.samples import Sample
 from common.models import DEMO, DEMO_HOME
 
 C4 = "allenai/c4"
-C4_FILES = {
-    "train": "en/c4-train.00000-of-01024.json.gz",
-    "heldout": "en/c4-validation.00000-of-00008.json.gz",
+C4_FILES = {  # file name, number of files
+    "train": ("en/c4-train.{:05d}-of-01024.json.gz", 1024),
+    "heldout": ("en/c4-validation.{:05d}-of-00008.json.gz", 8),
 }
-LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-EXPECTED = "c4, demo, or a .txt, .jsonl, .json or .json.gz file"
+EXPECTED = "c4, demo, or a .txt, .jsonl, .json, .json.gz or .parquet file"
+TOKEN = np.dtype("<i4")
+BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 
 
 def sequence_length(requested: int | None, default: int, positions: int, least: int = 1) -> int:
@@ -41,16 +48,15 @@ def load_tokens(
 ) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
-    source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json or .json.gz file with a
-    column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same text for
-    both.
+    source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
+    with a column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same
+    text for both.
 
     As published: the first `sequences` documents of at least `length` tokens, each truncated to it. If there
     are too few, documents are packed instead: concatenated in order, separated by end-of-sequence, and cut
     into sequences. Raises UserError if that gives too few tokens, and for text that cannot be read.
     """
-    if source == DEMO:
-        source = os.path.join(DEMO_HOME, "text", f"{split}.txt")
+    source = _located(source, split)
     whole, packed, documents = [], [], 0
     with tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for text in _documents(source, split):
@@ -72,22 +78,137 @@ def load_tokens(
     return torch.tensor(packed[:needed]).view(sequences, length), description
 
 
+class TextSamples(Sequence):
+    """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one."""
+
+    def __init__(self, path: str, length: int):
+        self.path = path
+        self.tokens = np.load(path, mmap_mode="r").reshape(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [Sample(row) for row in self.tokens[index].tolist()]
+        return Sample(self.tokens[index].tolist())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the length and all tokens."""
+        digest = hashlib.sha256(f"{self.tokens.shape[1]}\n".encode())
+        for row in self.tokens:
+            digest.update(row)
+        return digest.hexdigest()
+
+    @property
+    def description(self) -> str:
+        return f"{self.path}: {len(self)} sequences of {self.tokens.shape[1]} tokens"
+
+
+def write_text_tokens(
+    sources: list[str],
+    tokenizer,
+    length: int,
+    tokens: int | None,
+    path: str,
+) -> list[str]:
+    """Write the tokens of the sources to a .npy file (int32), for TextSamples. Returns a line per source.
+
+    sources: as for load_tokens. Documents are concatenated in order, each followed by end-of-sequence; what
+    remains after the last whole sequence of `length` tokens is dropped. tokens: how many to take from each
+    source; None takes all. Memory is constant, but a .txt file, which is one document, is read whole. Raises
+    UserError for too few tokens and for text that cannot be read.
+    """
+    for source in sources:
+        _check_source(source)
+        if source == "c4" and tokens is None:
+            raise UserError("--text c4: expected --text-tokens N, the tokens to take of it, found none")
+    lines, written = [], 0
+    with temporary_name(path) as aside:
+        with open(aside, "wb") as file:
+            _write_header(file, 0)
+            for source in sources:
+                count = _append_tokens(file, source, tokenizer, tokens)
+                lines.append(f"{source}: {count} tokens")
+                written += count
+            if written < length:
+                raise UserError(f"--text {' '.join(sources)}: expected at least one sequence of {length} "
+                                f"tokens, found {written}")
+            written -= written % length
+            file.seek(0)
+            _write_header(file, written)
+            file.truncate(file.tell() + written * TOKEN.itemsize)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+    return lines
+
+
+def _write_header(file, tokens: int) -> None:
+    """The header of a .npy file, whose size does not depend on the number of tokens."""
+    write_array_header_1_0(file, {"descr": TOKEN.str, "fortran_order": False, "shape": (tokens,)})
+
+
+def _append_tokens(file, source: str, tokenizer, tokens: int | None) -> int:
+    """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
+    count, texts = 0, _batches(_documents(_located(source, "train"), "train"))
+    with tqdm(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
+        while count != tokens and (batch := next(texts, None)):
+            ids = []
+            for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+                ids += [*document, tokenizer.eos_token_id]
+            if tokens is not None:
+                ids = ids[: tokens - count]
+            file.write(np.array(ids, dtype=TOKEN).tobytes())
+            count += len(ids)
+            bar.update(len(ids))
+    if tokens is not None and count < tokens:
+        raise UserError(f"--text {source}: expected {tokens} tokens (--text-tokens), found {count}")
+    return count
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Successive documents in lists of at least BATCH characters, except for the last."""
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document) + 1
+        if characters >= BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _located(source: str, split: str) -> str:
+    """The demo model's text as a file; any other source as it is."""
+    return os.path.join(DEMO_HOME, "text", f"{split}.txt") if source == DEMO else source
+
+
+def _check_source(source: str) -> None:
+    """Raise UserError unless the source is known by name, or a file of a known format."""
+    if source in ("c4", DEMO):
+        return
+    if not os.path.exists(source):
+        raise UserError(f"text {source}: not found; expected {EXPECTED}")
+    if not source.endswith((".txt", *LINES_OF_JSON, ".parquet")):
+        raise UserError(f"text {source}: expected {EXPECTED}")
+
+
 def _documents(source: str, split: str) -> Iterator[str]:
     """Yield the documents of a source; a .txt file is one document."""
+    _check_source(source)
     if source == "c4":
-        yield from _c4(C4_FILES[split])
-    elif not os.path.exists(source):
-        raise UserError(f"text {source}: not found; expected {EXPECTED}")
+        yield from _c4(*C4_FILES[split])
     elif source.endswith(".txt"):
         yield _plain(source)
-    elif source.endswith(LINES_OF_JSON):
-        for number, row in read_objects(source):
+    else:
+        for place, row in read_rows(source):
             try:
                 yield text_column(row, "text")
             except ValueError as error:
-                raise UserError(f"{source} line {number}: {error}") from error
-    else:
-        raise UserError(f"text {source}: expected {EXPECTED}")
+                raise UserError(f"{source} {place}: {error}") from error
 
 
 def _plain(path: str) -> str:
@@ -98,12 +219,14 @@ def _plain(path: str) -> str:
         raise UserError(f"text {path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
 
 
-def _c4(file: str) -> Iterator[str]:
+def _c4(name: str, files: int) -> Iterator[str]:
     import datasets  # slow to import, and not needed for local files
 
     try:
-        for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
-            yield row["text"]
+        for number in range(files):
+            file = name.format(number)
+            for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
+                yield row["text"]
     except Exception as error:  # the exception class depends on how the hub fails
         raise UserError(f"cannot stream {C4} from the hub ({type(error).__name__}); "
                         "pass a local file to --text") from error

@@ -85,7 +85,7 @@ def add_data_flags(parser) -> None:
     """The flags of records.DATA_FLAGS but for --lr."""
     parser.section("text, the same for everything that is compared")
     parser.add_argument(
-        "--text", default=DEMO, help="training text: c4, demo, or a .txt, .jsonl or .json.gz file"
+        "--text", default=DEMO, help="training text: c4, demo, or a .txt, .jsonl, .json.gz or .parquet file"
     )
     parser.add_argument("--heldout", default=DEMO, help="text whose losses are compared")
     parser.add_argument(

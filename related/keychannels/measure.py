@@ -59,8 +59,8 @@ def parse():
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
-    parser.add_argument("--text", default=None, help="c4, demo (held-out part), a .txt, .jsonl or .json.gz "
-                        "file (default: demo, or c4 with --model)")
+    parser.add_argument("--text", default=None, help="c4, demo (held-out part), a .txt, .jsonl, .json.gz or "
+                        ".parquet file (default: demo, or c4 with --model)")
     parser.add_argument("--sequences", type=positive, default=32, help="number of texts, at least 2")
     parser.add_argument("--prompt", type=positive, default=192, help="tokens of each text in the prompt")
     parser.add_argument("--continuation", type=positive, default=64, 

@@ -48,7 +48,7 @@ def parse():
                         help="largest condition number of a matrix that is inverted")
     parser.section("equivalence check")
     parser.add_argument("--text", default=DEMO, 
-                        help="c4, demo (its held-out part), a .txt, .jsonl or .json.gz file")
+                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
     return parser.parse_args()

@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 def training_flags(parser) -> None:
     """The flags that train_skipless reads."""
     parser.section("training the skipless model")
-    parser.add_argument("--text", default=DEMO, help="c4, demo, a .txt, .jsonl or .json.gz file")
+    parser.add_argument("--text", default=DEMO, help="c4, demo, a .txt, .jsonl, .json.gz or .parquet file")
     parser.add_argument("--heldout", default=DEMO,
                         help="text for the perplexity and the equivalence checks; demo: its held-out part")
     parser.add_argument("--steps", type=positive, default=300)
