@@ -30,6 +30,17 @@ def test_hard_concrete_as_printed():
     torch.testing.assert_close(masks.draw(log_alpha, seed=3, step=7), (s * 1.2 - 0.1).clamp(0, 1))
 
 
+def test_masks_without_noise_as_printed():
+    """min(1, max(0, sigmoid(log_alpha) (zeta - gamma) + gamma)) (Louizos, Eq. 13)."""
+    log_alpha = torch.linspace(-4, 4, 50)
+    stretched = 1.2 / (1 + (-log_alpha).exp()) - 0.1
+    expected = stretched.minimum(torch.tensor(1.0)).maximum(torch.tensor(0.0))
+    torch.testing.assert_close(masks.deterministic(log_alpha), expected)
+    ends = torch.tensor([-masks.LIMIT, -2.4, -2.3, 2.3, 2.4, masks.START])  # log 11 = 2.398
+    assert [(z == 0, z == 1) for z in masks.deterministic(ends).tolist()] == [
+        (True, False), (True, False), (False, False), (False, False), (False, True), (False, True)]
+
+
 def test_masks_start_at_one_and_noise_depends_on_step_only():
     start = torch.full((500, 40), masks.START)
     assert 1 - masks.draw(start, 0, 0).mean() < 1e-3

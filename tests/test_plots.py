@@ -89,9 +89,45 @@ def test_curves_show_a_line_per_layer(layers):
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0, "kl": 1.0, "bild": 1.0}]])
-def test_curves_without_masks_leave_their_axes_empty(records):
-    losses, means, layers = figure_of(plots.curves, records, "title").axes
-    assert len(losses.lines) == 3 * len(records) and not means.lines and not layers.lines
+def test_curves_without_masks_show_losses_alone(records):
+    (losses,) = figure_of(plots.curves, records, "title").axes
+    assert losses.get_title() == "losses" and len(losses.lines) == 3 * len(records)
+
+
+def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
+    """training_records, of which the first and the last were measured on held-out samples."""
+    records = training_records()
+    if not masked:
+        records = [{name: record[name] for name in ("step", "loss", "kl", "bild")} for record in records]
+    for number, record in enumerate((records[0], records[-1])):
+        record["heldout_seconds"] = 1.0
+        for prefix in prefixes:
+            figures = {"kl": 0.5, "loss": 3.0, "agreement": 0.8}
+            record |= {f"{prefix}_{name}": value - 0.1 * number - 0.01 * len(prefix)
+                       for name, value in figures.items()}
+    return records
+
+
+@pytest.mark.parametrize("masked, prefixes", [
+    (True, ["heldout", "heldout_task"]), (False, ["heldout", "heldout_task"]), (True, ["heldout_task"]),
+    (False, ["heldout"]),
+])  # fmt: skip
+def test_curves_show_held_out_figures_on_panels_of_their_own(masked, prefixes):
+    records = measured_records(prefixes, masked)
+    axes = figure_of(plots.curves, records, "title").axes
+    first = ["losses", "masks", "expected mask per layer"] if masked else ["losses"]
+    assert [axis.get_title() for axis in axes[:-3]] == first
+    columns, ends = 3 if masked else 2, [records[0], records[-1]]
+    assert axes[0].get_subplotspec().get_gridspec().get_geometry() == (2, columns)
+    labels = {"heldout": "text", "heldout_task": "tasks, answers"}
+    panels = {"kl": ("held-out KL to the teacher", "nats"), "loss": ("held-out next-token loss", "nats"),
+              "agreement": ("held-out top-1 agreement", "share of tokens")}
+    for axis, (name, (title, unit)) in zip(axes[-3:], panels.items(), strict=True):
+        assert (axis.get_title(), axis.get_xlabel(), axis.get_ylabel()) == (title, "step", unit)
+        assert legend(axis) == [labels[prefix] for prefix in prefixes]
+        for prefix in prefixes:
+            points = [record["step"] for record in ends], [record[f"{prefix}_{name}"] for record in ends]
+            assert series(axis)[labels[prefix]] == points
 
 
 def test_heatmaps_show_each_matrix_in_its_place():

@@ -51,7 +51,7 @@ from test_checkpoints import Attack, seal
 
 STAGE = "05_prune_train.py"
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
-TIMING = {"seconds", "tokens_per_s"}
+TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
 
 
 def metrics(home) -> list[dict]:

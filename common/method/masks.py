@@ -32,6 +32,14 @@ def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     return stretched.clamp(0, 1)
 
 
+def deterministic(log_alpha: torch.Tensor) -> torch.Tensor:
+    """Masks without noise, as used after training by Louizos et al. (Eq. 13): in [0, 1], of log_alpha's shape.
+
+    The stretched sigmoid(log_alpha), clipped: exactly 0 or 1 where log_alpha is beyond +-log(-ZETA / GAMMA).
+    """
+    return (torch.sigmoid(log_alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
 def expected(log_alpha: torch.Tensor) -> torch.Tensor:
     """P(z > 0), the expected L0 norm of each mask: the differentiable size that Eq. 29 constrains."""
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))

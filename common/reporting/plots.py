@@ -75,13 +75,23 @@ def curves(
     records: list[dict],  # the lines of metrics.jsonl
     title: str,
 ):
-    """Training curves: losses; target and mean of the masks; mean mask per layer (the paper's Figure 3)."""
-    figure, (losses, means, layers) = plt.subplots(1, 3, figsize=(15.6, 3.8), layout="constrained")
-    _draw_losses(losses, records)
+    """Training curves: losses; target and mean of the masks; mean mask per layer (the paper's Figure 3).
+
+    Held-out figures, if any, get three more panels. Without masks there are none for masks.
+    """
     masked = [record for record in records if "mask_mean" in record]
+    measured = [record for record in records if "heldout_seconds" in record]
+    panels = 1 + 2 * bool(masked) + 3 * bool(measured)
+    rows = 2 if panels > 3 else 1
+    size = (5.2 * panels / rows, 3.8 * rows)
+    figure, axes = plt.subplots(rows, panels // rows, figsize=size, layout="constrained", squeeze=False)
+    losses, *others = axes.flat
+    _draw_losses(losses, records)
     if masked:  # a one-step run, or --masks off, has no masked steps
-        _draw_mask_means(means, masked)
-        _draw_mask_layers(layers, masked, plt.cm.viridis)
+        _draw_mask_means(others[0], masked)
+        _draw_mask_layers(others[1], masked, plt.cm.viridis)
+    if measured:
+        _draw_heldout(others[-3:], measured)
     figure.suptitle(title)
     return figure
 
@@ -113,6 +123,19 @@ def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
         axis.plot(steps, values, color=colour_map(layer / max(count - 1, 1)), label=f"layer {layer}")
     axis.set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
     if count <= 8:  # a longer legend would cover the curves
+        axis.legend()
+
+
+def _draw_heldout(axes: list, measured: list[dict]) -> None:
+    titles = {"kl": "held-out KL to the teacher", "loss": "held-out next-token loss",
+              "agreement": "held-out top-1 agreement"}
+    for axis, (figure, title) in zip(axes, titles.items(), strict=True):
+        for label, prefix in (("text", "heldout"), ("tasks, answers", "heldout_task")):
+            name = f"{prefix}_{figure}"
+            points = [(record["step"], record[name]) for record in measured if name in record]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        axis.set(title=title, xlabel="step", ylabel="share of tokens" if figure == "agreement" else "nats")
         axis.legend()
 
 

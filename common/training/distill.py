@@ -125,6 +125,9 @@ class Distillation(Phase):
         student = row_flops(self.student.net.config, row, predicted)
         return 3 * student + row_flops(self.teacher.net.config, row, predicted)
 
+    def begin_measurement(self) -> None:
+        """Called before held-out rows."""
+
 
 class MaskedDistillation(Distillation):
     """Eq. 31: Eq. 30 for a student blended by masks z, plus the L0 term that moves the masks from 1 to 0.
@@ -142,6 +145,13 @@ class MaskedDistillation(Distillation):
         self.drawn = masks.draw(self.log_alpha, self.settings.seed, step)
         self.z = self.drawn.detach().requires_grad_()
         masks.set_masks(self.student.net, self.z)
+
+    def begin_measurement(self) -> None:
+        """Set masks without noise: the model that the masks stand for now, not a random one near it.
+
+        The next step samples masks of its own.
+        """
+        masks.set_masks(self.student.net, masks.deterministic(self.log_alpha))
 
     def leaves(self, trainee) -> list[torch.Tensor]:
         return [self.z]

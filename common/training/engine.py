@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from common.cli import UserError
 from common.training import checkpoints
+from common.training.heldout import Heldout
 from common.training.metrics import Metrics
 from common.training.packing import batch_indices, rows_of_step
 from common.training.sharding import Ranks, Trainee, sum_over_ranks
@@ -121,11 +122,14 @@ class Signals:
             signal.raise_signal(self.asked)
 
 
-def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None) -> bool:
+def train(
+    job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None, heldout: Heldout | None = None
+) -> bool:
     """Train from job.step to `until` (default: plan.steps), saving as planned and at the end.
 
-    Writes checkpoints and metrics.jsonl (a line per step) to job.directory. Returns False if SIGTERM or
-    SIGINT stopped it, after saving. Raises UserError on a non-finite loss or gradient, before the update.
+    Writes checkpoints and metrics.jsonl (a line per step) to job.directory. heldout: samples to measure on
+    now and then, which takes a Distillation. Returns False if SIGTERM or SIGINT stopped it, after saving.
+    Raises UserError on a non-finite loss or gradient, before the update.
     """
     until = until or plan.steps
     metrics = Metrics(job, plan)
@@ -135,9 +139,12 @@ def train(job: Job, phase: Phase, samples: list, plan: Plan, until: int | None =
             began = time.perf_counter()
             figures = run_step(job, phase, samples, plan)
             job.step += 1
-            ended = time.perf_counter()
-            metrics.write({"step": job.step} | figures | {"seconds": round(ended - began, 4)})
-            late = job.ranks.first and ended - saved > 60 * plan.save_minutes  # one clock decides
+            figures["seconds"] = round(time.perf_counter() - began, 4)
+            if heldout and heldout.due(job.step, plan.steps):
+                figures |= heldout.figures(phase, plan, job.ranks)
+            metrics.write({"step": job.step} | figures)
+            minutes = (time.perf_counter() - saved) / 60
+            late = job.ranks.first and minutes > plan.save_minutes  # one clock decides
             stop, late = on_any_rank(bool(signals.asked), late)
             if stop or late or job.step == until or (plan.save_steps and job.step % plan.save_steps == 0):
                 checkpoints.save(job)

@@ -11,6 +11,7 @@ import torch
 from common.artifacts import write_text
 from common.cli import UserError
 from common.training.budget import peak_flops
+from common.training.heldout import COMPARED, SETS
 
 METRICS = "metrics.jsonl"
 SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the printed line
@@ -63,8 +64,9 @@ class Metrics:
             with self.optional():
                 for name, number in figures.items():
                     if isinstance(number, (int, float)) and name != "step":
-                        self.events.add_scalar(name, number, figures["step"])
-        if figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps:
+                        self.events.add_scalar(tag(name), number, figures["step"])
+        wanted = figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps
+        if wanted or "heldout_seconds" in figures:
             self.show(figures)
 
     def show(self, figures: dict) -> None:
@@ -73,6 +75,10 @@ class Metrics:
         left = seconds / (step - self.start) * (self.plan.steps - step)
         columns = [f"step {step:5d}/{self.plan.steps}"]
         columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
+        for prefix in SETS:
+            if f"{prefix}_kl" in figures:
+                compared = [f"{name} {figures[f'{prefix}_{name}']:.4f}" for name in COMPARED]
+                columns.append(" ".join([prefix, *compared]))
         columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
         if "mfu" in figures:
             columns.append(f"MFU {figures['mfu']:.1%}")
@@ -83,6 +89,12 @@ class Metrics:
         if self.events:
             with self.optional():
                 self.events.close()
+
+
+def tag(name: str) -> str:
+    """A figure's name in TensorBoard, which groups by what is before the slash: heldout/kl, ..."""
+    prefix, _, figure = name.rpartition("_")
+    return f"{prefix}/{figure}" if prefix in SETS else name
 
 
 def read_metrics(path: str) -> list[dict]:

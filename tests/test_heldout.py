@@ -1,0 +1,224 @@
+"""Held-out measurement: against its definition, sample by sample; and that it does not change training."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.tensor import DTensor
+
+from common.data.samples import Sample
+from common.method import masks
+from common.models import load_config
+from common.training import checkpoints, distill, engine
+from common.training.checkpoints import steps_saved, whole_weights
+from common.training.engine import Job, Plan
+from common.training.heldout import TASKS, TEXT, Heldout
+from common.training.metrics import METRICS, read_metrics
+from common.training.sharding import Execution, build
+from conftest import save_tiny, tiny_model
+
+TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
+STEPS = 5
+
+
+def random_ids(draw: torch.Generator, low: int, high: int) -> tuple[int, ...]:
+    length = int(torch.randint(low, high, (1,), generator=draw))
+    return tuple(torch.randint(0, 256, (length,), generator=draw).tolist())
+
+
+def heldout_sets() -> dict[str, list[Sample]]:
+    """Texts; and questions with a chat among them, whose answers are told apart."""
+    draw = torch.Generator().manual_seed(0)
+    texts = [Sample(random_ids(draw, 20, 40)) for _ in range(5)]
+    tasks = [Sample(random_ids(draw, 5, 30), random_ids(draw, 2, 6)) for _ in range(6)]
+    chat = Sample(*(random_ids(draw, 2, 9) for _ in range(4)))
+    return {TEXT: texts, TASKS: [*tasks, chat]}
+
+
+HELDOUT = Heldout(heldout_sets(), every=2)
+TRAINING = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
+PLAN = Plan(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=None,
+            save_minutes=60.0, print_every=100)
+SETTINGS = distill.Settings(lr=1e-2, mask_lr=1.0, loss_chunk=7)
+
+
+def teacher_of(ranks, tmp_path):
+    return distill.frozen(save_tiny(tmp_path / "teacher", seed=1), ranks, Execution())
+
+
+def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distillation]:
+    """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
+    source = save_tiny(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
+    student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
+    (tmp_path / name).mkdir(exist_ok=True)
+    optimizer = distill.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
+    job = Job(student, optimizer, str(tmp_path / name), ranks)
+    return job, distill.Distillation(student, teacher_of(ranks, tmp_path), SETTINGS)
+
+
+def masked_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.MaskedDistillation]:
+    """A student whose masks are partly open."""
+    aligned = save_tiny(tmp_path / "aligned")
+    merged = save_tiny(tmp_path / "merged", seed=2, num_key_value_heads=2)
+    student = build(load_config(aligned), ranks, Execution(), distill.start_of_masked(aligned, merged),
+                    lambda model: masks.patch(model, 2), {"log_alpha": torch.linspace(-4, 4, 24).view(3, 8)})
+    (tmp_path / name).mkdir(exist_ok=True)
+    job = Job(student, distill.masked_optimizer(student, SETTINGS), str(tmp_path / name), ranks)
+    return job, distill.MaskedDistillation(student, teacher_of(ranks, tmp_path), STEPS, SETTINGS)
+
+
+class Watch:
+    """What the forward passes of a student's lm_head see."""
+
+    def __init__(self, student):
+        self.tokens, self.with_gradients = [], []
+        student.net.lm_head.register_forward_hook(self.look)
+
+    def look(self, module, inputs, output) -> None:
+        self.tokens.append(len(output))
+        self.with_gradients.append(output.requires_grad)
+
+
+@torch.no_grad()
+def figures_by_sample(student, teacher) -> dict[str, float]:
+    """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
+    figures = {}
+    for prefix, samples in HELDOUT.sets.items():
+        columns = {"kl": [], "loss": [], "agreement": []}
+        for sample in samples:
+            ids = torch.tensor([id for segment in sample.segments for id in segment])
+            parts = [index % 2 for index, segment in enumerate(sample.segments) for _ in segment]
+            wanted = torch.tensor(parts[1:]).bool() | (prefix == TEXT)
+            ours, theirs = (m(ids[None]).logits[0, :-1].double().log_softmax(-1) for m in (student, teacher))
+            columns["kl"] += (theirs.exp() * (theirs - ours)).sum(-1)[wanted].tolist()
+            columns["loss"] += (-ours[range(len(ids) - 1), ids[1:]])[wanted].tolist()
+            columns["agreement"] += (ours.argmax(-1) == theirs.argmax(-1))[wanted].tolist()
+        figures |= {f"{prefix}_{name}": sum(column) / len(column) for name, column in columns.items()}
+    return figures
+
+
+def measured(phase, ranks) -> dict[str, float]:
+    figures = HELDOUT.figures(phase, PLAN, ranks)
+    assert figures.pop("heldout_seconds") > 0
+    return figures
+
+
+def test_figures_are_their_definition(group_of_one, tmp_path):
+    _, phase = gqa_job(group_of_one, tmp_path)
+    expected = figures_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
+    assert len(expected) == 6 and len(set(expected.values())) == 6
+    assert measured(phase, group_of_one) == pytest.approx(expected, rel=1e-5)
+
+
+def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path):
+    _, phase = gqa_job(group_of_one, tmp_path)
+    watch = Watch(phase.student)
+    measured(phase, group_of_one)
+    assert max(watch.tokens) == SETTINGS.loss_chunk and not any(watch.with_gradients)
+    predicted = [sum(map(len, HELDOUT.sets[TEXT])) - len(HELDOUT.sets[TEXT]),
+                 sum(sample.answer_tokens for sample in HELDOUT.sets[TASKS])]
+    assert sum(watch.tokens) == sum(predicted)
+    assert all(isinstance(parameter, DTensor) for parameter in phase.student.parameters())  # sharded again
+
+
+def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
+    """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
+    _, phase = masked_job(group_of_one, tmp_path)
+    reference = tiny_model()
+    merged = tiny_model(seed=2, num_key_value_heads=2)
+    masks.patch(reference, 2)
+    for name, tensor in merged.state_dict().items():
+        if ".k_proj." in name or ".v_proj." in name:
+            reference.get_parameter(masks.blended_name(name)).data.copy_(tensor)
+    log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
+    masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
+    expected = figures_by_sample(reference, tiny_model(seed=1))
+    for step in (0, 1):
+        phase.begin_step(step)
+        assert measured(phase, group_of_one) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("make_job", [gqa_job, masked_job])
+def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job):
+    lines, weights = [], []
+    for name, heldout in (("without", None), ("with", HELDOUT)):
+        job, phase = make_job(group_of_one, tmp_path, name)
+        torch.manual_seed(0)
+        assert engine.train(job, phase, TRAINING, PLAN, heldout=heldout)
+        lines.append(read_metrics(str(tmp_path / name / METRICS)))
+        weights.append(whole_weights(steps_saved(job.directory)[-1]))
+    steps = [line["step"] for line in lines[1] if f"{TEXT}_kl" in line]
+    assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
+    for line, other in zip(*lines, strict=True):
+        kept = {name for name in other if not name.startswith("heldout")} - TIMING
+        assert line.keys() - TIMING == kept and all(line[name] == other[name] for name in kept)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
+    job, phase = gqa_job(group_of_one, tmp_path)
+    assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+    model = tiny_model(num_key_value_heads=2)
+    model.load_state_dict(whole_weights(steps_saved(job.directory)[-1]))
+    last = read_metrics(str(tmp_path / "train" / METRICS))[-1]
+    expected = figures_by_sample(model, tiny_model(seed=1))
+    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp_path, capsys):
+    job, phase = gqa_job(group_of_one, tmp_path)
+    assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+    lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT}_kl" in line]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(lines) == 4
+    for line, shown in zip(lines, printed, strict=True):
+        for prefix in (TEXT, TASKS):
+            figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in ("kl", "loss", "agreement")]
+            assert f" | {prefix} {' '.join(figures)} | " in shown
+    events = EventAccumulator(str(tmp_path / "train" / "tensorboard")).Reload()
+    for name in ("heldout/kl", "heldout/loss", "heldout/agreement", "heldout_task/agreement"):
+        scalars = [(event.step, event.value) for event in events.Scalars(name)]
+        key = name.replace("/", "_")
+        assert scalars == [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in lines]
+    assert "grad_norm" in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, monkeypatch, stop):
+    """Stopped after a measured step and between two."""
+    lines = []
+    for name in ("whole", "stopped"):
+        job, phase = masked_job(group_of_one, tmp_path, name)
+        if name == "stopped":
+            with monkeypatch.context() as patched:
+                patched.setattr(engine, "run_step", interrupted_at(stop))
+                assert not engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+            job, phase = masked_job(group_of_one, tmp_path, name)
+            checkpoints.load(job, steps_saved(job.directory)[-1])
+            assert job.step == stop
+        assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+        text = Path(tmp_path, name, METRICS).read_text()
+        lines.append([{k: v for k, v in json.loads(line).items() if k not in TIMING}
+                      for line in text.splitlines()])
+    assert lines[0] == lines[1]
+
+
+def interrupted_at(stop: int):
+    """engine.run_step with SIGTERM during step `stop`."""
+    run_step = engine.run_step
+
+    def step(job, *arguments):
+        if job.step + 1 == stop:
+            signal.raise_signal(signal.SIGTERM)
+        return run_step(job, *arguments)
+
+    return step
+
+
+def test_steps_to_measure_after():
+    heldout = Heldout({}, every=4)
+    assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
