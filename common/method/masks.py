@@ -33,7 +33,7 @@ def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
 
 
 def deterministic(log_alpha: torch.Tensor) -> torch.Tensor:
-    """Masks without noise, as used after training by Louizos et al. (Eq. 13): in [0, 1], of log_alpha's shape.
+    """Masks without noise, in [0, 1], of log_alpha's shape: what Louizos et al. use after training (Eq. 13).
 
     The stretched sigmoid(log_alpha), clipped: exactly 0 or 1 where log_alpha is beyond +-log(-ZETA / GAMMA).
     """

@@ -123,7 +123,12 @@ class Signals:
 
 
 def train(
-    job: Job, phase: Phase, samples: list, plan: Plan, until: int | None = None, heldout: Heldout | None = None
+    job: Job,
+    phase: Phase,
+    samples: list,
+    plan: Plan,
+    until: int | None = None,
+    heldout: Heldout | None = None,
 ) -> bool:
     """Train from job.step to `until` (default: plan.steps), saving as planned and at the end.
 
