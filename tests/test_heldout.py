@@ -1,7 +1,10 @@
 """Held-out measurement: against its definition, sample by sample; and that it does not change training."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from common.training.engine import Job, Plan
 from common.training.heldout import TASKS, TEXT, Heldout
 from common.training.metrics import METRICS, read_metrics
 from common.training.sharding import Execution, build
-from conftest import save_tiny, tiny_model
+from conftest import ROOT, save_tiny, tiny_model
 
 TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
 STEPS = 5
@@ -45,13 +48,18 @@ PLAN = Plan(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microba
 SETTINGS = distill.Settings(lr=1e-2, mask_lr=1.0, loss_chunk=7)
 
 
+def saved(path: Path, **options) -> str:
+    """A tiny model's directory, written once."""
+    return str(path) if path.exists() else save_tiny(path, **options)
+
+
 def teacher_of(ranks, tmp_path):
-    return distill.frozen(save_tiny(tmp_path / "teacher", seed=1), ranks, Execution())
+    return distill.frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
 
 
 def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distillation]:
     """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
-    source = save_tiny(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
+    source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
     student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
     (tmp_path / name).mkdir(exist_ok=True)
     optimizer = distill.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
@@ -61,8 +69,8 @@ def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distilla
 
 def masked_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.MaskedDistillation]:
     """A student whose masks are partly open."""
-    aligned = save_tiny(tmp_path / "aligned")
-    merged = save_tiny(tmp_path / "merged", seed=2, num_key_value_heads=2)
+    aligned = saved(tmp_path / "aligned")
+    merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
     student = build(load_config(aligned), ranks, Execution(), distill.start_of_masked(aligned, merged),
                     lambda model: masks.patch(model, 2), {"log_alpha": torch.linspace(-4, 4, 24).view(3, 8)})
     (tmp_path / name).mkdir(exist_ok=True)
@@ -217,6 +225,39 @@ def interrupted_at(stop: int):
         return run_step(job, *arguments)
 
     return step
+
+
+ON_EVERY_RANK = """
+import json
+import sys
+from pathlib import Path
+
+from common.training.sharding import joined_ranks
+from test_heldout import gqa_job, masked_job, measured
+
+home = Path(sys.argv[1])
+with joined_ranks() as ranks:
+    figures = [measured(make_job(ranks, home)[1], ranks) for make_job in (gqa_job, masked_job)]
+    Path(home, f"figures-{ranks.rank}.json").write_text(json.dumps(figures))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes):
+    """Ranks have unequal shares of the samples."""
+    alone = [measured(make_job(group_of_one, tmp_path)[1], group_of_one)
+             for make_job in (gqa_job, masked_job)]
+    script = tmp_path / "script.py"
+    script.write_text(ON_EVERY_RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(processes), str(script), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    for rank in range(processes):
+        figures = json.loads(Path(tmp_path, f"figures-{rank}.json").read_text())
+        for ours, theirs in zip(figures, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
 
 
 def test_steps_to_measure_after():
