@@ -66,8 +66,8 @@ def parse():
                         help="with --limit: draw the N questions with this random seed instead")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or none to "
-                             "skip perplexity (default: c4; demo for the demo)")
+                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or "
+                             "none to skip perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32,
                         help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",

@@ -1,0 +1,138 @@
+"""Chats for training: `messages` through the tokenizer's chat template, assistant turns as answers."""
+
+import os
+from array import array
+from bisect import bisect_left, bisect_right
+
+from tqdm import tqdm
+
+from common.cli import UserError
+from common.data.jsonl import LINES_OF_JSON, abbreviated, column, read_rows, text_column
+from common.data.samples import Sample
+from common.weights import first_line
+
+# Put before every template: the same chats must give the same tokens tomorrow.
+FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
+
+
+def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
+    """A sample per chat, and a one-line description of what was read.
+
+    path: a .jsonl, .json.gz or .parquet file with a column "messages", a list of {"role": ..., "content":
+    ...}. A sample has the token ids of tokenizer.apply_chat_template, at most `longest` of them. Its answers
+    are what the template renders for assistant messages after a generation prompt, end of turn included; the
+    rest, an assistant message that opens the chat included, is prompt. Raises UserError for a row that is not
+    a chat with an answer, and for a tokenizer whose template is missing, refuses the chat, or renders a chat
+    differently once it goes on.
+    """
+    template = _template(path, tokenizer)
+    samples, cut = [], 0
+    for place, row in tqdm(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
+        try:
+            segments = tokenize(render(_messages(row), tokenizer, template), tokenizer)
+        except ValueError as error:
+            raise UserError(f"{path} {place}: {error}") from error
+        sample = Sample(*segments)
+        if len(sample) > longest:
+            sample = truncate(sample, longest)
+            cut += 1
+        samples.append(sample)
+    if not samples:
+        raise UserError(f"{path}: expected at least one chat, found none")
+    answers = sum(len(sample.segments) // 2 for sample in samples)
+    return samples, f"{path}: {len(samples)} chats, {answers} answers; {cut} chats cut to {longest} tokens"
+
+
+def _template(path: str, tokenizer) -> str:
+    """The tokenizer's chat template. Raises UserError if it has none, or if `path` is not a file of chats."""
+    if not os.path.isfile(path) or not path.endswith((*LINES_OF_JSON, ".parquet")):
+        state = "another name" if os.path.isfile(path) else "no such file"
+        raise UserError(f"chats {path}: expected a .jsonl, .json.gz or .parquet file, found {state}")
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # none, or several without a default
+        raise UserError(f"{tokenizer.name_or_path}: expected a tokenizer with a chat template for {path}, "
+                        "found none") from error
+    if not tokenizer.is_fast:
+        raise UserError(f"{tokenizer.name_or_path}: expected a fast tokenizer (tokenizer.json) for {path}, "
+                        f"found {type(tokenizer).__name__}")
+    return FIXED_DATE + template
+
+
+def _messages(row: dict) -> list[dict]:
+    """The messages of a row. Raises ValueError unless each has a role and a content, both text."""
+    messages = column(row, "messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"column 'messages': expected a list, found {abbreviated(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number}: expected an object, found {abbreviated(message)}")
+        for name in ("role", "content"):
+            try:
+                text_column(message, name)
+            except ValueError as error:
+                raise ValueError(f"message {number}: {error}") from error
+    return messages
+
+
+def render(messages: list[dict], tokenizer, template: str) -> list[str]:
+    """A chat as text in segments, prompt and answer in turn, whose concatenation is the rendered chat.
+
+    Raises ValueError if there is no answer, if the template refuses the chat, or if what it renders for the
+    first messages is not how it renders the chat.
+    """
+    roles = [message["role"] for message in messages]
+    answers = [index for index in range(1, len(roles)) if roles[index] == "assistant"]
+    if not answers:
+        raise ValueError(f"expected an assistant message after another one, found roles {abbreviated(roles)}")
+    stops = []
+    for index in answers:
+        stops += [(index, True), (index + 1, False)]
+    if answers[-1] + 1 < len(messages):
+        stops.append((len(messages), False))
+    segments, rendered = [], ""
+    for stop, prompting in stops:
+        try:
+            longer = tokenizer.apply_chat_template(messages[:stop], chat_template=template, tokenize=False,
+                                                   add_generation_prompt=prompting)
+        except Exception as error:  # templates are programs: they fail in any way
+            raise ValueError(f"messages 1 to {stop}: refused by the tokenizer's chat template: "
+                             f"{first_line(error)}") from error
+        if not longer.startswith(rendered):
+            raise ValueError(f"messages 1 to {stop}: expected a chat template that adds to what it rendered "
+                             "for fewer messages, found one that changes it (chats of one answer may do)")
+        segments.append(longer[len(rendered) :])
+        rendered = longer
+    return segments
+
+
+def tokenize(segments: list[str], tokenizer) -> list[array]:
+    """The tokens of a chat, split into its segments. A token that crosses a border is the answer's.
+
+    The chat is tokenized as a whole, because a segment by itself may be tokenized differently: Llama 2 would
+    put another blank before each. Raises ValueError if no token is before the first answer.
+    """
+    chat = tokenizer("".join(segments), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = array("i", chat["input_ids"])
+    starts = [start for start, _ in chat["offset_mapping"]]
+    ends = [end for _, end in chat["offset_mapping"]]
+    borders, characters = [0], 0
+    for number, segment in enumerate(segments[:-1]):
+        characters += len(segment)
+        before_answer = number % 2 == 0
+        border = bisect_right(ends, characters) if before_answer else bisect_left(starts, characters)
+        borders.append(max(border, borders[-1]))
+    if borders[1] == 0:
+        raise ValueError("expected a prompt before the first answer, found none")
+    return [ids[start:end] for start, end in zip(borders, [*borders[1:], len(ids)], strict=True)]
+
+
+def truncate(sample: Sample, longest: int) -> Sample:
+    """The first `longest` tokens of a sample."""
+    segments, room = [], longest
+    for segment in sample.segments:
+        segments.append(segment[:room])
+        room -= len(segments[-1])
+        if room == 0:
+            break
+    return Sample(*segments)

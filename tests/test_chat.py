@@ -1,0 +1,256 @@
+"""Chats: the template's own text and tokens, assistant turns as answers, and bad chats in one line."""
+
+import datetime
+import gzip
+import json
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from common.cli import UserError
+from common.data.chat import load_chats
+from conftest import END, byte_tokenizer
+
+CHATML = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+          "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+# the same text, with transformers' marks around what the assistant generates
+MARKED = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+          "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+          "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+          "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+          "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
+          "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+          "{{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}{% endif %}"
+          "{% if loop.index0 == 0 and system is defined %}"
+          "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}"
+          "{% else %}{% set content = message['content'] %}{% endif %}"
+          "{% if message['role'] == 'user' %}"
+          "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+          "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+          "{% endif %}{% endfor %}")
+CHAT = [("system", "Obey."), ("user", "Hi!"), ("assistant", "Hello, ça va?"), ("user", "日本語 🙂"),
+        ("assistant", " leading\n\nand trailing \n"), ("assistant", "once more")]
+
+
+def chatml_tokenizer(template: str = CHATML):
+    """Bytes; two line ends in a row, or a line end and a double quote, are one token."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "ĊĊ", 'Ċ"']
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ċ", '"')]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [AddedToken(mark, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens(marks)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>",
+                                                chat_template=template)
+
+
+def llama2_tokenizer():
+    """A blank before the text and blanks as parts of words, as in Llama 2."""
+    characters = sorted(set("▁[]/<>INSTYinstalhelo, wrd!.ObyHmue\n'?A"))
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {c: i for i, c in enumerate(characters, 3)}
+    merges = [("▁", "H"), ("▁", "▁")]
+    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                                unk_token="<unk>", chat_template=LLAMA2)
+
+
+def messages(*turns: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def save_chats(path, *chats) -> str:
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return str(path)
+
+
+def loaded(tmp_path, tokenizer, *chats, longest: int = 1000):
+    return load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, longest)
+
+
+def texts(sample, tokenizer) -> list[str]:
+    return [tokenizer.decode(segment) for segment in sample.segments]
+
+
+def test_assistant_turns_are_answers(tmp_path):
+    tokenizer = chatml_tokenizer()
+    chat = messages(*CHAT[:2], CHAT[2], ("user", "Bye."), ("assistant", "Bye!"), ("user", "?"))
+    samples, description = loaded(tmp_path, tokenizer, chat, messages(CHAT[1], CHAT[2]))
+    assert texts(samples[0], tokenizer) == [
+        "<|im_start|>system\nObey.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
+        "Hello, ça va?<|im_end|>\n",
+        "<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n",
+        "Bye!<|im_end|>\n",
+        "<|im_start|>user\n?<|im_end|>\n",
+    ]
+    assert texts(samples[1], tokenizer)[0].startswith("<|im_start|>system\nBe brief.")  # the template's own
+    assert description == f"{tmp_path}/chats.jsonl: 2 chats, 3 answers; 0 chats cut to 1000 tokens"
+
+
+@pytest.mark.parametrize("chat", [CHAT, CHAT[1:], [*CHAT, CHAT[1]], [("user", "a"), ("assistant", "")],
+                                  [("user", "a"), ("assistant", "\nb"), ("user", "\n"), ("assistant", '"')]])
+def test_tokens_and_answers_are_those_of_transformers(tmp_path, chat):
+    """transformers' mask of assistant tokens is the witness; here and there a token crosses a border."""
+    tokenizer = chatml_tokenizer(MARKED)
+    (sample,), _ = loaded(tmp_path, tokenizer, messages(*chat))
+    expected = tokenizer.apply_chat_template(messages(*chat), return_assistant_tokens_mask=True)
+    ids, mask = [], []
+    for number, segment in enumerate(sample.segments):
+        ids += segment
+        mask += [number % 2] * len(segment)
+    assert ids == expected["input_ids"] and mask == expected["assistant_masks"]
+    plain = loaded(tmp_path, chatml_tokenizer(), messages(*chat))[0]
+    assert plain == [sample]
+
+
+def test_a_template_that_merges_turns(tmp_path):
+    tokenizer = llama2_tokenizer()
+    chat = messages(("system", "Obey."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why"),
+                    ("assistant", "Hm"))
+    (sample,), _ = loaded(tmp_path, tokenizer, chat)
+    rendered = [tokenizer.convert_ids_to_tokens(list(segment)) for segment in sample.segments]
+    assert "".join(rendered[0]).startswith("<s>▁[INST]▁<<SYS>>")
+    assert rendered[1] == ["▁H", *"ello▁", "</s>"]  # alone it would begin with two blanks
+    assert rendered[2][0] == "<s>" and rendered[2].count("<s>") == 1
+    assert rendered[3] == ["▁H", *"m▁", "</s>"]
+    whole = tokenizer.apply_chat_template(chat)["input_ids"]
+    assert [token for segment in sample.segments for token in segment] == whole
+
+
+def test_a_chat_may_open_with_the_assistant(tmp_path):
+    tokenizer = chatml_tokenizer()
+    (sample,), _ = loaded(tmp_path, tokenizer, messages(("assistant", "Yes?"), *CHAT[1:3]))
+    assert "Yes?" in texts(sample, tokenizer)[0] and len(sample.segments) == 2
+
+
+def test_a_system_message_in_the_middle_is_prompt(tmp_path):
+    tokenizer = chatml_tokenizer()
+    chat = messages(CHAT[1], CHAT[2], ("system", "Wake."), ("tool", "5"), ("assistant", "Why?"))
+    (sample,), _ = loaded(tmp_path, tokenizer, chat)
+    assert [text.count("<|im_start|>") for text in texts(sample, tokenizer)] == [3, 0, 3, 0]
+
+
+def test_the_template_alone_says_what_begins_a_chat(tmp_path):
+    tokenizer = chatml_tokenizer("{{ eos_token }}" + CHATML)
+    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    (sample,), _ = loaded(tmp_path, tokenizer, messages(*CHAT))
+    assert sample.segments[0][0] == END and sample.segments[0].count(END) == 1
+
+
+@pytest.mark.parametrize(("turns", "segments"), [
+    (["a", "b\n", "\nc"], ["a", "b\n\n", "c"]),
+    (["a\n", "\nb", "c"], ["a", "\n\nb", "c"]),
+    (["a", "\n", "", "\n", "b"], ["a", "\n\n", "", "", "b"]),
+])
+def test_a_token_that_crosses_a_border_is_the_answers(tmp_path, turns, segments):
+    tokenizer = chatml_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    roles = ["assistant" if number % 2 else "user" for number in range(len(turns))]
+    (sample,), _ = loaded(tmp_path, tokenizer, messages(*zip(roles, turns, strict=True)))
+    assert texts(sample, tokenizer) == segments
+
+
+def test_longer_chats_are_cut(tmp_path):
+    tokenizer = chatml_tokenizer()
+    chat = messages(*CHAT[1:3], ("user", "Bye."), ("assistant", "Bye!"))
+    (whole,), _ = loaded(tmp_path, tokenizer, chat)
+    prompt, answer = map(len, whole.segments[:2])
+    flat = [token for segment in whole.segments for token in segment]
+    for longest, segments in ((len(whole), 4), (len(whole) - 1, 4), (prompt + answer + 1, 3),
+                              (prompt + answer, 2), (prompt + 1, 2), (prompt, 1), (3, 1)):
+        (sample,), description = loaded(tmp_path, tokenizer, chat, longest=longest)
+        assert [token for segment in sample.segments for token in segment] == flat[:longest]
+        assert list(map(len, sample.segments[:-1])) == list(map(len, whole.segments[: segments - 1]))
+        assert len(sample.segments) == segments
+        counts = f"1 chats, {segments // 2} answers; {int(longest < len(whole))} chats cut"
+        assert description.endswith(f"{counts} to {longest} tokens")
+
+
+def test_files_of_every_kind(tmp_path):
+    chats = [messages(*CHAT), messages(*CHAT[1:3])]
+    expected = loaded(tmp_path, chatml_tokenizer(), *chats)[0]
+    lines = (tmp_path / "chats.jsonl").read_bytes()
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(lines))
+    datasets.Dataset.from_dict({"messages": chats}).to_parquet(tmp_path / "chats.parquet")
+    for name in ("chats.jsonl.gz", "chats.parquet"):
+        assert load_chats(str(tmp_path / name), chatml_tokenizer(), 1000)[0] == expected
+
+
+def test_the_date_is_fixed(tmp_path):
+    date = "\n{% if strftime_now is defined %}{{ strftime_now('%d %B %Y') }}{% endif %}"
+    tokenizer = chatml_tokenizer(date + CHATML)
+    (sample,), _ = loaded(tmp_path, tokenizer, messages(*CHAT))
+    assert texts(sample, tokenizer)[0].startswith("\n26 Jul 2024<|im_start|>system")
+    today = tokenizer.apply_chat_template(messages(*CHAT), tokenize=False)
+    assert today.startswith(datetime.datetime.now().strftime("\n%d %B %Y"))
+
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+FORGETFUL = CHATML.replace("message['content']", "(message['content'] if loop.revindex < 3 else '...')")
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"text": "x"}, r"column 'messages' is missing; found columns \['text'\]"),
+    ({"messages": "x"}, r"column 'messages': expected a list, found \"x\""),
+    ({"messages": [USER, 5]}, "message 2: expected an object, found 5"),
+    ({"messages": [{"content": "a"}, ANSWER]}, r"message 1: column 'role' is missing; .* \['content'\]"),
+    ({"messages": [USER, {"role": "assistant"}]}, "message 2: column 'content' is missing"),
+    ({"messages": [USER, ANSWER | {"content": None}]}, "message 2: column 'content' is missing"),
+    ({"messages": [USER, ANSWER | {"content": ["b"]}]}, r"message 2: .*: expected text, found \[\"b\"\]"),
+    ({"messages": [USER | {"role": 1}, ANSWER]}, "message 1: column 'role': expected text, found 1"),
+    ({"messages": [USER, USER]}, r"expected an assistant message .*, found roles \[\"user\", \"user\"\]"),
+    ({"messages": [ANSWER, USER]}, "expected an assistant message after another one"),
+    ({"messages": []}, r"expected an assistant message .*, found roles \[\]"),
+])
+def test_bad_chats_are_one_line(tmp_path, row, message):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=f"chats.jsonl line 3: {message}") as error:
+        load_chats(str(path), chatml_tokenizer(), 100)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("template", "chat", "message"), [
+    (LLAMA2, [USER, USER, ANSWER], "messages 1 to 2: refused by .*: Conversation roles must alternate"),
+    ("{{ messages[0] + 1 }}", [USER, ANSWER], "messages 1 to 1: refused by the tokenizer's chat template"),
+    (FORGETFUL, [USER, ANSWER, USER, ANSWER], "messages 1 to 3: expected a chat template that adds to"),
+    (CHATML.replace("<|im_start|>assistant", "think"), [USER, ANSWER], "messages 1 to 2: expected a chat"),
+    ("{{ bos_token }}" + FORGETFUL, [USER, ANSWER, USER], "messages 1 to 3: expected a chat template"),
+    ("{% if messages|length > 1 %}x{% endif %}", [USER, ANSWER], "expected a prompt before the first answer"),
+])
+def test_templates_that_do_not_fit_are_one_line(tmp_path, template, chat, message):
+    tokenizer = chatml_tokenizer(template)
+    tokenizer.bos_token = "<eos>"
+    with pytest.raises(UserError, match=f"chats.jsonl line 1: {message}") as error:
+        loaded(tmp_path, tokenizer, chat)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files_and_tokenizers_are_one_line(tmp_path):
+    tokenizer = chatml_tokenizer()
+    (tmp_path / "chats.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.parquet").write_text("x")
+    for name, message in (("nowhere.jsonl", "found no such file"), ("chats.txt", "found another name"),
+                          ("empty.jsonl", "empty.jsonl: expected at least one chat, found none"),
+                          ("broken.parquet", "broken.parquet: cannot be read as parquet")):
+        with pytest.raises(UserError, match=message):
+            load_chats(str(tmp_path / name), tokenizer, 100)
+    path = save_chats(tmp_path / "chats.jsonl", messages(*CHAT))
+    with pytest.raises(UserError, match="expected a tokenizer with a chat template for .*, found none"):
+        load_chats(path, byte_tokenizer(), 100)
+    slow = SimpleNamespace(name_or_path="somewhere", is_fast=False, get_chat_template=lambda: CHATML)
+    with pytest.raises(UserError, match="somewhere: expected a fast tokenizer .*, found SimpleNamespace"):
+        load_chats(path, slow, 100)
