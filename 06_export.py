@@ -1,22 +1,21 @@
 """Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
 Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: config.json, model.safetensors, generation config, tokenizer, and a model card (README.md);
-        it loads without this repository
+Writes  RUN/gqa/: weights (a file per layer), config, generation config, tokenizer, and a model card
+        (README.md); it loads without this repository
 
-    python 06_export.py --run runs/llama2-7b
+    python 06_export.py --run runs/llama2-7b     # on a CPU, in the memory of one layer
     python 06_export.py                          # seconds on a CPU for the demo model
 
-The trained tensors are loaded into the stock model by name; a missing or unexpected one stops the export. The
-exported model's logits must equal those of the masked student at z = 0; they are compared once more after
-loading the checkpoint back with plain AutoModelForCausalLM.
+The trained tensors are loaded into the stock model by name, one decoder layer at a time; a missing or
+unexpected one stops the export. The exported model's logits must equal those of the masked student at z = 0;
+they are compared once more after loading the checkpoint back.
 """
 
-import copy
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from tqdm import tqdm
 
 from common.artifacts import (
     check_input,
@@ -28,13 +27,14 @@ from common.artifacts import (
     write_directory,
     write_record,
 )
-from common.cli import Clock, UserError, run_stage, stage_parser
-from common.evaluate import all_logits, max_difference
+from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
+from common.evaluate import max_difference
+from common.layers import CheckpointWriter, Layers, empty_model
 from common.method import masks
-from common.models import geometry, load_config, load_model, save_tokenizer
+from common.method.fuse import merged_config
+from common.models import geometry, load_config
 from common.reporting import model_card
-from common.training.checkpoints import step_of, steps_saved, whole_weights
-from common.weights import check_finite
+from common.training.checkpoints import TrainedWeights, step_of, steps_saved
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
@@ -68,38 +68,53 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
     return trained, alignment
 
 
-def last_weights(training: str, steps: int) -> dict[str, torch.Tensor]:
-    """The weights after the last step, by name. Raises UserError if they are missing or not finite."""
+def last_weights(training: str, steps: int) -> TrainedWeights:
+    """The weights after the last step. Raises UserError if they are missing."""
     saved = steps_saved(training)
     if not saved or step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
-    weights = whole_weights(saved[-1])
-    check_finite(weights.items(), saved[-1])
-    print(f"reads   {saved[-1]}: {len(weights)} tensors")
+    weights = TrainedWeights(saved[-1])
+    print(f"reads   {saved[-1]}: {len(weights.names())} tensors")
     return weights
 
 
-def load_weights(model, weights: dict[str, torch.Tensor], left_out: str | None = None) -> None:
-    """Load weights into a model by name; parameters with `left_out` in their name may be missing.
-
-    Raises UserError for any other missing name and for unexpected ones.
+def masked_student(path: str, config, kv_heads: int):
+    """The student as masked training computes it: the source's heads, with every mask at 0. Without memory
+    for its parameters.
     """
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if left_out is None or left_out not in name]
-    if missing or unexpected:
-        raise UserError(f"train/: expected the tensors of {type(model).__name__}, "
-                        f"found missing {missing[:3]} and unexpected {unexpected[:3]}")
-
-
-@torch.no_grad()
-def student_logits(config, kv_heads: int, weights: dict, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the student as masked training computes them: the source's heads, with every mask at 0."""
-    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    student = empty_model(path, config, torch.float32)
     masks.patch(student, kv_heads)
-    blended = {masks.blended_name(name): tensor for name, tensor in weights.items()}
-    load_weights(student, blended, left_out=".original.")  # unused at z = 0
     masks.set_masks(student, torch.zeros(config.num_hidden_layers, geometry(config).kv_heads))
-    return all_logits(student, tokens)
+    return student
+
+
+def share_weights(masked, layer) -> None:
+    """Give a decoder layer of the masked student the weights of the stock layer.
+
+    The source's projections, which a mask of 0 leaves out, become random.
+    """
+    state = {masks.blended_name(name): tensor.detach() for name, tensor in layer.named_parameters()}
+    for name, parameter in masked.named_parameters():
+        if ".original." in name:
+            state[name] = torch.randn(parameter.shape)
+    masked.load_state_dict(state, assign=True)
+
+
+def write_layers(writer: CheckpointWriter, layers: Layers, student, tokens) -> tuple[list, list]:
+    """Write the trained model layer by layer, and run the tokens through each layer in both forms.
+
+    tokens: [n, T]. Returns the logits of the masked student and of the stock model, as from Layers.logits.
+    """
+    stock, masked = (layers.embed(tokens.split(1), None) for _ in range(2))
+    for index, layer in enumerate(tqdm(layers.decoder_layers(), "exporting", len(student.model.layers))):
+        layers.advance(layer, stock)
+        masked_layer = student.model.layers[index]
+        share_weights(masked_layer, layer)
+        layers.advance(masked_layer, masked)
+        masked_layer.to("meta")
+        writer.write(f"model.layers.{index}", layer)
+    writer.write_rest(layers)
+    return list(layers.logits_of(masked)), list(layers.logits_of(stock))
 
 
 @torch.no_grad()
@@ -113,32 +128,30 @@ def main():
     weights = last_weights(training, trained["summary"]["steps"])
 
     source = load_config(aligned)
-    config = copy.deepcopy(source)
-    config.num_key_value_heads = kv_heads
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    load_weights(model, weights)
-    model.generation_config = GenerationConfig.from_pretrained(aligned)
+    config = merged_config(source, kv_heads)
+    layers = Layers(weights.path, torch.float32, "cpu", one_by_one=True, config=config, weights=weights)
+    parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = (source.dtype or torch.float32) if args.dtype == "source" else getattr(torch, args.dtype)
-
     tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    expected = student_logits(source, kv_heads, weights, tokens)
-    difference = max_difference(expected, all_logits(model, tokens))
-    allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
-    if not difference <= allowed:  # also refuses NaN
-        raise UserError("the exported model differs from the student: max |logit difference| "
-                        f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
 
     with write_directory(output) as aside:
-        model.to(dtype).save_pretrained(aside)
-        save_tokenizer(aligned, aside)
-        loaded = load_model(aside)
-        stored = max_difference(expected, all_logits(loaded, tokens))
+        with CheckpointWriter(aside, config, dtype, aligned) as writer:
+            student = masked_student(aligned, source, kv_heads)
+            expected, actual = write_layers(writer, layers, student, tokens)
+        difference = max_difference(expected, actual)
+        allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
+        if not difference <= allowed:  # also refuses NaN
+            raise UserError("the exported model differs from the student: max |logit difference| "
+                            f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
+        loaded = Layers(aside, torch.float32, "cpu", one_by_one=True)
+        stored = max_difference(expected, loaded.logits(tokens))
         summary = {
             "kv_heads": kv_heads,
             "dtype": str(dtype),
             "max_logit_difference": difference,
             "max_logit_difference_stored": stored,
-            "class": type(loaded).__name__,
+            "class": type(loaded.model).__name__,
+            "peak_memory_gib": peak_memory(),
         }
         export = record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
         write_record(aside, export)
@@ -148,7 +161,7 @@ def main():
           f"loaded back as {dtype}: {stored:.2e}")
     print(f"wrote   {output}")
     print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "
-          f"{sum(p.numel() for p in model.parameters())} parameters in {clock()} s")
+          f"{parameters} parameters in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

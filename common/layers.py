@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
 from common.models import load_config, load_model, save_tokenizer, sliding_window, window_mask
-from common.weights import check_finite, check_names, check_tied, first_line, open_checkpoint
+from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 PART = "part-{}.safetensors"  # name of a shard until their number is known
@@ -28,31 +28,28 @@ PART = "part-{}.safetensors"  # name of a shard until their number is known
 class Layers:
     """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's.
 
-    one_by_one: a module is loaded when its `with` block begins and freed when it ends. Raises UserError for
+    one_by_one: a module is loaded when its `with` block begins and freed when it ends. config and weights (as
+    StoredWeights) then replace those of the checkpoint; `path` is only their name. Raises UserError for
     missing, unexpected, mis-shaped or non-finite weights.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False):
+    def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False, config=None,
+                 weights=None):
         self.path, self.device, self.one_by_one = path, device, one_by_one
         self.edits = []  # functions to apply to each decoder layer after loading it
         if one_by_one:
             return_freed_memory()
-            config = load_config(path)
-            try:
-                with torch.device("meta"):
-                    self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-            except Exception as error:  # whatever a value means to transformers that it cannot use
-                raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
-                                f"{first_line(error)}") from error
+            self.weights = weights or StoredWeights(path)
+            self.model = empty_model(path, config or load_config(path), dtype)
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
-            expected, stored = self.model.state_dict().keys(), open_checkpoint(path).keys()
+            expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
             rotary = self.model.model.rotary_emb  # not stored, but computed from the config
             self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
         else:
             self.model = load_model(path, dtype, device)
         self.config = self.model.config
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and weights is None:
             check_tied(path)
 
     @contextlib.contextmanager
@@ -64,7 +61,10 @@ class Layers:
             return
         module.to_empty(device=self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
-        fill(module, self.path, "model.embed_tokens" if tied else name)
+        stored_name = "model.embed_tokens" if tied else name
+        tensors = {f"{stored_name}.{key}": tensor.detach() for key, tensor in module.named_parameters()}
+        self.weights.read(tensors)
+        check_finite(tensors.items(), self.path)
         yield module
         module.to("meta")
 
@@ -128,12 +128,16 @@ class Layers:
         hidden = self.embed(tokens.split(1), directory)
         for layer in self.decoder_layers():
             self.advance(layer, hidden)
-        return self.logits_of(hidden)
+        return list(self.logits_of(hidden))
 
-    def logits_of(self, hidden: "Spool") -> list[torch.Tensor]:
-        """Hidden states after the last layer, in batches of one -> logits [T, vocab], float32 on the CPU."""
+    def logits_of(self, hidden: "Spool"):
+        """Hidden states after the last layer, in batches of one -> logits [T, vocab], float32 on the CPU.
+
+        Yields them one at a time.
+        """
         with self.head() as head:
-            return [head(hidden[number])[0].float().cpu() for number in range(len(hidden))]
+            for number in range(len(hidden)):
+                yield head(hidden[number])[0].float().cpu()
 
 
 def return_freed_memory() -> None:
@@ -145,23 +149,14 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-@torch.no_grad()
-def fill(module, path: str, prefix: str) -> None:
-    """Load a module's parameters from the checkpoint's tensors PREFIX.NAME.
-
-    The files are reopened each time, because pages read from an open one stay in memory.
-    """
-    stored = open_checkpoint(path)
-    for name, parameter in module.named_parameters():
-        key = f"{prefix}.{name}"
-        if key not in stored:
-            raise UserError(f"{path}: expected a tensor {key}, found none")
-        tensor = stored[key][:]
-        if tensor.shape != parameter.shape:
-            raise UserError(f"{path}: expected {key} of shape {list(parameter.shape)}, "
-                            f"found {list(tensor.shape)}")
-        parameter.copy_(tensor)
-        check_finite([(key, parameter)], path)
+def empty_model(path: str, config, dtype: torch.dtype):
+    """The model of a config without memory for its parameters. path: where the config comes from."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except Exception as error:  # whatever a value means to transformers that it cannot use
+        raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
+                        f"{first_line(error)}") from error
 
 
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,32 @@ def open_checkpoint(directory: str) -> dict:
     return tensors
 
 
+class StoredWeights:
+    """The weights of a checkpoint directory, read a few tensors at a time."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def names(self) -> set[str]:
+        """Names of the stored tensors."""
+        return set(open_checkpoint(self.path))
+
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors by name. Raises UserError for one that is missing or has another shape.
+
+        The files are reopened each time, because pages read from an open one stay in memory.
+        """
+        stored = open_checkpoint(self.path)
+        for name, tensor in tensors.items():
+            if name not in stored:
+                raise UserError(f"{self.path}: expected a tensor {name}, found none")
+            content = stored[name][:]
+            if content.shape != tensor.shape:
+                raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
+                                f"found {list(content.shape)}")
+            tensor.copy_(content)
+
+
 def check_names(path: str, missing, unexpected) -> None:
     """Raise UserError naming the first missing tensor of a checkpoint, or the first unexpected one."""
     if missing:

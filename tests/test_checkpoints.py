@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_ste
     replicated = checkpoints.whole_weights(path, "replicated")
     assert replicated.keys() == {"extra"}
     assert torch.equal(replicated["extra"], job.trainee.replicated["extra"].detach())
+
+
+def test_some_weights_are_read_alone(saved):
+    job, path = saved
+    weights, name = checkpoints.TrainedWeights(path), "model.layers.1.mlp.up_proj.weight"
+    expected = whole(job.trainee.net.get_parameter(name))
+    read = {name: torch.zeros_like(expected)}
+    weights.read(read)
+    assert read.keys() == {name} and torch.equal(read[name], expected)
+    message = rf"expected {re.escape(name)} of shape \[3\], found \[64, 48\]"
+    with pytest.raises(UserError, match=message):
+        weights.read({name: torch.zeros(3)})
 
 
 def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
+from common.evaluate import all_logits, max_difference
 from common.layers import CheckpointWriter, Layers, Spool
 from conftest import byte_tokenizer, run, save_tiny, tiny_model
 
@@ -100,6 +101,34 @@ def test_layers_are_the_model(tmp_path, one_by_one, tied):
     devices = {parameter.device.type for parameter in layers.model.parameters()}
     assert devices == {"meta"} if one_by_one else {"cpu"}
     assert all(map(torch.equal, layers.logits(TOKENS, str(tmp_path)), logits))
+
+
+class Tensors:
+    """Weights in memory, as Layers takes them."""
+
+    def __init__(self, tensors: dict):
+        self.tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def read(self, tensors: dict) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(self.tensors[name])
+
+
+def test_layers_of_other_weights(tmp_path):
+    """Nothing at the path is read."""
+    model = tiny_model(num_key_value_heads=2)
+    weights = dict(model.state_dict())
+    layers = Layers("nowhere", torch.float32, "cpu", True, model.config, Tensors(weights))
+    assert max_difference(layers.logits(TOKENS), all_logits(model, TOKENS)) < 1e-4
+    for message, changed in (
+        ("nowhere: expected a tensor lm_head.weight", {name: weights[name] for name in list(weights)[:-1]}),
+        ("nowhere: .* found also 'extra'", weights | {"extra": torch.zeros(1)}),
+    ):
+        with pytest.raises(UserError, match=message):
+            Layers("nowhere", torch.float32, "cpu", True, model.config, Tensors(changed))
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])

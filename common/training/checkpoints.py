@@ -236,20 +236,41 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     job.step = step_of(path)
 
 
-def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint by name, unsharded, on the CPU. Raises UserError if it is damaged.
+class TrainedWeights:
+    """The weights of a checkpoint, unsharded, read a few tensors at a time.
 
-    part: "net" for the language model, "replicated" for the parameters that every rank holds whole.
+    part: "net" for the language model, "replicated" for the parameters that every rank holds whole. Raises
+    UserError if the checkpoint is damaged.
     """
-    fault = damage(path)
-    if fault:
-        raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")
-    reader, prefix = Reader(path), f"weights.{part}."
-    tensors = {}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        if key.startswith(prefix):
-            tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-        _read(tensors, reader, no_dist=True)
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+
+    def __init__(self, path: str, part: str = "net"):
+        fault = damage(path)
+        if fault:
+            raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")
+        self.path, self.reader, self.prefix = path, Reader(path), f"weights.{part}."
+        stored = self.reader.read_metadata().state_dict_metadata
+        self.stored = {key.removeprefix(self.prefix): entry for key, entry in stored.items()
+                       if key.startswith(self.prefix)}
+
+    def names(self) -> set[str]:
+        """Names of the stored tensors."""
+        return set(self.stored)
+
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors on the CPU by name. Raises UserError for one that has another shape."""
+        for name, tensor in tensors.items():
+            if tensor.shape != self.stored[name].size:
+                raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
+                                f"found {list(self.stored[name].size)}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            _read({self.prefix + name: tensor for name, tensor in tensors.items()}, self.reader, no_dist=True)
+
+
+def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint by name. path, part: as for TrainedWeights."""
+    weights = TrainedWeights(path, part)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in weights.stored.items()}
+    weights.read(tensors)
+    return tensors

@@ -1,0 +1,116 @@
+"""Stage 6: refusals of a training checkpoint that does not fit the model, and memory that a layer sets."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from common.artifacts import digest, sha256, write_record
+from common.layers import CheckpointWriter
+from common.method import masks
+from common.training.checkpoints import DIGESTS, TrainedWeights
+from conftest import byte_tokenizer, copy_run, expect_error, run
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(("missing", "unexpected", "message"), [
+    ({NAME}, set(), f"expected a tensor {NAME}, found none"),
+    (set(), {"model.layers.9.extra"}, "found also 'model.layers.9.extra'"),
+])
+def test_other_tensors_than_the_models_are_refused(
+    finished_run, tmp_path, monkeypatch, missing, unexpected, message
+):
+    home, names = copy_run(finished_run, tmp_path / "run"), TrainedWeights.names
+    monkeypatch.setattr(TrainedWeights, "names", lambda self: names(self) - missing | unexpected)
+    refuse(home, message)
+
+
+@pytest.mark.parametrize("name", [NAME, "model.embed_tokens.weight", "lm_head.weight"])
+def test_one_trained_weight_that_is_not_finite_is_refused(finished_run, tmp_path, monkeypatch, name):
+    home, read = copy_run(finished_run, tmp_path / "run"), TrainedWeights.read
+
+    def damaged(self, tensors):
+        read(self, tensors)
+        if name in tensors:
+            tensors[name][-1, -1] = float("nan")
+
+    monkeypatch.setattr(TrainedWeights, "read", damaged)
+    refuse(home, f"step-00000010: NaN or Inf in {name}")
+
+
+def refuse(home, message: str) -> None:
+    """Stage 6 refuses, and the earlier export stays."""
+    before = (home / "gqa" / "stage.json").read_bytes()
+    expect_error(message, "06_export.py", "--run", home, "--force")
+    assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
+
+
+def test_a_student_that_masks_do_not_make_gqa_is_refused(finished_run, tmp_path, monkeypatch):
+    """The student's logits come from the masked layers, not from those that are written."""
+    home, set_masks = copy_run(finished_run, tmp_path / "run"), masks.set_masks
+    monkeypatch.setattr(masks, "set_masks", lambda student, z: set_masks(student, z + 1e-2))
+    refuse(home, "the exported model differs from the student")
+
+
+def test_a_layer_is_written_before_the_next_is_read(finished_run, tmp_path, monkeypatch):
+    home, order = copy_run(finished_run, tmp_path / "run"), []
+    read, write = TrainedWeights.read, CheckpointWriter.write
+    monkeypatch.setattr(TrainedWeights, "read", lambda self, tensors: (
+        order.append(("read", min(tensors).split(".self_attn")[0].split(".input_")[0])), read(self, tensors)))
+    monkeypatch.setattr(CheckpointWriter, "write", lambda self, name, module: (
+        order.append(("write", name)), write(self, name, module)))
+    run("06_export.py", "--run", home, "--force")
+    layers = [(action, name) for action, name in order if "layers" in name]
+    assert layers == [(action, f"model.layers.{index}") for index in range(3) for action in ("read", "write")]
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_layer(finished_run, tmp_path):
+    """A student of 1.4 GiB is exported in less than half of that."""
+    config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+                         num_attention_heads=16, num_key_value_heads=16, eos_token_id=256)
+    home = untrained_run(finished_run, tmp_path / "run", config, kv_heads=4)
+    weights = sum(os.path.getsize(file) for file in (home / "train").rglob("*.distcp")) / 2**30
+    run("06_export.py", "--run", home, "--dtype", "bfloat16", fresh=True)  # the peak is a process's
+    summary = json.loads((home / "gqa" / "stage.json").read_text())["summary"]
+    assert weights > 1.3 and summary["peak_memory_gib"] < weights / 2, summary
+    assert AutoModelForCausalLM.from_pretrained(home / "gqa").config.num_key_value_heads == 4
+
+
+def untrained_run(finished_run, home, config, kv_heads: int):
+    """A run directory as stage 6 reads it, with random weights for trained ones."""
+    shape = {"layers": config.num_hidden_layers, "heads": config.num_attention_heads,
+             "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+             "hidden": config.hidden_size}
+    records = {}
+    for part in ("aligned", "train"):
+        (home / part).mkdir(parents=True)
+        records[part] = json.loads((finished_run / part / "stage.json").read_text())
+        records[part]["model"] |= shape
+        records[part]["summary"] |= {"kv_heads": kv_heads}
+        records[part]["arguments"]["run"] = str(home)
+    heads = torch.arange(shape["kv_heads"]).view(kv_heads, -1).tolist()
+    cosines = records["aligned"]["summary"]["within_group_cosine"][0]
+    records["aligned"]["groups"] = [heads] * shape["layers"]
+    records["aligned"]["summary"]["within_group_cosine"] = [cosines] * shape["layers"]
+    config.save_pretrained(home / "aligned")
+    shutil.copy(finished_run / "aligned" / "generation_config.json", home / "aligned")
+    byte_tokenizer().save_pretrained(home / "aligned")
+    write_record(str(home / "aligned"), records["aligned"])
+
+    config.num_key_value_heads = kv_heads
+    step = home / "train" / f"step-{records['train']['summary']['steps']:08d}"
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    state = {f"weights.net.{name}": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
+    dcp.save(state, checkpoint_id=step, no_dist=True)
+    digests = {path.name: sha256(str(path)) for path in step.iterdir()}
+    (step / DIGESTS).write_text(json.dumps(digests))
+    records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
+    write_record(str(home / "train"), records["train"])
+    return home
