@@ -4,15 +4,22 @@ The teacher is the source model after supervised fine-tuning (SFT). The student 
 L0 masks move each head from its own key and value projections to its group's, while KL + BiLD keep it close
 to the teacher (Eq. 27-31).
 
-Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, the training sets of the eight tasks
+Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/
                       (if installed); stage.json when training is complete
+        RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
+    torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --tasks none --text c4 \\
+        --text-tokens 100000000 --masks off                                 # the source is the teacher
+
+Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
+Answers, in a chat the assistant's turns, get BiLD and are what SFT learns; all other tokens, also those of a
+text, get the KL. With --tasks none the teacher is the untouched source.
 
 After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained on.
 Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
@@ -32,12 +39,11 @@ values that suit its size.
 import argparse
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
-from transformers.utils import is_flash_attn_2_available
 
 from common import cli
 from common.artifacts import (
@@ -52,12 +58,13 @@ from common.artifacts import (
 )
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
-from common.models import DEMO, DEMO_HOME, fingerprint, load_config, load_tokenizer
+from common.models import DEMO, fingerprint, load_config, load_tokenizer
 from common.reporting import plots
 from common.training import budget, checkpoints, distill
 from common.training.engine import STOPPED, Job, Plan, train
-from common.training.inputs import Pair, describe_samples, load_samples, read_pair
+from common.training.inputs import Pair, Pool, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
+from common.training.schedule import SOURCE, TEXT_LENGTH, make_plans, set_defaults
 from common.training.sharding import Execution, Ranks, build, free_memory, joined_ranks
 
 STAGE = "05_prune_train.py"
@@ -66,26 +73,47 @@ ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.section("models and data")
-    parser.add_argument("--tasks", metavar="DIR",
-                        help="directory of TASK.train.jsonl or .parquet files, or hub (default: hub; for the "
-                             "demo model: its tasks)")
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
-                        help=f"some of {', '.join(TASKS)}")
+    add_data_flags(parser)
+    parser.section("teacher and student")
     parser.add_argument("--teacher", metavar="DIR",
-                        help="SFT teacher, to share between runs; trained if missing (default: RUN/teacher)")
+                        help="SFT teacher, to share between runs, trained if missing; or source, the "
+                             "untouched model (default: RUN/teacher; with --tasks none: source)")
     parser.add_argument("--masks", choices=("l0", "off"), default="l0",
                         help="l0: as in the paper; off: train merged/ directly")
+    parser.add_argument("--train", choices=("all", "attention"), default="all",
+                        help="the student's weights to train; attention: no gradients and optimizer state "
+                             "of the others")
     parser.section("length of training")
-    parser.add_argument("--teacher-epochs", type=cli.passes, help="SFT passes over the data (published: 2)")
+    parser.add_argument("--teacher-epochs", type=cli.passes,
+                        help="SFT passes over samples with answers (published: 2)")
     parser.add_argument("--teacher-steps", type=cli.positive, help="instead of --teacher-epochs")
     parser.add_argument("--epochs", type=cli.passes,
-                        help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
-                             "other group sizes need this flag or --steps)")
+                        help="pruning passes (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; other "
+                             "group sizes need this flag or --steps; 1 with --tasks none)")
     parser.add_argument("--steps", type=cli.positive, help="instead of --epochs")
     add_training_flags(parser)
     add_execution_flags(parser)
     return parser.parse_args()
+
+
+def add_data_flags(parser) -> None:
+    parser.section("data")
+    parser.add_argument("--tasks", metavar="DIR",
+                        help="directory of TASK.train.jsonl or .parquet files, hub or none (default: hub; "
+                             "for the demo model: its tasks)")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
+                        help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--text", nargs="+", metavar="SOURCE",
+                        help="c4, demo, .txt, .jsonl, .json.gz or .parquet files with a column text, or none "
+                             "(default: none; for the demo model: demo)")
+    parser.add_argument("--text-length", type=cli.positive, metavar="N",
+                        help=f"tokens per sample of text (default: {TEXT_LENGTH}, or the model's limit if "
+                             "lower)")
+    parser.add_argument("--text-tokens", type=cli.positive, metavar="N",
+                        help="tokens to take of each source (default: all; c4 needs this flag)")
+    parser.add_argument("--chat", nargs="+", default=[], metavar="FILE",
+                        help=".jsonl or .parquet files with a column messages, for the tokenizer's chat "
+                             "template; chats are cut at the model's limit")
 
 
 def add_training_flags(parser) -> None:
@@ -103,6 +131,7 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--clip", type=cli.non_negative_float, default=1.0, help="gradient norm limit or 0")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
+    parser.add_argument("--temperature", type=cli.positive_float, default=1.0, help="of the KL term")
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
 
 
@@ -113,6 +142,9 @@ def add_execution_flags(parser) -> None:
     parser.add_argument("--loss-chunk", type=cli.positive, default=512, help="tokens per chunk of logits")
     parser.add_argument("--attention", choices=ATTENTIONS, default="packed",
                         help="packed: torch's fused kernel, sample by sample; the others are transformers'")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="of the computation; weights and optimizer state are float32 (default: bfloat16 "
+                             "on GPUs, float32 on CPUs)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
                         help="activation checkpointing of every layer (default: on GPUs only)")
     parser.add_argument("--save-minutes", type=cli.non_negative_float, default=20,
@@ -131,12 +163,15 @@ class Run:
     args: argparse.Namespace
     ranks: Ranks
     pair: Pair
-    samples: list
+    pool: Pool
     execution: Execution
     clock: Clock
 
     @property
     def teacher(self) -> str:
+        """The teacher's checkpoint directory."""
+        if self.args.teacher == SOURCE:
+            return self.pair.model["path"]
         return self.args.teacher or os.path.join(self.args.run, "teacher")
 
     @property
@@ -144,45 +179,18 @@ class Run:
         return os.path.join(self.args.run, "train")
 
 
-def set_defaults(args, demo: bool) -> None:
-    """Fill in each flag that was left out: the published value, or the demo model's."""
-    for name, value in (distill.DEMO_SETTINGS if demo else distill.PUBLISHED_SETTINGS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
-    if demo and args.steps is None and args.epochs is None:
-        args.steps = distill.DEMO_STEPS
-    if demo and args.teacher_steps is None and args.teacher_epochs is None:
-        args.teacher_steps = distill.DEMO_TEACHER_STEPS
-    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
-
-
-def make_plans(args, pair: Pair, samples: int, cuda: bool) -> dict[str, Plan]:
-    """The plans of both phases, "teacher" and "student"."""
-    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
-              "save_minutes": args.save_minutes, "print_every": args.print_every,
-              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
-    epochs = args.teacher_epochs or distill.TEACHER_EPOCHS
-    teacher_steps = args.teacher_steps or distill.epochs_to_steps(epochs, samples, args.teacher_batch)
-    steps = args.steps
-    if not steps:
-        epochs = args.epochs or distill.published_epochs(pair.model["kv_heads"] // pair.kv_heads)
-        steps = distill.epochs_to_steps(epochs, samples, args.batch)
-    if steps < 2 and args.masks == "l0":
-        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
-    return {"teacher": Plan(teacher_steps, args.teacher_batch, args.teacher_warmup, **common),
-            "student": Plan(steps, args.batch, args.warmup, **common)}
-
-
 def print_plan(run: Run, plans: dict[str, Plan]) -> None:
     """Print what both phases need on --plan's hardware. Raises UserError if one does not fit."""
     args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
-    workload = budget.Workload.of(config, run.samples, args.loss_chunk, run.execution.recompute)
-    student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else ())
-    phases = [("teacher", None, plans["teacher"]), (f"pruning {pair.title}", student, plans["student"])]
-    hours = budget.print_phases(workload, phases, args.plan)
-    print(f"05_prune_train: {hours:.2g} h on {args.plan}, including the teacher")
+    student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else (), args.train)
+    phases = []
+    for name, plan in plans.items():
+        samples = run.pool.answered if name == "teacher" else run.pool
+        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
+        title = name if name == "teacher" else f"pruning {pair.title}"
+        phases.append((title, work, None if name == "teacher" else student, plan))
+    hours = budget.print_phases(phases, args.plan)
+    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(plans) > 1)}")
 
 
 def start_anew(run: Run) -> None:
@@ -196,13 +204,21 @@ def start_anew(run: Run) -> None:
 
 
 def read_teacher(run: Run) -> bool:
-    """Whether a teacher exists. Raises UserError unless it is an intact fine-tune of this source model."""
+    """Whether a teacher exists: the source or, checked, an intact fine-tune of it. Raises UserError if not.
+
+    Also if there is nothing to fine-tune a missing one on.
+    """
     for path in (run.directory, run.teacher):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise UserError(f"{path}: expected nothing or a directory, found a file; remove it first")
+    if run.args.teacher == SOURCE:
+        return True
     if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
         raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
     if not os.path.lexists(run.teacher):
+        if not run.pool.answered:
+            raise UserError(f"--teacher {run.teacher}: expected one that exists, or source, as text has no "
+                            "answers to fine-tune one on")
         return False
     teacher_record = read_record(run.teacher, STAGE, run.pair.model)
     if run.ranks.first:
@@ -225,14 +241,15 @@ def train_teacher(run: Run, plan: Plan) -> bool:
         parent, name = os.path.split(os.path.abspath(run.teacher))
         claim(name, argparse.Namespace(run=parent))
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | describe_samples(run.samples)
+    samples = run.pool.answered
+    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | Pool(samples).description()
     checkpoints.begin(directory, settings, ranks)
     saved = last_checkpoint(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
     job = Job(trainee, distill.teacher_optimizer(trainee, run.args.teacher_lr), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
-    if not train(job, distill.Sft(trainee, run.args.loss_chunk), run.samples, plan):
+    if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):
         return False
     if ranks.first:
         write_teacher(run, directory, settings)
@@ -264,14 +281,14 @@ def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
     shared = {"masks": run.args.masks, "merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts = {name: fingerprint(path) for name, path in starts.items()}
-    return plan.to_resume() | losses | shared | describe_samples(run.samples) | starts
+    return plan.to_resume() | losses | shared | run.pool.description() | starts
 
 
 def train_student(run: Run, plan: Plan) -> bool:
     """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
     args, ranks, pair = run.args, run.ranks, run.pair
-    settings = distill.Settings(args.lr, args.merged_lr_factor, args.mask_lr, args.l0_weight,
-                                args.kl_on, args.loss_chunk, args.seed)
+    names = (field.name for field in fields(distill.Settings))
+    settings = distill.Settings(**{name: getattr(args, name) for name in names})
     recorded = student_settings(run, plan, settings)
     checkpoints.begin(run.directory, recorded, ranks)
     if os.path.exists(os.path.join(run.directory, RECORD)):
@@ -287,7 +304,7 @@ def train_student(run: Run, plan: Plan) -> bool:
     if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
         job = distill.masked_job(pair, settings, setup, saved)
         phase = distill.MaskedDistillation(job.trainee, teacher, plan.steps, settings)
-        if not train(job, phase, run.samples, plan, switch):
+        if not train(job, phase, run.pool, plan, switch):
             return False
         del job, phase
         free_memory(ranks)
@@ -295,7 +312,7 @@ def train_student(run: Run, plan: Plan) -> bool:
         ranks.say(f"switch  after step {switch}: every mask is 0; rebuilt with {pair.kv_heads} kv heads")
 
     job = distill.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
-    if not train(job, distill.Distillation(job.trainee, teacher, settings), run.samples, plan):
+    if not train(job, distill.Distillation(job.trainee, teacher, settings), run.pool, plan):
         return False
     if ranks.first:
         write_student(run, plan, recorded)
@@ -308,7 +325,9 @@ def write_student(run: Run, plan: Plan, settings: dict) -> None:
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged, run.teacher)]
+    inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged)]
+    if run.args.teacher != SOURCE:
+        inputs.append(os.path.join(run.teacher, RECORD))
     write_record(directory, record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {plan.steps} steps, {summary['tokens']} tokens, distillation loss "
@@ -318,13 +337,15 @@ def write_student(run: Run, plan: Plan, settings: dict) -> None:
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = read_pair(args.run, ranks)
-    set_defaults(args, demo=pair.model["name"] == DEMO)
-    samples = load_samples(args.only, args.tasks, pair.model["path"], ranks)
+    source = pair.model["path"]
+    set_defaults(args, pair.model["name"] == DEMO, load_config(source).max_position_embeddings)
+    pool = load_pool(args, source, ranks)
     cuda = ranks.device.type == "cuda" or bool(args.plan)
-    execution = Execution(compute=torch.bfloat16 if cuda else torch.float32, attention=args.attention,
+    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
-    run = Run(args, ranks, pair, samples, execution, clock)
-    plans = make_plans(args, pair, len(samples), cuda)
+    run = Run(args, ranks, pair, pool, execution, clock)
+    plans = make_plans(args, pair, pool, cuda)
     if args.plan:
         print_plan(run, plans)
         return 0
@@ -333,7 +354,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     if args.force:
         start_anew(run)
     if has_teacher:
-        ranks.say(f"reads   {run.teacher}: the teacher already exists")
+        ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
     elif not train_teacher(run, plans["teacher"]):
         return STOPPED
     return 0 if train_student(run, plans["student"]) else STOPPED

@@ -32,6 +32,19 @@ def test_operations_are_those_torch_counts(kv_heads):
     assert backward.get_total_flops() == pytest.approx(2 * expected, rel=0.005)
 
 
+def test_operations_of_training_attention_alone_are_those_torch_counts():
+    model = tiny_model(num_key_value_heads=2, hidden_size=64, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".self_attn." in name)
+    embedded = torch.randn(1, 50, 64, requires_grad=True)  # as in all layers but the first
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embedded).logits.sum().backward()
+    expected = budget.training_flops(model.config, 50, 50 * 50, 50, "attention")
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
+    whole = budget.training_flops(model.config, 50, 50 * 50, 50)
+    assert whole == 3 * budget.forward_flops(model.config, 50, 50 * 50, 50) > expected
+
+
 def test_sizes_are_those_of_the_model():
     students = {kind: tiny_model(bias=True) for kind in (masks.KEY_VALUE, masks.WHOLE_HEAD)}
     for names, model in students.items():
@@ -42,7 +55,8 @@ def test_sizes_are_those_of_the_model():
     for model, kind in cases:
         size = budget.size(tiny_model(bias=True).config, kind)
         layers = sum(p.numel() for p in model.model.layers.parameters())
-        assert size == budget.Size(size.whole, layers // 3, size.whole - layers)
+        attention = sum(p.numel() for p in model.model.layers[0].self_attn.parameters())
+        assert size == budget.Size(size.whole, layers // 3, size.whole - layers, attention)
         assert size.whole == sum(p.numel() for p in model.parameters())
 
 
@@ -131,6 +145,12 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
     computed = distillation.flops * 5 / 4  # with the forward pass once more
     assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.4))
+    attention = budget.step_cost(work, budget.Student(8, (), "attention"), plan(1, 64), cluster)
+    trained = 32 * (2 * 4096**2 + 2 * 4096 * 1024)
+    whole = budget.size(LLAMA2_7B, budget.Student(8, ())).whole
+    assert attention.traffic == 4 * whole + 4 * trained + 2 * source
+    forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
+    assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
     alone = budget.step_cost(work, budget.Student(8), plan(1, 64), budget.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, cluster) == 10  # the links of an A100: 300 GB/s
@@ -145,19 +165,24 @@ def test_memory_is_that_of_the_weights_on_one_rank():
     assert need["loss"] == 4 * 32000 * (8 * 100 + 4096)
     per_layer, layer_input = budget.activation_bytes(LLAMA2_7B, 100, 2)
     assert need["activations"] == 32 * layer_input + per_layer
+    attention = budget.memory(work, budget.Student(8, (), "attention"), 1, 100)
+    trained = 2 * 4096**2 + 2 * 4096 * 1024  # of a layer
+    assert attention["gradients"] == 4 * 32 * trained + 6 * trained
+    assert attention["optimizer"] == 8 * 32 * trained
     teacher = budget.memory(work, budget.Student(8), 1, 100)["teacher"]
     assert teacher == 2 * (size.whole + size.root + size.layer)
 
 
 def test_all_phases_must_fit(capsys):
     work = budget.Workload(LLAMA2_7B, lengths=[100], answers=[4], chunk=512, recompute=True)
-    phases = [("teacher", None, plan(10, 64)), ("pruning", budget.Student(8), plan(20, 64))]
-    hours = budget.print_phases(work, phases, "8xA100-80GB")
+    other = replace(work, lengths=[300])
+    phases = [("teacher", work, None, plan(10, 64)), ("pruning", other, budget.Student(8), plan(20, 64))]
+    hours = budget.print_phases(phases, "8xA100-80GB")
     cluster = budget.parse_hardware("8xA100-80GB")
-    each = [budget.report(title, work, student, numbers, cluster)[1] for title, student, numbers in phases]
+    each = [budget.report(*phase, cluster)[1] for phase in phases]
     assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
     with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
-        budget.print_phases(work, phases, "1xA100-80GB")
+        budget.print_phases(phases, "1xA100-80GB")
 
 
 @pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB"])

@@ -58,6 +58,22 @@ def test_distillation_is_equation_30(kl_on):
     assert float(loss.detach()) == pytest.approx(sum(expected.values()), rel=1e-4)
 
 
+def test_the_temperature_of_the_kl():
+    """KL of softened distributions, times T^2 so that gradients keep their size; BiLD has its own."""
+    student, teacher = tiny_trainee(0), tiny_trainee(1)
+    phase = Distillation(student, teacher, Settings(lr=1.0, temperature=2.0))
+    _, parts = phase.row_loss(build_row(SAMPLES, len(SAMPLES)))
+    expected = 0.0
+    for sample in SAMPLES:
+        prompt = len(sample.prompt) - 1
+        logits = (sample_logits(model, sample)[:prompt] for model in (student, teacher))
+        ours, theirs = ((rows.detach() / 2).softmax(-1) for rows in logits)
+        expected += 4 * float((theirs * (theirs / ours).log()).sum(-1).mean()) / len(SAMPLES)
+    assert float(parts["kl"]) == pytest.approx(expected, rel=1e-4)
+    bild_alone = float(distillation_terms(student, teacher)["bild"].detach())
+    assert float(parts["bild"]) == pytest.approx(bild_alone, rel=1e-4)
+
+
 def test_fine_tuning_counts_answer_tokens_alone():
     trainee, expected = tiny_trainee(0), 0.0
     for sample in SAMPLES:

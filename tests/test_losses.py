@@ -104,6 +104,25 @@ def test_chunked_equals_plain(chunk):
         assert value == pytest.approx(float(results[1][0]), abs=1e-12)
 
 
+def test_a_frozen_head_gets_no_gradient():
+    """The hidden states get the same one, and the pieces' logits are not differentiated by the head."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.rand(6, 8, dtype=torch.float64, generator=generator)
+    head = torch.rand(30, 8, dtype=torch.float64, generator=generator)
+    weight, gradients, trained = torch.ones(6), [], []
+    for head_is_trained in (True, False):
+
+        def loss(kind, at, part, weight=weight):
+            trained.append(sum(edge is not None for edge, _ in part.grad_fn.next_functions))
+            return (part.square().sum(-1) * weight[at]).sum()
+
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(head_is_trained)
+        chunked(loss, [("all", torch.arange(6))], h, w).backward()
+        gradients.append(h.grad)
+        assert (w.grad is not None) == head_is_trained
+    assert torch.equal(*gradients) and trained == [2, 1]
+
+
 def test_chunked_gradcheck():
     teacher, weight = logits(7, 20), torch.rand(7, dtype=torch.float64)
     hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)

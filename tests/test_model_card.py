@@ -19,7 +19,8 @@ ALIGNMENT = {
 }
 TRAINING = {"summary": {"steps": 320, "batch": 16, "tokens": 322330, "lr": 2e-05, "masks": "l0",
                         "loss": 0.117143},
-            "arguments": {"seed": 41}}
+            "arguments": {"seed": 41, "tasks": "hub", "only": ["boolq", "piqa"], "text": ["c4"],
+                          "chat": [], "teacher": None}}
 EXPORT = {"summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM"},
           "packages": {"torch": "9.8.7", "numpy": "1.2.3"}, "commit": "cd" * 20}
 OPENING, CLOSING = "<!-- scores -->", "<!-- /scores -->"
@@ -57,6 +58,17 @@ def test_the_card_says_what_the_model_is(tmp_path, records):
     assert f"fingerprint `{MODEL['fingerprint']}`" in card
 
 
+def test_the_card_says_what_it_was_trained_on(tmp_path, records):
+    card = words(write(tmp_path, records))
+    assert "(322,330 tokens) of the training sets of 2 tasks, text (`c4`); learning rate" in card
+    assert "distilled from a fine-tuned teacher" in card and "prompts of this form (Table 5" in card
+    records[1]["arguments"] |= {"tasks": "none", "chat": ["a.jsonl", "b.jsonl"], "teacher": "source"}
+    card = words(write(tmp_path, records))
+    assert "(322,330 tokens) of chats (`a.jsonl`, `b.jsonl`), text (`c4`); learning rate" in card
+    assert "distilled from the untouched source" in card
+    assert "Table 5" not in card and "what its source predicts: use it like the source" in card
+
+
 def test_half_precision_halves_the_cache(tmp_path, records):
     records[2]["summary"]["dtype"] = "torch.bfloat16"
     card = words(write(tmp_path, records))
@@ -69,7 +81,7 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
         "Grouping: similarity of values after alignment (dist).",
         "Merging: the mean of the rotated heads of a group (generalized Procrustes).",
         "perplexity rose from 7.123 to 9.988 on the text of stage 4",
-        "320 steps of 16 samples (322,330 tokens), learning rate 2e-05",
+        "320 steps of 16 samples (322,330 tokens) of",
         "L0 masks moved each head from its own projections to its group's. Last loss: 0.1171.",
         f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}; random seed 41.",
         "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2",

@@ -5,6 +5,7 @@ Two processes equal one, a killed run equals one that was not, two nodes equal o
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -29,13 +30,13 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.method import masks
 from common.models import load_config
-from common.training import checkpoints, distill, engine
+from common.training import checkpoints, distill, engine, schedule
 from common.training import inputs as training_inputs
 from common.training import metrics as training_metrics
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.distill import Settings, gqa_optimizer, masked_optimizer, start_masks
 from common.training.engine import STOPPED, Job, Plan, learning_rate
-from common.training.inputs import Pair, samples_digest
+from common.training.inputs import Pair, Pool, samples_digest
 from common.training.sharding import Execution, Trainee, build
 from conftest import (
     ROOT,
@@ -304,17 +305,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # the stage, in this process
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def stage() -> dict:
     """The functions of the stage."""
     return runpy.run_path(str(ROOT / STAGE))
 
 
-def flags(stage, *words) -> argparse.Namespace:
+def flags(*words) -> argparse.Namespace:
     """The parsed flags of a command line."""
     before, sys.argv = sys.argv, [STAGE, *words]
     try:
-        return stage["parse"]()
+        return stage()["parse"]()
     finally:
         sys.argv = before
 
@@ -323,40 +324,67 @@ def pair_of(group_size: int) -> Pair:
     return Pair("a", "m", {"kv_heads": 16}, 16 // group_size, "mean", masks.KEY_VALUE)
 
 
-def planned(stage, demo: bool, samples: int, group_size: int, *words) -> tuple[int, int]:
-    """Steps of teacher and student."""
-    args = flags(stage, *words)
-    stage["set_defaults"](args, demo)
-    plans = stage["make_plans"](args, pair_of(group_size), samples, False)
-    return plans["teacher"].steps, plans["student"].steps
+def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
+    """Steps of each phase."""
+    args = flags(*words)
+    schedule.set_defaults(args, demo, positions=2048)
+    pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
+    plans = schedule.make_plans(args, pair_of(group_size), pool, False)
+    return {name: plan.steps for name, plan in plans.items()}
 
 
-def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise(stage):
-    for group_size, steps in ((2, 11530), (4, 23060), (8, 34590)):
-        assert planned(stage, False, 147_580, group_size) == (2306, steps)
-    assert planned(stage, False, 640, 4, "--epochs", "0.5", "--teacher-epochs", "1") == (5, 5)
-    assert planned(stage, False, 640, 16, "--steps", "7", "--teacher-steps", "3") == (3, 7)
-    assert planned(stage, True, 640, 16) == (100, 350)
-    assert planned(stage, True, 640, 16, "--epochs", "2", "--teacher-epochs", "3") == (60, 80)
+def steps(teacher: int, student: int) -> dict[str, int]:
+    return {"teacher": teacher, "student": student}
+
+
+def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise():
+    for group_size, student in ((2, 11530), (4, 23060), (8, 34590)):
+        assert planned(False, 147_580, group_size) == steps(2306, student)
+    assert planned(False, 640, 4, "--epochs", "0.5", "--teacher-epochs", "1") == steps(5, 5)
+    assert planned(False, 640, 16, "--steps", "7", "--teacher-steps", "3") == steps(3, 7)
+    assert planned(True, 640, 16) == steps(100, 350)
+    assert planned(True, 640, 16, "--epochs", "2", "--teacher-epochs", "3") == steps(60, 80)
     with pytest.raises(UserError, match="no published value for groups of 16 kv heads"):
-        planned(stage, False, 640, 16)
+        planned(False, 640, 16)
     with pytest.raises(UserError, match="--steps: expected at least 2"):
-        planned(stage, False, 640, 4, "--steps", "1")
-    assert planned(stage, False, 640, 4, "--steps", "1", "--masks", "off") == (10, 1)
+        planned(False, 640, 4, "--steps", "1")
+    assert planned(False, 640, 4, "--steps", "1", "--masks", "off") == steps(10, 1)
 
 
-def test_flags_left_out_take_the_published_values(stage):
+def test_budgets_of_texts_and_chats():
+    """Text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch."""
+    assert planned(False, 640, 2, texts=640) == steps(10, 100)
+    assert planned(False, 640, 16, "--tasks", "none", texts=640) == {"student": 20}
+    assert planned(False, 0, 16, "--tasks", "none", "--epochs", "2", texts=640) == {"student": 20}
+    assert planned(False, 640, 2, "--teacher", "source") == {"student": 50}
+    assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 20)
+
+
+def test_data_flags_left_out():
+    cases = [(False, [], "hub", [], None), (True, [], "runs/demo-model/tasks", ["demo"], None),
+             (False, ["--tasks", "none"], "none", [], "source"), (True, ["--text", "none"], None, [], None),
+             (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
+    for demo, words, tasks, text, teacher in cases:
+        args = flags(*words)
+        schedule.set_defaults(args, demo, positions=100)
+        assert args.tasks == (tasks or "runs/demo-model/tasks")
+        assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
+    with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
+        schedule.set_defaults(flags("--text-length", "101"), False, positions=100)
+
+
+def test_flags_left_out_take_the_published_values():
     for demo, expected in ((False, distill.PUBLISHED_SETTINGS), (True, distill.DEMO_SETTINGS)):
-        args = flags(stage)
-        stage["set_defaults"](args, demo)
+        args = flags()
+        schedule.set_defaults(args, demo, positions=2048)
         assert {name: getattr(args, name) for name in expected} == expected
-        plans = stage["make_plans"](args, pair_of(4), 640, False)
+        plans = schedule.make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             plan, batch, warmup = plans[name], expected[f"{prefix}batch"], expected[f"{prefix}warmup"]
             assert (plan.batch, plan.warmup, plan.clip, plan.final_share) == (batch, warmup, 1.0, 0.0)
             assert (plan.seed, plan.tokens_per_microbatch, plan.save_minutes) == (0, 2048, 20)
-    args = flags(stage, "--lr", "3e-4", "--batch", "5")
-    stage["set_defaults"](args, False)
+    args = flags("--lr", "3e-4", "--batch", "5")
+    schedule.set_defaults(args, False, positions=2048)
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 
@@ -365,11 +393,12 @@ def test_flags_left_out_take_the_published_values(stage):
     "--clip nan", "--l0-weight -1", "--save-minutes -1", "--lr 0", "--lr -1", "--mask-lr 0",
     "--teacher-lr inf", "--seed -1",
     "--merged-lr-factor 0", "--steps 0", "--steps 1.5", "--batch 0", "--loss-chunk 0", "--masks on",
+    "--text-length 0", "--text-tokens 0", "--train mlp", "--dtype float16", "--temperature 0",
     "--save-steps 0", "--print-every 0", "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
 ])  # fmt: skip
-def test_flags_out_of_range_are_refused_when_parsed(stage, words):
+def test_flags_out_of_range_are_refused_when_parsed(words):
     with pytest.raises(UserError, match=rf"{words.split()[0]}: expected .*, found {words.split()[1]}"):
-        flags(stage, *words.split())
+        flags(*words.split())
 
 
 def train_arguments(home, inputs, *arguments) -> list:
@@ -543,13 +572,13 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
-def test_what_force_moves_aside_gets_a_name_of_its_own(stage, group_of_one, tmp_path):
+def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
     for given in ([], ["--teacher", str(tmp_path / "teacher")]):
         for name in ("train", "teacher", "teacher.train", "train.old", "train.old-1"):
             (tmp_path / name).mkdir(exist_ok=True)
-        args = flags(stage, "--run", str(tmp_path), "--force", *given)
+        args = flags("--run", str(tmp_path), "--force", *given)
         before = set(os.listdir(tmp_path))
-        stage["start_anew"](stage["Run"](args, group_of_one, None, [], Execution(), None))
+        stage()["start_anew"](stage()["Run"](args, group_of_one, None, Pool([]), Execution(), None))
         after = set(os.listdir(tmp_path))
         if given:
             assert (after - before, before - after) == ({"train.old-3"}, {"train"})

@@ -26,7 +26,9 @@ TOKEN = np.dtype("<i4")
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 
 
-def sequence_length(requested: int | None, default: int, positions: int, least: int = 1) -> int:
+def sequence_length(
+    requested: int | None, default: int, positions: int, least: int = 1, flag: str = "--length"
+) -> int:
     """Tokens per sequence of text: the requested number, or `default` limited to the model's positions.
 
     least: 2 where next tokens are predicted. Raises UserError for a request outside least..positions.
@@ -34,7 +36,7 @@ def sequence_length(requested: int | None, default: int, positions: int, least: 
     if requested is None:
         return min(default, positions)
     if not least <= requested <= positions:
-        raise UserError(f"--length: expected {least} to {positions} tokens (the model's "
+        raise UserError(f"{flag}: expected {least} to {positions} tokens (the model's "
                         f"max_position_embeddings), found {requested}")
     return requested
 

@@ -52,7 +52,8 @@ def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> 
 
     pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a
     scalar. Each piece's gradient is computed right after its loss, while its logits are in memory; only the
-    sums [T, h] and [V, h] are kept for the backward pass. Nothing is recomputed.
+    sums [T, h] and [V, h] are kept for the backward pass. Nothing is recomputed. A frozen lm_head gets no
+    gradient, and costs none.
     """
     return _Chunked.apply(loss, pieces, hidden, lm_head)
 
@@ -60,21 +61,23 @@ def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, pieces, hidden, lm_head):
-        differentiate = any(ctx.needs_input_grad)
-        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(differentiate)
+        differentiate, head_is_trained = any(ctx.needs_input_grad), ctx.needs_input_grad[3]
+        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(head_is_trained)
         sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # never accumulate in bf16
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if differentiate else None
-        head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if differentiate else None
+        head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if head_is_trained else None
         for kind, at in pieces:
             with torch.set_grad_enabled(differentiate):
                 part = hidden[at].requires_grad_(differentiate)
                 value = loss(kind, at, F.linear(part, lm_head))
             total += value.detach()
             if differentiate:
-                part_hidden_grad, part_head_grad = torch.autograd.grad(value, (part, lm_head))
-                hidden_grad.index_add_(0, at, part_hidden_grad)
-                head_grad += part_head_grad
+                trained = (part, lm_head) if head_is_trained else (part,)
+                part_grads = torch.autograd.grad(value, trained)
+                hidden_grad.index_add_(0, at, part_grads[0])
+                if head_is_trained:
+                    head_grad += part_grads[1]
         ctx.save_for_backward(hidden_grad, head_grad)
         return total
 
@@ -82,4 +85,5 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, scale):
         hidden_grad, head_grad = ctx.saved_tensors
-        return None, None, hidden_grad * scale.to(hidden_grad.dtype), head_grad * scale
+        head_grad = None if head_grad is None else head_grad * scale
+        return None, None, hidden_grad * scale.to(hidden_grad.dtype), head_grad

@@ -69,7 +69,7 @@ def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
     }
 
 
-def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | list[str]]:
+def _recipe(alignment: dict, training: dict, export: dict) -> dict:
     """Template fields that describe how it was made."""
     aligned, trained = alignment["summary"], training["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
@@ -91,7 +91,17 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict[str, str | li
         "commit": markdown_text(export["commit"]),
         "seed": training["arguments"]["seed"],
         "groups": [_groups_line(groups) for groups in alignment["groups"]],
-    }
+    } | _data(training["arguments"])
+
+
+def _data(arguments: dict) -> dict[str, str | bool]:
+    """Template fields that say what it was trained on, and by which teacher. arguments: of stage 5."""
+    tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
+    kinds = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != "none" else []
+    kinds += [f"{name} ({', '.join(map(_code, sources))})"
+              for name, sources in (("chats", chats), ("text", text)) if sources]
+    teacher = "the untouched source" if arguments["teacher"] == "source" else "a fine-tuned teacher"
+    return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher}
 
 
 def _groups_line(groups: list[list[int]]) -> str:

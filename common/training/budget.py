@@ -65,10 +65,11 @@ def parse_hardware(text: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Student:
-    """A model being pruned: its kv heads, and the projections that masks blend (empty: no masks)."""
+    """A model being pruned: kv heads, projections that masks blend (empty: no masks), what is trained."""
 
     kv_heads: int
     blended: tuple[str, ...] = masks.KEY_VALUE
+    train: str = "all"  # or "attention"
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,24 @@ class Workload:
 
     @classmethod
     def of(cls, config, samples, chunk: int, recompute: bool) -> "Workload":
-        lengths, answers = [len(sample) for sample in samples], [len(sample.answer) for sample in samples]
+        lengths, answers = [len(sample) for sample in samples], [sample.answer_tokens for sample in samples]
         return cls(config, lengths, answers, chunk, recompute)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameter counts of a model: in total, in one layer, and outside the layers (embedding, head, norm)."""
+    """Parameter counts of a model: in total, in one layer, outside the layers (embedding, head, norm)."""
 
     whole: int
     layer: int
     root: int
+    attention: int  # of one layer
+
+    def trained(self, student: Student | None) -> tuple[int, int]:
+        """Trained parameters: of the model, and of its largest part (a layer, or what is outside them)."""
+        if student and student.train == "attention":
+            return (self.whole - self.root) // self.layer * self.attention, self.attention
+        return self.whole, max(self.root, self.layer)
 
 
 def size(config, student: Student | None = None) -> Size:
@@ -106,8 +114,9 @@ def size(config, student: Student | None = None) -> Size:
         if student and student.blended:
             masks.patch(model, student.kv_heads, student.blended)
     whole = sum(p.numel() for p in model.parameters())
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    return Size(whole, layer, whole - layer * config.num_hidden_layers)
+    first = model.model.layers[0]
+    layer, attention = (sum(p.numel() for p in part.parameters()) for part in (first, first.self_attn))
+    return Size(whole, layer, whole - layer * config.num_hidden_layers, attention)
 
 
 def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
@@ -122,6 +131,18 @@ def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
     attention = 2 * heads * head_dim  # scores and weighted sum
     layers = config.num_hidden_layers * (projections * tokens + attention * attended)
     return 2 * (layers + hidden * config.vocab_size * predicted)
+
+
+def training_flops(config, tokens: int, attended: int, predicted: int, train: str = "all") -> int:
+    """FLOPs of a forward and backward pass, the latter at twice the cost. Arguments as in forward_flops.
+
+    train "attention": the other weights get no gradients.
+    """
+    whole = 3 * forward_flops(config, tokens, attended, predicted)
+    if train == "all":
+        return whole
+    mlps = 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+    return whole - 2 * (mlps * tokens + config.hidden_size * config.vocab_size * predicted)
 
 
 def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
@@ -147,16 +168,18 @@ def memory(work: Workload, student: Student | None, world: int, row: int, comput
     world: ranks that shard the weights; row: tokens in a row; compute: bytes per number in the forward pass.
     """
     config, layers = work.config, work.config.num_hidden_layers
-    trained, source = size(config, student), size(config)
+    student_size, source = size(config, student), size(config)
+    trained, largest = student_size.trained(student)
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
     activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
     gathered = 2 if world > 1 else 1  # layers gathered at once: the current one and the next, prefetched
+    gathered_weights = student_size.root + gathered * student_size.layer
     teacher = compute * (source.whole / world + source.root + gathered * source.layer)
     parts = {
-        "parameters": 4 * trained.whole / world + compute * (trained.root + gathered * trained.layer),
+        "parameters": 4 * student_size.whole / world + compute * gathered_weights,
         # sharded, except for the one being reduced
-        "gradients": 4 * trained.whole / world + (compute + 4) * max(trained.root, trained.layer),
-        "optimizer": 8 * trained.whole / world,
+        "gradients": 4 * trained / world + (compute + 4) * largest,
+        "optimizer": 8 * trained / world,
         "activations": activations,
         "teacher": teacher if student else 0,
         "loss": 4 * config.vocab_size * (LOGIT_COPIES * min(work.chunk, row) + config.hidden_size),
@@ -190,11 +213,14 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
     predicted = tokens if student else plan.batch * sum(work.answers) / count
     attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
     forward = forward_flops(work.config, tokens, attended, predicted)
-    useful = forward * (4 if student else 3)  # forward, backward at twice its cost, and the teacher's forward
+    useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
+    if student:
+        useful += forward  # the teacher's
     row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(work.lengths))))
     rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
-    trained, source = size(work.config, student).whole, size(work.config).whole
-    moved = 2 * 2 * trained + 4 * trained  # weights gathered twice in bf16, gradients reduced once in float32
+    student_size, source = size(work.config, student), size(work.config).whole
+    trained, _ = student_size.trained(student)
+    moved = 2 * 2 * student_size.whole + 4 * trained  # gathered twice in bf16, gradients reduced in float32
     if student:
         moved += 2 * source  # the teacher is gathered once
     traffic = rows * moved * (world > 1)
@@ -226,13 +252,13 @@ def report(title: str, work: Workload, student: Student | None, plan, cluster: C
     return [*lines, f"  does NOT fit: {excess:.1f} GiB too much; try {advice}"], hours, False
 
 
-def print_phases(work: Workload, phases: list[tuple], hardware: str) -> float:
-    """Print the cost of each (title, student, plan) on hardware like "8xA100-80GB"; return the hours.
+def print_phases(phases: list[tuple], hardware: str) -> float:
+    """Print the cost of each (title, work, student, plan) on hardware like "8xA100-80GB"; return the hours.
 
     Raises UserError if one does not fit.
     """
     cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
-    for title, student, plan in phases:
+    for title, work, student, plan in phases:
         lines, phase_hours, fits = report(title, work, student, plan, cluster)
         print("\n".join(lines))
         hours, all_fit = hours + phase_hours, all_fit and fits

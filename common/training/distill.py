@@ -39,6 +39,8 @@ class Settings:
     mask_lr: float = 1e-2  # peak learning rate of log alpha
     l0_weight: float = 1.0  # weight of Eq. 29 in Eq. 31
     kl_on: str = "prompt"  # tokens of the KL term: "prompt", as in the authors' code; "all": Eq. 30
+    temperature: float = 1.0  # of the KL term; the gradient is scaled back by its square
+    train: str = "all"  # the student's weights to train: "all" or "attention"
     loss_chunk: int = 512  # tokens whose logits are in memory at a time
     seed: int = 0  # random seed for the mask noise
 
@@ -61,9 +63,9 @@ def switch_step(steps: int) -> int:
     return max(1, int(SWITCH * steps))
 
 
-def row_flops(config, row, predicted: int) -> float:
-    """FLOPs of one forward pass over a row; attention is causal within each sample."""
-    return budget.forward_flops(config, row.input_ids.numel(), int((row.position_ids + 1).sum()), predicted)
+def row_size(row, predicted: int) -> tuple[int, int, int]:
+    """Tokens, (query, key) pairs and predicted tokens of a row, for budget's FLOPs."""
+    return row.input_ids.numel(), int((row.position_ids + 1).sum()), predicted
 
 
 class Sft(Phase):
@@ -82,13 +84,14 @@ class Sft(Phase):
         return self.trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), {}
 
     def flops(self, row):
-        return 3 * row_flops(self.trainee.net.config, row, len(row.answer_at))
+        return budget.training_flops(self.trainee.net.config, *row_size(row, len(row.answer_at)))
 
 
 class Distillation(Phase):
     """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
 
-    Each term is a mean over a sample's tokens, then over the batch, by the weights in the rows.
+    Each term is a mean over a sample's tokens, then over the batch, by the weights in the rows. A text has no
+    answer, so all its tokens get the KL.
     """
 
     def __init__(self, student, teacher, settings: Settings):
@@ -100,6 +103,7 @@ class Distillation(Phase):
             teacher_hidden = self.teacher(row)
         teacher_head, kl_on_all = self.teacher.net.lm_head, self.settings.kl_on == "all"
         kl_weight = row.all_weight if kl_on_all else row.prompt_weight
+        temperature = self.settings.temperature
         parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
 
         def loss(part, at, student):  # student: logits [c, V] of the tokens `at`, all prompt or all answer
@@ -108,7 +112,8 @@ class Distillation(Phase):
             student = student.float()
             terms = {}
             if part == "prompt" or kl_on_all:
-                terms["kl"] = (kl(student, teacher) * kl_weight[at]).sum()
+                per_token = kl(student / temperature, teacher / temperature) * temperature**2
+                terms["kl"] = (per_token * kl_weight[at]).sum()
             if part == "answer":
                 terms["bild"] = (bild(student, teacher) * row.answer_weight[at]).sum()
             for name, term in terms.items():
@@ -121,9 +126,9 @@ class Distillation(Phase):
         return self.student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), parts
 
     def flops(self, row):
-        predicted = len(row.prompt_at) + len(row.answer_at)
-        student = row_flops(self.student.net.config, row, predicted)
-        return 3 * student + row_flops(self.teacher.net.config, row, predicted)
+        size = row_size(row, len(row.prompt_at) + len(row.answer_at))
+        student = budget.training_flops(self.student.net.config, *size, self.settings.train)
+        return student + budget.forward_flops(self.teacher.net.config, *size)
 
     def begin_measurement(self) -> None:
         """Called before held-out rows."""
@@ -168,6 +173,13 @@ class MaskedDistillation(Distillation):
 
     def after_update(self, step: int) -> None:
         masks.clamp(self.log_alpha)
+
+
+def freeze(student, train: str) -> None:
+    """With train "attention", leave only the weights of the attention layers trainable."""
+    if train == "attention":
+        for name, parameter in student.net.named_parameters():
+            parameter.requires_grad_(".self_attn." in name)
 
 
 def teacher_optimizer(trainee, lr: float) -> torch.optim.AdamW:
@@ -226,6 +238,7 @@ def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None =
         prepare=lambda model: masks.patch(model, pair.kv_heads, pair.blended),
         replicated=start_masks(pair.model["layers"], pair.model["kv_heads"]),
     )
+    freeze(student, settings.train)
     job = Job(student, masked_optimizer(student, settings), setup.directory, setup.ranks)
     if saved:
         checkpoints.load(job, saved)
@@ -240,6 +253,7 @@ def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, swi
     """
     student = build(load_config(pair.merged), setup.ranks, setup.execution,
                     sources=None if saved else lambda name: (pair.merged, name))
+    freeze(student, settings.train)
     job = Job(student, gqa_optimizer(student, settings, pair.blended), setup.directory, setup.ranks)
     if saved:
         stored_name = (lambda name: masks.blended_name(name, pair.blended)) if switched else lambda name: name

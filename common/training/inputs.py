@@ -1,16 +1,25 @@
-"""The inputs of training, validated: the pair of checkpoints from stage 4 and the tokenized samples."""
+"""The inputs of training, validated: the pair of checkpoints from stage 4, and the pool of samples."""
 
 import array
 import hashlib
+import json
 import os
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.artifacts import check_input, read_record, verify_files
+import torch.distributed as dist
+
+from common.artifacts import check_input, read_record, sha256, verify_files
 from common.cli import UserError
+from common.data.chat import load_chats
 from common.data.samples import Sample
 from common.data.tasks import load_task, tokenize
+from common.data.text import TextSamples, write_text_tokens
 from common.method import masks
-from common.models import load_config, load_tokenizer, source_model
+from common.models import fingerprint, load_config, load_tokenizer, source_model
+
+NONE = "none"  # --tasks, --text: no such data
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,49 @@ def read_pair(run: str, ranks) -> Pair:
     return Pair(aligned, merged, source_model(aligned_record), summary["kv_heads"], summary["merge"], blended)
 
 
-def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sample]:
-    """The training sets of the tasks, tokenized and concatenated.
+class Pool(Sequence):
+    """The samples to train on. Those with answers come first, then texts."""
 
-    source: as for load_task; model: the checkpoint directory whose tokenizer and position limit apply. Raises
-    UserError for a sample that exceeds that limit or has no prompt.
+    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = ()):
+        self.answered, self.texts = answered, texts
+
+    def __len__(self) -> int:
+        return len(self.answered) + len(self.texts)
+
+    def __getitem__(self, index: int) -> Sample:
+        beyond = index - len(self.answered)
+        return self.answered[index] if beyond < 0 else self.texts[beyond]
+
+    def description(self) -> dict:
+        """The training data as recorded in the settings: number of samples and their digest."""
+        digest = samples_digest(self.answered)
+        if self.texts:
+            digest = hashlib.sha256(f"{digest} {self.texts.digest}".encode()).hexdigest()
+        return {"samples": len(self), "texts": len(self.texts), "samples_sha256": digest}
+
+
+def load_pool(args, model: str, ranks) -> Pool:
+    """Tasks, chats and texts as stage 5's flags name them, tokenized for the checkpoint `model`.
+
+    Raises UserError if there are none, and for data that cannot be read or used.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
+    answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
+    for path in args.chat:
+        chats, description = load_chats(path, tokenizer, positions)
+        ranks.say(f"reads   {description}")
+        answered += chats
+    texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
+    if not answered and not texts:
+        raise UserError("--tasks none: expected --text or --chat with it, found neither")
+    return Pool(answered, texts)
+
+
+def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) -> list[Sample]:
+    """The training sets of the tasks, concatenated. source: as for load_task.
+
+    Raises UserError for a sample of more than `positions` tokens or without a prompt.
+    """
     samples = []
     for task in tasks:
         examples, origin = load_task(task, "train", source)
@@ -69,12 +114,23 @@ def load_samples(tasks: list[str], source: str, model: str, ranks) -> list[Sampl
     return samples
 
 
-def describe_samples(samples: list[Sample]) -> dict:
-    """The training data as recorded in the settings: number of samples and their digest."""
-    return {"samples": len(samples), "samples_sha256": samples_digest(samples)}
+def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
+    """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
+    files = {source: sha256(source) if os.path.isfile(source) else None for source in args.text}
+    key = json.dumps([files, args.text_length, args.text_tokens, fingerprint(model)])
+    path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    if ranks.first and not os.path.exists(path):
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # of other texts
+        os.makedirs(os.path.dirname(path))
+        counts = write_text_tokens(args.text, tokenizer, args.text_length, args.text_tokens, path)
+        print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
+    dist.barrier()
+    texts = TextSamples(path, args.text_length)
+    ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
+    return texts
 
 
-def samples_digest(samples: list[Sample]) -> str:
+def samples_digest(samples: Sequence[Sample]) -> str:
     """sha256 of all samples' token ids, in order: it changes with the training data."""
     digest = hashlib.sha256()
     for sample in samples:

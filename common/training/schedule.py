@@ -1,0 +1,53 @@
+"""What the flags of stage 5 mean where they are left out, and the plans of its phases."""
+
+import os
+
+from transformers.utils import is_flash_attn_2_available
+
+from common.cli import UserError
+from common.data.text import sequence_length
+from common.models import DEMO, DEMO_HOME
+from common.training import distill
+from common.training.engine import Plan
+from common.training.inputs import NONE, Pair, Pool
+
+SOURCE = "source"  # --teacher: the untouched source model
+TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
+
+
+def set_defaults(args, demo: bool, positions: int) -> None:
+    """Fill in each flag that was left out: the published value, or the demo model's."""
+    for name, value in (distill.DEMO_SETTINGS if demo else distill.PUBLISHED_SETTINGS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
+    args.text = args.text or ([DEMO] if demo else [NONE])
+    args.text = [] if args.text == [NONE] else args.text
+    args.teacher = args.teacher or (SOURCE if args.tasks == NONE else None)
+    args.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
+    if demo and args.steps is None and args.epochs is None:
+        args.steps = distill.DEMO_STEPS
+    if demo and args.teacher_steps is None and args.teacher_epochs is None:
+        args.teacher_steps = distill.DEMO_TEACHER_STEPS
+    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
+
+
+def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
+    """The plans of both phases, "teacher" (if one is to be trained) and "student"."""
+    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
+              "save_minutes": args.save_minutes, "print_every": args.print_every,
+              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
+    plans = {}
+    if args.teacher != SOURCE:
+        epochs, batch = args.teacher_epochs or distill.TEACHER_EPOCHS, args.teacher_batch
+        steps = args.teacher_steps or distill.epochs_to_steps(epochs, len(pool.answered), batch)
+        plans["teacher"] = Plan(steps, batch, args.teacher_warmup, **common)
+    steps = args.steps
+    if not steps:
+        group_size = pair.model["kv_heads"] // pair.kv_heads
+        epochs = args.epochs or (1 if args.tasks == NONE else distill.published_epochs(group_size))
+        steps = distill.epochs_to_steps(epochs, len(pool), args.batch)
+    if steps < 2 and args.masks == "l0":
+        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
+    return plans | {"student": Plan(steps, args.batch, args.warmup, **common)}

@@ -1,0 +1,169 @@
+"""Stage 5 on tasks, chats and texts: the pool, the source as teacher, training attention alone."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common.cli import UserError
+from common.data.samples import Sample
+from common.data.tasks import TASKS, load_task
+from common.training import inputs as training_inputs
+from common.training.checkpoints import Reader, steps_saved
+from common.training.inputs import Pool, load_pool, samples_digest
+from common.weights import open_checkpoint
+from conftest import copy_run, expect_error, run, run_in_process
+from test_training import STAGE, assert_same_bits, assert_same_training, final_weights, interrupt, metrics
+
+CHATML = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+          "{% if add_generation_prompt %}<assistant>{% endif %}")
+TEXT_FLAGS = ["--tasks", "none", "--text-length", "40", "--steps", "5", "--batch", "4", "--lr", "1e-3",
+              "--mask-lr", "2", "--warmup", "1", "--save-steps", "2"]
+
+
+def text_arguments(home, inputs, *arguments) -> list[str]:
+    return [str(word) for word in ["--run", home, "--text", inputs["text"], *TEXT_FLAGS, *arguments]]
+
+
+def test_a_pool_is_what_has_answers_and_then_the_texts():
+    answered, texts = [Sample((1, 2), (3,)), Sample((4,), (5,))], [Sample((6, 7)), Sample((8, 9))]
+    pool = Pool(answered, texts)
+    assert len(pool) == 4 and list(pool) == answered + texts
+    with pytest.raises(IndexError):
+        pool[4]
+    assert Pool(answered).description() == {"samples": 2, "texts": 0,
+                                            "samples_sha256": samples_digest(answered)}
+
+
+def flags(run, **changes) -> SimpleNamespace:
+    numbers = {"run": str(run), "tasks": "none", "only": TASKS, "text": [], "text_length": 16,
+               "text_tokens": None, "chat": []}
+    return SimpleNamespace(**numbers | changes)
+
+
+@pytest.fixture
+def chats(inputs, tmp_path) -> tuple[str, str]:
+    """A model whose tokenizer has a chat template, and a file of chats."""
+    model = tmp_path / "model"
+    shutil.copytree(inputs["model"], model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    turns = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"))]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turns + turns}) + "\n")
+    return str(model), str(path)
+
+
+def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_one):
+    (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
+    args = flags(tmp_path / "run", tasks=inputs["tasks"], text=[inputs["text"]], chat=[path])
+    pool = load_pool(args, model, group_of_one)
+    questions = sum(len(load_task(task, "train", inputs["tasks"])[0]) for task in TASKS)
+    assert len(pool.answered) == questions + 1
+    segments = [tokenizer.decode(segment) for segment in pool[questions].segments]
+    assert segments == ["<user>hi\n<assistant>", "yes\n", "<user>hi\n<assistant>", "yes\n"]
+    start = tokenizer(open(inputs["text"]).read())["input_ids"][:32]
+    assert [*pool[questions + 1].prompt, *pool[questions + 2].prompt] == start
+    assert all(len(sample) == 16 and not sample.answer_tokens for sample in pool.texts)
+
+
+def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):
+    described = []
+    for length, tokens in ((16, 320), (16, 336), (20, 320)):
+        args = flags(tmp_path, text=[inputs["text"]], text_length=length, text_tokens=tokens)
+        described.append(load_pool(args, inputs["model"], group_of_one).description())
+    assert [figures["texts"] for figures in described] == [20, 21, 16]
+    assert len({figures["samples_sha256"] for figures in described}) == 3
+
+
+def test_tokens_are_written_once_and_again_when_the_text_changes(
+    inputs, tmp_path, group_of_one, monkeypatch
+):
+    text, written, write = tmp_path / "text.txt", [], training_inputs.write_text_tokens
+
+    def counted(*arguments):
+        written.append(arguments[-1])
+        return write(*arguments)
+
+    monkeypatch.setattr(training_inputs, "write_text_tokens", counted)
+    shutil.copy(inputs["text"], text)
+    args = flags(tmp_path / "run", text=[str(text)])
+    first = load_pool(args, inputs["model"], group_of_one)
+    assert load_pool(args, inputs["model"], group_of_one).description() == first.description()
+    assert len(written) == 1
+    text.write_text("x" + text.read_text())
+    other = load_pool(args, inputs["model"], group_of_one)
+    assert other.description() != first.description() and len(written) == 2
+    assert os.listdir(tmp_path / "run" / "tokens") == [os.path.basename(written[1])]
+
+
+def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_path, monkeypatch):
+    """While masks are open the student is its teacher; stopped and resumed, it ends bit-identical."""
+    home, other = (copy_run(aligned_run, tmp_path / name) for name in ("whole", "stopped"))
+    done = run_in_process(STAGE, text_arguments(home, inputs))
+    assert done.returncode == 0 and not (home / "teacher").exists(), done.stderr
+    lines = metrics(home)
+    assert lines[0]["kl"] < 1e-3 < lines[-1]["kl"] and all(line["bild"] == 0 for line in lines)
+    record = json.loads((home / "train" / "stage.json").read_text())
+    assert record["inputs"].keys() == {"aligned/stage.json", "merged/stage.json"}
+    assert record["summary"]["texts"] > 0
+    with monkeypatch.context() as patched:
+        interrupt(patched, 2)
+        assert run_in_process(STAGE, text_arguments(other, inputs)).returncode == 75
+    assert run_in_process(STAGE, text_arguments(other, inputs)).returncode == 0
+    assert_same_bits(home, other)
+    assert "as GQA" in done.stdout
+    run("06_export.py", "--run", home)
+    assert "distilled from the untouched source" in (home / "gqa" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("masks", ["off", pytest.param("l0", marks=pytest.mark.slow)])
+def test_training_attention_leaves_the_rest_alone(aligned_run, inputs, tmp_path, masks):
+    home = copy_run(aligned_run, tmp_path / "run")
+    arguments = text_arguments(home, inputs, "--masks", masks, "--train", "attention")
+    assert run_in_process(STAGE, arguments).returncode == 0
+    trained, start = final_weights(home), open_checkpoint(str(home / "merged"))
+    for name, tensor in trained.items():
+        assert torch.equal(tensor, start[name][:]) != (".self_attn." in name), name
+    saved = Reader(steps_saved(str(home / "train"))[-1]).read_metadata().state_dict_metadata
+    states = [name for name in saved if name.startswith("optimizer.state.")]
+    assert states and all(".self_attn." in name for name in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--masks", "off", "--train", "attention"]])
+def test_two_ranks_train_on_text_like_one(aligned_run, inputs, tmp_path, options):
+    one, two = (copy_run(aligned_run, tmp_path / name) for name in ("one", "two"))
+    run(STAGE, *text_arguments(one, inputs, *options))
+    words = text_arguments(two, inputs, *options)
+    run(STAGE, *["--run-dir" if word == "--run" else word for word in words], processes=2)
+    assert_same_training(one, two)
+
+
+def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    before = sorted(os.listdir(home))
+    base = ["--run", home, "--tasks", "none"]
+    expect_error("--tasks none: expected --text or --chat with it, found neither", STAGE, *base)
+    missing = str(tmp_path / "teacher")
+    message = f"--teacher {missing}: expected one that exists, or source, as text has no answers"
+    short = [*base, "--text", inputs["text"], "--text-length", "40", "--steps", "4"]
+    expect_error(message, STAGE, *short, "--teacher", missing)
+    shutil.rmtree(home / "tokens")
+    expect_error("c4: expected --text-tokens", STAGE, *base, "--text", "c4", "--steps", "4")
+    expect_error("nothing.txt: not found", STAGE, *base, "--text", "nothing.txt", "--steps", "4")
+    expect_error("expected a tokenizer with a chat template", STAGE, *base, "--chat", inputs["tasks"] +
+                 "/piqa.train.jsonl", "--steps", "4")
+    expect_error("--text-length: expected 2 to 256 tokens", STAGE, *base, "--text-length", "257")
+    assert [name for name in sorted(os.listdir(home)) if name != "tokens"] == before
+    assert not os.path.exists(missing)
+
+
+def test_a_pool_without_data_is_refused(inputs, tmp_path, group_of_one):
+    with pytest.raises(UserError, match="expected --text or --chat with it, found neither"):
+        load_pool(flags(tmp_path), inputs["model"], group_of_one)
