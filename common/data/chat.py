@@ -19,11 +19,11 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     """A sample per chat, and a one-line description of what was read.
 
     path: a .jsonl, .json.gz or .parquet file with a column "messages", a list of {"role": ..., "content":
-    ...}. A sample has the token ids of tokenizer.apply_chat_template, at most `longest` of them. Its answers
-    are what the template renders for assistant messages after a generation prompt, end of turn included; the
-    rest, an assistant message that opens the chat included, is prompt. Raises UserError for a row that is not
-    a chat with an answer, and for a tokenizer whose template is missing, refuses the chat, or renders a chat
-    differently once it goes on.
+    ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most `longest`
+    of them. Its answers are what the template renders for assistant messages after a generation prompt, end
+    of turn included; the rest, an assistant message that opens the chat included, is prompt. Raises UserError
+    for a row that is not a chat with an answer, and for a tokenizer whose template is missing, refuses the
+    chat, or renders it differently once it goes on.
     """
     template = _template(path, tokenizer)
     samples, cut = [], 0
@@ -100,7 +100,7 @@ def render(messages: list[dict], tokenizer, template: str) -> list[str]:
                              f"{first_line(error)}") from error
         if not longer.startswith(rendered):
             raise ValueError(f"messages 1 to {stop}: expected a chat template that adds to what it rendered "
-                             "for fewer messages, found one that changes it (chats of one answer may do)")
+                             "for fewer messages, found one that changes it; end chats with the first answer")
         segments.append(longer[len(rendered) :])
         rendered = longer
     return segments
