@@ -193,7 +193,6 @@ def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
     assert len(expected) % 16 and flat(samples) == expected[: len(expected) // 16 * 16]
     assert len(samples) == len(expected) // 16 and {len(sample) for sample in samples} == {16}
     assert lines == [f"{documents}: 114 tokens", f"{plain}: 26 tokens"]
-    assert samples.description == f"{path}: 8 sequences of 16 tokens"
     assert os.listdir(tmp_path / "new") == ["tokens.npy"]
     stored = np.load(path)
     assert stored.dtype == np.int32 and stored.shape == (128,)

@@ -84,7 +84,6 @@ class TextSamples(Sequence):
     """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one."""
 
     def __init__(self, path: str, length: int):
-        self.path = path
         self.tokens = np.load(path, mmap_mode="r").reshape(-1, length)
 
     def __len__(self) -> int:
@@ -102,10 +101,6 @@ class TextSamples(Sequence):
         for row in self.tokens:
             digest.update(row)
         return digest.hexdigest()
-
-    @property
-    def description(self) -> str:
-        return f"{self.path}: {len(self)} sequences of {self.tokens.shape[1]} tokens"
 
 
 def write_text_tokens(
