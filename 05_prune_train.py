@@ -62,7 +62,8 @@ from common.models import DEMO, fingerprint, load_config, load_tokenizer
 from common.reporting import plots
 from common.training import budget, checkpoints, distill
 from common.training.engine import STOPPED, Job, Plan, train
-from common.training.inputs import Pair, Pool, load_pool, read_pair
+from common.training.heldout import Heldout
+from common.training.inputs import HELDOUT_QUESTIONS, Pair, Pool, load_heldout, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.schedule import SOURCE, TEXT_LENGTH, make_plans, set_defaults
 from common.training.sharding import Execution, Ranks, build, free_memory, joined_ranks
@@ -92,6 +93,7 @@ def parse():
                              "group sizes need this flag or --steps; 1 with --tasks none)")
     parser.add_argument("--steps", type=cli.positive, help="instead of --epochs")
     add_training_flags(parser)
+    add_heldout_flags(parser)
     add_execution_flags(parser)
     return parser.parse_args()
 
@@ -135,6 +137,20 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
 
 
+def add_heldout_flags(parser) -> None:
+    parser.section("held-out measurement: KL to the teacher, next-token loss, top-1 agreement")
+    parser.add_argument("--heldout-text", metavar="SOURCE",
+                        help="c4 or demo (their held-out parts), a .txt, .jsonl, .json.gz or .parquet file, "
+                             "or none (default: c4 if --text has it; demo for the demo model; else none)")
+    parser.add_argument("--heldout-sequences", type=cli.positive, default=32,
+                        help="number of texts, of --text-length tokens each")
+    parser.add_argument("--heldout-questions", type=cli.non_negative,
+                        help="first N of each task's validation split (default: "
+                             f"{HELDOUT_QUESTIONS}, of tasks that have one)")
+    parser.add_argument("--heldout-every", type=cli.positive, default=50,
+                        help="steps between measurements; the first and the last step are measured, too")
+
+
 def add_execution_flags(parser) -> None:
     parser.section("execution")
     parser.add_argument("--tokens-per-microbatch", type=cli.positive,
@@ -166,6 +182,7 @@ class Run:
     pool: Pool
     execution: Execution
     clock: Clock
+    heldout: Heldout | None = None
 
     @property
     def teacher(self) -> str:
@@ -190,6 +207,10 @@ def print_plan(run: Run, plans: dict[str, Plan]) -> None:
         title = name if name == "teacher" else f"pruning {pair.title}"
         phases.append((title, work, None if name == "teacher" else student, plan))
     hours = budget.print_phases(phases, args.plan)
+    if run.heldout:
+        samples = [sample for samples in run.heldout.sets.values() for sample in samples]
+        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
+        hours += budget.print_heldout(work, run.heldout.times(plans["student"].steps), args.plan)
     print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(plans) > 1)}")
 
 
@@ -304,7 +325,7 @@ def train_student(run: Run, plan: Plan) -> bool:
     if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
         job = distill.masked_job(pair, settings, setup, saved)
         phase = distill.MaskedDistillation(job.trainee, teacher, plan.steps, settings)
-        if not train(job, phase, run.pool, plan, switch):
+        if not train(job, phase, run.pool, plan, switch, run.heldout):
             return False
         del job, phase
         free_memory(ranks)
@@ -312,7 +333,8 @@ def train_student(run: Run, plan: Plan) -> bool:
         ranks.say(f"switch  after step {switch}: every mask is 0; rebuilt with {pair.kv_heads} kv heads")
 
     job = distill.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
-    if not train(job, distill.Distillation(job.trainee, teacher, settings), run.pool, plan):
+    phase = distill.Distillation(job.trainee, teacher, settings)
+    if not train(job, phase, run.pool, plan, heldout=run.heldout):
         return False
     if ranks.first:
         write_student(run, plan, recorded)
@@ -344,7 +366,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
-    run = Run(args, ranks, pair, pool, execution, clock)
+    run = Run(args, ranks, pair, pool, execution, clock, load_heldout(args, source, ranks))
     plans = make_plans(args, pair, pool, cuda)
     if args.plan:
         print_plan(run, plans)

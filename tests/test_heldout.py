@@ -1,7 +1,11 @@
 """Held-out measurement: against its definition, sample by sample; and that it does not change training."""
 
+import argparse
 import json
+import math
 import os
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,16 +17,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from common.data.samples import Sample
+from common.data.tasks import TASKS as TASK_NAMES
+from common.data.tasks import load_task, tokenize
+from common.data.text import load_tokens
+from common.evaluate import perplexity
 from common.method import masks
-from common.models import load_config
-from common.training import checkpoints, distill, engine
+from common.models import DEMO, load_config, load_model, load_tokenizer
+from common.training import budget, checkpoints, distill, engine, schedule
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.engine import Job, Plan
 from common.training.heldout import TASKS, TEXT, Heldout
+from common.training.inputs import NONE, load_heldout
 from common.training.metrics import METRICS, read_metrics
-from common.training.sharding import Execution, build
-from conftest import ROOT, save_tiny, tiny_model
+from common.training.sharding import Execution, Ranks, build
+from conftest import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
+from conftest import TRAINING as TRAINING_FLAGS
 
+NAMES = ("kl", "loss", "teacher_loss", "agreement")
+RANKS = Ranks(0, 1, torch.device("cpu"))
 TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
 STEPS = 5
 
@@ -95,14 +107,15 @@ def figures_by_sample(student, teacher) -> dict[str, float]:
     """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
     figures = {}
     for prefix, samples in HELDOUT.sets.items():
-        columns = {"kl": [], "loss": [], "agreement": []}
+        columns = {"kl": [], "loss": [], "teacher_loss": [], "agreement": []}
         for sample in samples:
             ids = torch.tensor([id for segment in sample.segments for id in segment])
             parts = [index % 2 for index, segment in enumerate(sample.segments) for _ in segment]
             wanted = torch.tensor(parts[1:]).bool() | (prefix == TEXT)
             ours, theirs = (m(ids[None]).logits[0, :-1].double().log_softmax(-1) for m in (student, teacher))
             columns["kl"] += (theirs.exp() * (theirs - ours)).sum(-1)[wanted].tolist()
-            columns["loss"] += (-ours[range(len(ids) - 1), ids[1:]])[wanted].tolist()
+            for name, model in (("loss", ours), ("teacher_loss", theirs)):
+                columns[name] += (-model[range(len(ids) - 1), ids[1:]])[wanted].tolist()
             columns["agreement"] += (ours.argmax(-1) == theirs.argmax(-1))[wanted].tolist()
         figures |= {f"{prefix}_{name}": sum(column) / len(column) for name, column in columns.items()}
     return figures
@@ -117,7 +130,7 @@ def measured(phase, ranks) -> dict[str, float]:
 def test_figures_are_their_definition(group_of_one, tmp_path):
     _, phase = gqa_job(group_of_one, tmp_path)
     expected = figures_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
-    assert len(expected) == 6 and len(set(expected.values())) == 6
+    assert len(expected) == len(set(expected.values())) == 8
     assert measured(phase, group_of_one) == pytest.approx(expected, rel=1e-5)
 
 
@@ -185,14 +198,14 @@ def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp
     assert len(printed) == len(lines) == 4
     for line, shown in zip(lines, printed, strict=True):
         for prefix in (TEXT, TASKS):
-            figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in ("kl", "loss", "agreement")]
+            figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in NAMES]
             assert f" | {prefix} {' '.join(figures)} | " in shown
     events = EventAccumulator(str(tmp_path / "train" / "tensorboard")).Reload()
-    for name in ("heldout/kl", "heldout/loss", "heldout/agreement", "heldout_task/agreement"):
+    for name in ("heldout/kl", "heldout/teacher_loss", "heldout_task/agreement", "heldout_task/teacher_loss"):
         scalars = [(event.step, event.value) for event in events.Scalars(name)]
         key = name.replace("/", "_")
         assert scalars == [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in lines]
-    assert "grad_norm" in events.Tags()["scalars"]
+    assert {"loss", "kl", "grad_norm"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize("stop", [2, 3])
@@ -263,3 +276,120 @@ def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes)
 def test_steps_to_measure_after():
     heldout = Heldout({}, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
+    assert [heldout.times(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
+
+
+# the flags of stage 5
+
+
+STAGE = "05_prune_train.py"
+
+
+def arguments(inputs, **changes) -> argparse.Namespace:
+    """Flags of stage 5 that say what is held out."""
+    settings = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text": [], "text_length": 64,
+                "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7}
+    return argparse.Namespace(**(settings | changes))
+
+
+def test_what_is_held_out(group_of_one, inputs):
+    """Texts as stage 7 reads them, and the first questions of the validation splits."""
+    tokenizer = load_tokenizer(inputs["model"])
+    args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
+    heldout = load_heldout(args, inputs["model"], group_of_one)
+    assert heldout.every == 7 and list(heldout.sets) == [TEXT, TASKS]
+    tokens, _ = load_tokens(inputs["text"], tokenizer, 3, 64, "heldout")
+    assert [sample.segments for sample in heldout.sets[TEXT]] == [(row,) for row in tokens.tolist()]
+    examples = [example for task in ("piqa", "siqa")
+                for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
+    assert heldout.sets[TASKS] == [tokenize(example, tokenizer) for example in examples]
+
+
+@pytest.mark.parametrize("changes, count", [
+    ({}, 10), ({"heldout_questions": 3}, 6), ({"heldout_questions": 99}, 10), ({"heldout_questions": 0}, 0),
+    ({"tasks": NONE}, 0),
+])  # fmt: skip
+def test_number_of_questions(group_of_one, inputs, changes, count):
+    """Five validation questions of each of two tasks."""
+    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], group_of_one)
+    assert count == (len(heldout.sets[TASKS]) if heldout else 0)
+
+
+def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
+    for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
+        shutil.copy(Path(inputs["tasks"], name), tmp_path)
+    args = arguments(inputs, tasks=str(tmp_path))
+    assert len(load_heldout(args, inputs["model"], group_of_one).sets[TASKS]) == 5
+    os.remove(tmp_path / "piqa.validation.jsonl")
+    assert load_heldout(args, inputs["model"], group_of_one) is None
+
+
+@pytest.mark.parametrize("demo, text, expected", [
+    (True, [DEMO], DEMO), (True, [NONE], DEMO), (False, None, NONE), (False, ["c4", "a.txt"], "c4"),
+    (False, ["a.txt"], NONE),
+])  # fmt: skip
+def test_default_held_out_text(demo, text, expected):
+    parse = runpy.run_path(str(ROOT / STAGE))["parse"]
+    for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", [STAGE, *(["--text", *text] if text else []), *words])
+            args = parse()
+        schedule.set_defaults(args, demo, positions=2048)
+        assert args.heldout_text == chosen
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--heldout-text missing.txt", "text missing.txt: not found"),
+    ("--heldout-text TEXT --heldout-sequences 1000", "expected 1000 x 256 = 256000 tokens, found "),
+    ("--text TEXT --heldout-text TEXT", "--heldout-text: expected text that is not in --text, found "),
+    ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
+    ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
+])  # fmt: skip
+def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
+    home = copy_run(aligned_run, tmp_path / "run")
+    (tmp_path / "tasks").mkdir()
+    for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
+        shutil.copy(path, tmp_path / "tasks")
+    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks")}
+    words = [places.get(word, word) for word in words.split()]
+    flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
+    expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
+    assert not (home / "train").exists() and not (home / "teacher.train").exists()
+
+
+def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run, inputs, tmp_path):
+    """The held-out loss of the last line is what the exported checkpoint has on the same tokens."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    shutil.copytree(finished_run / "teacher", home / "teacher")
+    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--steps", "3", "--masks", "off",
+        "--heldout-text", inputs["text"], "--heldout-sequences", "4", "--heldout-every", "2")
+    lines = read_metrics(str(home / "train" / METRICS))
+    assert [line["step"] for line in lines if f"{TEXT}_loss" in line] == [1, 2, 3]
+    student = load_model(str(home / "merged"))
+    student.load_state_dict(whole_weights(steps_saved(str(home / "train"))[-1]))
+    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 4, 256, "heldout")
+    summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
+    assert math.exp(lines[-1][f"{TEXT}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
+    figures = [f"{prefix}_{name}" for prefix in (TEXT, TASKS) for name in NAMES]
+    assert {name: summary[name] for name in figures} == {name: lines[-1][name] for name in figures}
+
+
+def test_masked_steps_are_measured_too(finished_run):
+    """By default: some of each task's validation questions, after the first and the last step of ten."""
+    lines = read_metrics(str(finished_run / "train" / METRICS))
+    assert [line["step"] for line in lines if f"{TASKS}_kl" in line] == [1, 10]
+    assert "mask_mean" in lines[0] and "mask_mean" not in lines[9]
+    assert not any(f"{TEXT}_kl" in line for line in lines)
+
+
+def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
+    """Forward passes of both models over all tokens."""
+    words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
+    printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
+    args = arguments(inputs, only=TASK_NAMES, heldout_questions=2)
+    samples = load_heldout(args, inputs["model"], RANKS).sets[TASKS]
+    tokens = sum(map(len, samples))
+    attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
+    flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)
+    assert f"held-out measurement: 4 of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | " in printed
+    assert "held-out" not in run(STAGE, *words, "--heldout-questions", "0").stdout

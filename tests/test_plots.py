@@ -105,6 +105,7 @@ def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
             figures = {"kl": 0.5, "loss": 3.0, "agreement": 0.8}
             record |= {f"{prefix}_{name}": value - 0.1 * number - 0.01 * len(prefix)
                        for name, value in figures.items()}
+            record[f"{prefix}_teacher_loss"] = 2.0 + 0.5 * len(prefix)
     return records
 
 
@@ -120,14 +121,17 @@ def test_curves_show_held_out_figures_on_panels_of_their_own(masked, prefixes):
     columns, ends = 3 if masked else 2, [records[0], records[-1]]
     assert axes[0].get_subplotspec().get_gridspec().get_geometry() == (2, columns)
     labels = {"heldout": "text", "heldout_task": "tasks, answers"}
-    panels = {"kl": ("held-out KL to the teacher", "nats"), "loss": ("held-out next-token loss", "nats"),
+    panels = {"kl": ("held-out KL to the teacher", "nats"),
+              "loss": ("held-out next-token loss above the teacher's", "nats"),
               "agreement": ("held-out top-1 agreement", "share of tokens")}
     for axis, (name, (title, unit)) in zip(axes[-3:], panels.items(), strict=True):
         assert (axis.get_title(), axis.get_xlabel(), axis.get_ylabel()) == (title, "step", unit)
         assert legend(axis) == [labels[prefix] for prefix in prefixes]
         for prefix in prefixes:
-            points = [record["step"] for record in ends], [record[f"{prefix}_{name}"] for record in ends]
-            assert series(axis)[labels[prefix]] == points
+            values = [record[f"{prefix}_{name}"] for record in ends]
+            if name == "loss":
+                values = [value - ends[0][f"{prefix}_teacher_loss"] for value in values]
+            assert series(axis)[labels[prefix]] == ([record["step"] for record in ends], values)
 
 
 def test_heatmaps_show_each_matrix_in_its_place():

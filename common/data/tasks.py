@@ -195,6 +195,12 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     return examples, path
 
 
+def has_split(task: str, split: str, source: str) -> bool:
+    """Whether a source, as for load_task, has this split of a task; the hub has all."""
+    stem = os.path.join(source, f"{task}.{split}")
+    return source == "hub" or os.path.exists(f"{stem}.jsonl") or os.path.exists(f"{stem}.parquet")
+
+
 def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
     """The path of a task file, and its rows with their positions for error messages."""
     path = f"{stem}.jsonl"

@@ -127,15 +127,20 @@ def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
 
 
 def _draw_heldout(axes: list, measured: list[dict]) -> None:
-    titles = {"kl": "held-out KL to the teacher", "loss": "held-out next-token loss",
-              "agreement": "held-out top-1 agreement"}
-    for axis, (figure, title) in zip(axes, titles.items(), strict=True):
-        for label, prefix in (("text", "heldout"), ("tasks, answers", "heldout_task")):
-            name = f"{prefix}_{figure}"
-            points = [(record["step"], record[name]) for record in measured if name in record]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axis.set(title=title, xlabel="step", ylabel="share of tokens" if figure == "agreement" else "nats")
+    divergence, loss, agreement = axes
+    divergence.set(title="held-out KL to the teacher", ylabel="nats")
+    loss.set(title="held-out next-token loss above the teacher's", ylabel="nats")
+    agreement.set(title="held-out top-1 agreement", ylabel="share of tokens")
+    for label, prefix in (("text", "heldout"), ("tasks, answers", "heldout_task")):
+        lines = [record for record in measured if f"{prefix}_kl" in record]
+        steps = [record["step"] for record in lines]
+        above = [record[f"{prefix}_loss"] - record[f"{prefix}_teacher_loss"] for record in lines]
+        kl, agreed = ([record[f"{prefix}_{name}"] for record in lines] for name in ("kl", "agreement"))
+        if lines:
+            for axis, values in zip(axes, (kl, above, agreed), strict=True):
+                axis.plot(steps, values, marker="o", markersize=3, label=label)
+    for axis in axes:
+        axis.set(xlabel="step")
         axis.legend()
 
 

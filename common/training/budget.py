@@ -265,3 +265,16 @@ def print_phases(phases: list[tuple], hardware: str) -> float:
     if not all_fit:
         raise UserError(f"--plan: expected all phases to fit on {hardware}, found that not all do; see above")
     return hours
+
+
+def print_heldout(work: Workload, times: int, hardware: str) -> float:
+    """Print the cost of measuring `times` times on all samples of `work`; return the hours.
+
+    An upper bound: a student has fewer kv heads than its teacher, and not every token is predicted.
+    """
+    tokens, attended = sum(work.lengths), sum(length * (length + 1) // 2 for length in work.lengths)
+    flops = 2 * forward_flops(work.config, tokens, attended, tokens)  # of the student and the teacher
+    hours = times * seconds(flops, 0, parse_hardware(hardware)) / 3600
+    print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
+          f"{hours:.2g} h in total")
+    return hours

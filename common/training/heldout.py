@@ -11,7 +11,7 @@ from common.method.losses import cross_entropy, kl
 from common.training.packing import rows_of_step
 
 TEXT, TASKS = SETS = ("heldout", "heldout_task")  # prefixes of the figures' names
-COMPARED = ("kl", "loss", "agreement")  # figures of a set of samples
+COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,17 @@ class Heldout:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
         return step in (1, steps) or step % self.every == 0
 
+    def times(self, steps: int) -> int:
+        """The number of measurements in `steps` steps."""
+        return sum(self.due(step, steps) for step in range(1, steps + 1))
+
     @torch.no_grad()
     def figures(self, phase, plan, ranks) -> dict[str, float]:
-        """Means over a set's tokens: PREFIX_kl and PREFIX_loss in nats, PREFIX_agreement; heldout_seconds.
+        """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
-        PREFIX_kl: KL(teacher || student); PREFIX_loss: the student's next-token loss; PREFIX_agreement: share
-        of tokens that both models rank first. phase: a Distillation. All ranks call this, each for its share
-        of the samples, and get the same figures. The next training step is the same with and without it.
+        kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
+        of tokens that both rank first. phase: a Distillation. All ranks call this, each for its share of the
+        samples, and get the same figures. The next training step is the same with and without it.
         """
         began, figures = time.perf_counter(), {}
         phase.begin_measurement()
@@ -61,7 +65,7 @@ def compare(
     row,
     positions: torch.Tensor,  # [n] of the row's tokens that predict one
 ) -> torch.Tensor:
-    """[4] float64: n, and sums over these positions of KL(teacher || student), next-token loss, agreement.
+    """[5] float64: n, and sums over these positions of the figures in COMPARED.
 
     Logits are in memory for phase.settings.loss_chunk tokens at a time.
     """
@@ -71,8 +75,8 @@ def compare(
         sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=hidden.device)
         for at in positions.split(phase.settings.loss_chunk):
             student, teacher = lm_head(hidden[at]).float(), teacher_head(teacher_hidden[at]).float()
-            agreed = student.argmax(-1) == teacher.argmax(-1)
-            columns = (kl(student, teacher), cross_entropy(student, row.targets[at]), agreed)
+            losses = (cross_entropy(logits, row.targets[at]) for logits in (student, teacher))
+            columns = (kl(student, teacher), *losses, student.argmax(-1) == teacher.argmax(-1))
             sums[0] += len(at)
             sums[1:] += torch.stack([column.double().sum() for column in columns])
         return sums

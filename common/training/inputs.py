@@ -14,12 +14,14 @@ from common.artifacts import check_input, read_record, sha256, verify_files
 from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.samples import Sample
-from common.data.tasks import load_task, tokenize
-from common.data.text import TextSamples, write_text_tokens
+from common.data.tasks import check_lengths, has_split, load_task, tokenize
+from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
+from common.training.heldout import TASKS, TEXT, Heldout
 
-NONE = "none"  # --tasks, --text: no such data
+NONE = "none"  # --tasks, --text, --heldout-text: no such data
+HELDOUT_QUESTIONS = 16  # of each task, where it has a validation split
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,53 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     texts = TextSamples(path, args.text_length)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
+
+
+def load_heldout(args, model: str, ranks) -> Heldout | None:
+    """What stage 5's flags hold out, tokenized for the checkpoint `model`; None if nothing.
+
+    Raises UserError for data that cannot be read, is too short, or is trained on.
+    """
+    tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
+    sets = {}
+    if args.heldout_text != NONE:
+        sets[TEXT] = heldout_texts(args, tokenizer, ranks)
+    questions = heldout_questions(args, tokenizer, positions)
+    if questions:
+        ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
+        sets[TASKS] = questions
+    return Heldout(sets, args.heldout_every) if sets else None
+
+
+def heldout_texts(args, tokenizer, ranks) -> list[Sample]:
+    """--heldout-sequences texts of --text-length tokens. Raises UserError if --text has the same file."""
+    source = args.heldout_text
+    if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
+        raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
+    tokens, description = load_tokens(source, tokenizer, args.heldout_sequences, args.text_length, "heldout")
+    ranks.say(f"reads   {description}; held out")
+    return [Sample(ids) for ids in tokens.tolist()]
+
+
+def heldout_questions(args, tokenizer, positions: int) -> list[Sample]:
+    """The first --heldout-questions of each task's validation split.
+
+    Left out: HELDOUT_QUESTIONS of each task that has that split. Raises UserError if it is passed and a task
+    has none.
+    """
+    asked, samples = args.heldout_questions, []
+    if args.tasks == NONE and asked:
+        raise UserError(f"--heldout-questions {asked}: expected --tasks with it, found --tasks none")
+    if args.tasks == NONE or asked == 0:
+        return []
+    for task in args.only:
+        if asked is None and not has_split(task, "validation", args.tasks):
+            continue
+        examples, origin = load_task(task, "validation", args.tasks)
+        chosen = [tokenize(example, tokenizer) for example in examples[: asked or HELDOUT_QUESTIONS]]
+        check_lengths(enumerate(chosen), positions, origin)
+        samples += chosen
+    return samples
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

@@ -14,6 +14,8 @@ from common.training.budget import peak_flops
 from common.training.heldout import COMPARED, SETS
 
 METRICS = "metrics.jsonl"
+# figure -> its name in TensorBoard, which groups by what is before the slash
+TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}
 SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the printed line
 
 
@@ -64,7 +66,7 @@ class Metrics:
             with self.optional():
                 for name, number in figures.items():
                     if isinstance(number, (int, float)) and name != "step":
-                        self.events.add_scalar(tag(name), number, figures["step"])
+                        self.events.add_scalar(TAGS.get(name, name), number, figures["step"])
         wanted = figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps
         if wanted or "heldout_seconds" in figures:
             self.show(figures)
@@ -89,12 +91,6 @@ class Metrics:
         if self.events:
             with self.optional():
                 self.events.close()
-
-
-def tag(name: str) -> str:
-    """A figure's name in TensorBoard, which groups by what is before the slash: heldout/kl, ..."""
-    prefix, _, figure = name.rpartition("_")
-    return f"{prefix}/{figure}" if prefix in SETS else name
 
 
 def read_metrics(path: str) -> list[dict]:
@@ -124,12 +120,13 @@ def _metrics_line(line: bytes, place: str) -> dict:
 
 
 def summarize(lines: list[dict]) -> dict:
-    """The last loss and the total tokens of a phase, from the lines of its metrics.jsonl.
+    """The last loss and held-out figures of a phase and its tokens, from the lines of its metrics.jsonl.
 
     Raises UserError if there are no lines, or one lacks loss or tokens.
     """
     try:
-        return {"loss": float(lines[-1]["loss"]), "tokens": int(sum(line["tokens"] for line in lines))}
+        summary = {"loss": float(lines[-1]["loss"]), "tokens": int(sum(line["tokens"] for line in lines))}
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{METRICS}: expected loss and tokens of every step, found a step without ({error}); "
                         "--force starts over") from error
+    return summary | {name: lines[-1][name] for name in TAGS if name in lines[-1]}
