@@ -29,10 +29,10 @@ from common.artifacts import (
 )
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
 from common.evaluate import max_difference
-from common.layers import CheckpointWriter, Layers, empty_model
+from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.fuse import merged_config
-from common.models import geometry, load_config
+from common.models import empty_model, geometry, load_config
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, step_of, steps_saved
 

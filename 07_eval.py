@@ -6,6 +6,7 @@ Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
         the scores into the model card (README.md) of a checkpoint exported by stage 6
 
     python 07_eval.py --run runs/llama2-7b --device cuda
+    python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --harness runs/harness     # also write the questions as tasks for lm_eval
     python 07_eval.py --report                   # evaluate nothing: RUN/report.html from the stages' records
@@ -41,7 +42,18 @@ from common.data.tasks import (
     select_questions,
 )
 from common.data.text import load_tokens, sequence_length
-from common.models import DEMO, DEMO_HOME, describe, load_config, load_model, load_tokenizer, pick_device
+from common.layers import Layers
+from common.models import (
+    DEMO,
+    DEMO_HOME,
+    SUPPORTED,
+    describe,
+    load_config,
+    load_model,
+    load_tokenizer,
+    needs_several_gpus,
+    pick_device,
+)
 from common.reporting import harness, report
 from common.reporting.scores import caption, results_table, write_scores
 
@@ -74,7 +86,12 @@ def parse():
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
     parser.section("execution")
     parser.add_argument("--batch", type=cli.positive, default=64, help="prompts per generation batch")
-    parser.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", type=cli.device, default="auto",
+                        help="auto, cpu, cuda or cuda:N; cuda spreads a model that is too large for one GPU "
+                             "over all of them (needs accelerate)")
+    parser.add_argument("--layerwise", action="store_true",
+                        help="hold one decoder layer in memory at a time: perplexity and cache size only, no "
+                             "tasks and no speed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="of the forward passes")
     parser.add_argument("--register", nargs="+", default=None, metavar="MODULE",
@@ -87,6 +104,9 @@ def parse():
     args = parser.parse_args()
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
+    if args.layerwise and (args.tasks or args.limit or args.harness):
+        raise UserError("--layerwise: expected no --tasks, --limit or --harness, because it answers no "
+                        "questions")
     return args
 
 
@@ -166,7 +186,11 @@ def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
 
 def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) -> Inputs:
     """Tokenize the text and questions for one checkpoint, and check their lengths against its positions."""
-    tokenizer, positions = load_tokenizer(path), load_config(path).max_position_embeddings
+    config = load_config(path)
+    if args.layerwise and config.model_type not in SUPPORTED:
+        raise UserError(f"{path}: --layerwise: expected model_type in {list(SUPPORTED)}, "
+                        f"found {config.model_type!r}")
+    tokenizer, positions = load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description = None, ""
     if text != "none":
@@ -182,19 +206,26 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
 
 def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> tuple[dict, list[dict]]:
     """All figures of one checkpoint, and one outcome per question. checkpoint: from models.describe."""
-    print(f"reads   {checkpoint['path']}")
-    model = load_model(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device))
-    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
-    figures["tasks"], outcomes = measure_tasks(name, model, inputs, tasks, args.batch)
-    figures |= evaluate.averages(figures["tasks"])
+    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
+    spread = not args.layerwise and needs_several_gpus(path, dtype, device)
+    print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
+    figures, outcomes = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}, []
+    if args.layerwise:
+        layers = Layers(path, dtype, device, one_by_one=True)
+        model = layers.model  # without its weights, which the cache's size does not need
+    else:
+        model = load_model(path, dtype, device, spread)
+        figures["tasks"], outcomes = measure_tasks(name, model, inputs, tasks, args.batch)
+        figures |= evaluate.averages(figures["tasks"])
     if inputs.tokens is not None:
-        figures["perplexity"] = evaluate.perplexity(model, inputs.tokens)
+        figures["perplexity"] = (evaluate.layerwise_perplexity(layers, inputs.tokens, args.run)
+                                 if args.layerwise else evaluate.perplexity(model, inputs.tokens))
         require_finite([figures["perplexity"]], name, model)
         figures["perplexity_text"] = inputs.text
         figures["perplexity_tokens"] = inputs.tokens.numel()
     row = torch.arange(inputs.length) % model.config.vocab_size  # only their number affects the cost
     figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
-    return figures | evaluate.speed(model, row), outcomes
+    return figures if args.layerwise else figures | evaluate.speed(model, row), outcomes
 
 
 def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> tuple[dict, list[dict]]:
@@ -224,13 +255,18 @@ def require_finite(values, name: str, model) -> None:
 
 
 def summarize(results: dict[str, dict]) -> str:
-    """One line: macro averages, and the last checkpoint's cache size relative to the first's."""
-    macro = []
+    """One line: macro averages, or perplexities where there are none, and the last checkpoint's cache size
+    relative to the first's.
+    """
+    scores = []
     for name, figures in results.items():
-        rate, error = figures["macro_exact_match"], figures["macro_exact_match_stderr"]
-        macro.append(f"{name} {rate:.1%} ± {error:.1%}")
+        if figures["tasks"]:
+            rate, error = figures["macro_exact_match"], figures["macro_exact_match_stderr"]
+            scores.append(f"{name} macro average {rate:.1%} ± {error:.1%}")
+        elif "perplexity" in figures:
+            scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
     sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
-    return f"macro average {', '.join(macro)}; KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"
+    return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
 
 
 def main():
@@ -247,7 +283,7 @@ def main():
     for path in checkpoints.values():
         verify(path)
     source, text = choose_sources(args)
-    tasks = read_questions(args, source)
+    tasks = {} if args.layerwise else read_questions(args, source)
     inputs = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
     reference, device = next(iter(checkpoints)), pick_device(args.device)
     if args.harness:
@@ -264,7 +300,8 @@ def main():
     lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
     write_text(os.path.join(args.run, "eval.jsonl"), lines)
     write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{table}\n")
-    written = record("07_eval.py", args, described[reference], [], {}, clock())
+    summary = {"peak_memory_gib": cli.peak_memory()}
+    written = record("07_eval.py", args, described[reference], [], summary, clock())
     write_json(output, written | {"device": device, "begin_of_sequence": False, "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
@@ -272,7 +309,7 @@ def main():
         if write_scores(path, f"{results_table(pair)}\n\n{note}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
 
-    print(f"07_eval: {summarize(results)}; in {clock()} s")
+    print(f"07_eval: {summarize(results)}; in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
 
 
-def mean_nll(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
-    """Mean negative log-likelihood (nats) of the next token."""
+def mean_nll(logits, tokens: torch.Tensor) -> float:
+    """Mean negative log-likelihood (nats) of the next token. logits: of each row of tokens in turn."""
     losses = [F.cross_entropy(rows[:-1].double(), row[1:]) for rows, row in zip(logits, tokens, strict=True)]
     return float(torch.stack(losses).mean())
 
 
-def perplexity_of(logits: list[torch.Tensor], tokens: torch.Tensor) -> float:
+def perplexity_of(logits, tokens: torch.Tensor) -> float:
     """exp of the mean next-token loss of these logits."""
     return math.exp(mean_nll(logits, tokens))
 
@@ -53,6 +53,16 @@ def perplexity(model, tokens: torch.Tensor) -> float:
     for row in tqdm(tokens, desc="perplexity", unit="seq", leave=False):
         total += mean_nll(all_logits(model, row[None]), row[None])
     return math.exp(total / len(tokens))
+
+
+@torch.no_grad()
+def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> float:
+    """As perplexity, of the common.layers.Layers of a model; hidden states are in a file in `directory`."""
+    hidden = layers.embed(tokens.split(1), directory)
+    total = layers.config.num_hidden_layers
+    for layer in tqdm(layers.decoder_layers(), "perplexity", total, unit="layer", leave=False):
+        layers.advance(layer, hidden)
+    return perplexity_of(layers.logits_of(hidden), tokens)
 
 
 def left_padded(prompts: list, pad: int, device) -> dict[str, torch.Tensor]:
@@ -142,9 +152,10 @@ def speed(model, tokens: torch.Tensor) -> dict[str, float]:
 
 
 def _now(model) -> float:
-    """Time in seconds, after synchronizing the device."""
+    """Time in seconds, after synchronizing the model's devices."""
     if model.device.type == "cuda":
-        torch.cuda.synchronize()
+        for device in set(getattr(model, "hf_device_map", {"": model.device}).values()):
+            torch.cuda.synchronize(device)
     return time.perf_counter()
 
 

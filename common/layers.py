@@ -18,7 +18,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
-from common.models import load_config, load_model, save_tokenizer, sliding_window, window_mask
+from common.models import (
+    empty_model,
+    load_config,
+    load_model,
+    save_tokenizer,
+    sliding_window,
+    window_mask,
+)
 from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -147,16 +154,6 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
-
-
-def empty_model(path: str, config, dtype: torch.dtype):
-    """The model of a config without memory for its parameters. path: where the config comes from."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    except Exception as error:  # whatever a value means to transformers that it cannot use
-        raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
-                        f"{first_line(error)}") from error
 
 
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is built on first use
@@ -168,16 +169,37 @@ def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
     return ((behind >= 0) & (behind < window))[None, None]
 
 
-def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+def empty_model(path: str, config, dtype: torch.dtype):
+    """The model of a config without memory for its parameters. path: where the config comes from."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except Exception as error:  # whatever a value means to transformers that it cannot use
+        raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
+                        f"{first_line(error)}") from error
+
+
+def needs_several_gpus(path: str, dtype: torch.dtype, device: str) -> bool:
+    """Whether the model is too large for the first of several GPUs. Always false for a device but "cuda"."""
+    if device != "cuda" or torch.cuda.device_count() < 2:
+        return False
+    parameters = empty_model(path, load_config(path), dtype).parameters()
+    free, _ = torch.cuda.mem_get_info(0)
+    return sum(parameter.nbytes for parameter in parameters) > WEIGHT_SHARE * free
+
+
+def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu", spread: bool = False):
     """The causal language model in eval mode.
 
-    Raises UserError for missing, unexpected, mis-shaped or non-finite weights.
+    spread: over all GPUs, layer by layer, by accelerate; its device is then the first layer's. Raises
+    UserError for missing, unexpected, mis-shaped or non-finite weights, or if the GPUs are too small.
     """
     load_config(path)
     weight_files(path)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            path, dtype=dtype, device_map="auto" if spread else None, ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "
@@ -185,8 +207,12 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     check_names(path, report["missing_keys"], report["unexpected_keys"])
     for name, actual, expected in sorted(report["mismatched_keys"]):
         raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
+    placed = getattr(model, "hf_device_map", {}).values()
+    if spread and not {"cpu", "disk"}.isdisjoint(placed):
+        raise UserError(f"{path}: expected GPUs that hold the model, found {torch.cuda.device_count()} that "
+                        "are too small")
     check_finite(model.named_parameters(), path)
-    return model.to(device).eval()
+    return model.eval() if spread else model.to(device).eval()
 
 
 def load_tokenizer(path: str):

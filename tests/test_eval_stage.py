@@ -6,9 +6,11 @@ import math
 import runpy
 import shutil
 
+import accelerate
 import numpy
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import evaluate, models
 from common.cli import UserError
@@ -115,11 +117,26 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
     (["--register", ".."], "--register ..: cannot be imported"),
     (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
+    (["--layerwise"], "--layerwise: expected no --tasks, --limit or --harness"),
 ])
 def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):
     home, defaults = tmp_path / "run", ["--model", inputs["model"], *evaluate_arguments(inputs)]
     expect_error(message, "07_eval.py", "--run", home, *defaults, *arguments)
     assert not home.exists()
+
+
+@pytest.mark.parametrize("flags", [["--limit", 1], ["--harness", "h"]])
+def test_layer_by_layer_answers_no_questions(inputs, tmp_path, flags):
+    arguments = ["--run", tmp_path / "run", "--model", inputs["model"], "--layerwise", *flags]
+    expect_error("--layerwise: expected no --tasks, --limit or --harness", "07_eval.py", *arguments)
+
+
+def test_layer_by_layer_other_families_are_refused(inputs, checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "olmo"}))
+    arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--text", "none", "--layerwise"]
+    expect_error("--layerwise: expected model_type in ['llama', ", "07_eval.py", *arguments)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_without_checkpoints_is_one_line(inputs, tmp_path):
@@ -145,6 +162,89 @@ def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs, t
             place = f"{inputs['model']}: boolq.validation row 1: expected at most 256 tokens"
             expect_error(place, "07_eval.py", *arguments)
             assert not home.exists()
+
+
+def test_layer_by_layer_figures_are_the_whole_models(evaluation):
+    home, arguments, _ = evaluation
+    other, flags = home / "layerwise", [*arguments, "--layerwise"]
+    del flags[flags.index("--tasks") : flags.index("--tasks") + 2]
+    done = run("07_eval.py", *flags, "--run", other)
+    results, expected = (json.loads((place / "eval.json").read_text())["results"]
+                         for place in (other, home / "run"))
+    for name in ("a", "b"):
+        assert results[name].pop("perplexity") == pytest.approx(expected[name]["perplexity"], rel=1e-6)
+        assert results[name].pop("tasks") == {}
+        assert results[name].items() <= expected[name].items() and "heads" in results[name]
+        assert not [key for key in results[name] if "tokens_per_s" in key]
+    table = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:-1]]
+             for line in (other / "eval.md").read_text().splitlines() if line.startswith("|")}
+    assert table["*macro average*"] == table["decode tokens/s"] == ["-", "-"]
+    assert table["perplexity"] == [f"{expected[name]['perplexity']:.3f}" for name in ("a", "b")]
+    assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
+    assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
+    assert read_outcomes(other) == []
+    run("07_eval.py", "--run", other, "--report")
+    assert f"{expected['a']['perplexity']:.4g}" in (other / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
+    """A model of 1.6 GiB in float32 is measured in less than half of that."""
+    config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+                         num_attention_heads=16, eos_token_id=256)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="500MB")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    home, text = tmp_path / "run", ["--text", inputs["text"], "--length", 64, "--sequences", 4]
+    run("07_eval.py", "--run", home, "--model", tmp_path / "model", *text, "--layerwise", fresh=True)
+    weights = 2 * sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**30
+    peak = json.loads((home / "eval.json").read_text())["summary"]["peak_memory_gib"]
+    assert weights > 1.5 and peak < weights / 2, (peak, weights)
+
+
+def on_two_gpus(monkeypatch, free: int) -> None:
+    """Two GPUs with so many free bytes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+
+
+def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, monkeypatch):
+    home, arguments, _ = evaluation
+    load, maps = models.AutoModelForCausalLM.from_pretrained, []
+
+    def from_pretrained(path, device_map, **options):
+        maps.append(device_map)
+        model, report = load(path, **options)
+        places = {"model": "cpu", "lm_head": "disk"}
+        folder = tmp_path / str(len(maps))
+        model = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+        model.hf_device_map = {"model": 0, "lm_head": 1}
+        return model, report
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(models, "check_finite", lambda tensors, where: None)  # lm_head is on the disk
+    on_two_gpus(monkeypatch, free=100_000)
+    arguments = [*arguments, "--limit", 3, "--seed", 1, "--device", "cuda", "--run", tmp_path / "run"]
+    done = run("07_eval.py", *arguments)
+    assert maps == ["auto", "auto"] and "first, spread over all GPUs" in done.stdout
+    assert read_outcomes(tmp_path / "run") == read_outcomes(home / "run")
+    results, expected = (json.loads((place / "eval.json").read_text())["results"]
+                         for place in (tmp_path / "run", home / "run"))
+    for name in ("a", "b"):
+        for figure in ("perplexity", "cache_bytes_per_token", "macro_likelihood"):
+            assert results[name][figure] == expected[name][figure]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_spread_over_gpus_has_the_same_figures(evaluation, tmp_path, monkeypatch):
+    home, arguments, _ = evaluation
+    monkeypatch.setattr(models, "WEIGHT_SHARE", 0)
+    run("07_eval.py", *arguments, "--limit", 3, "--seed", 1, "--device", "cuda", "--run", tmp_path / "run")
+    results, expected = (json.loads((place / "eval.json").read_text())["results"]
+                         for place in (tmp_path / "run", home / "run"))
+    for name in ("a", "b"):
+        assert results[name]["perplexity"] == pytest.approx(expected[name]["perplexity"], rel=1e-4)
+        assert results[name]["cache_bytes_per_token"] == expected[name]["cache_bytes_per_token"]
 
 
 def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, inputs):

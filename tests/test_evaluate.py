@@ -1,7 +1,9 @@
 """Evaluation against the direct way: one prompt at a time, no padding, plain sums; repeated evaluations."""
 
 import math
+import types
 
+import accelerate
 import numpy
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tqdm import tqdm
 from common import evaluate
 from common.data.samples import Sample
 from common.data.tasks import Example, example_from_row, tokenize
-from conftest import END, byte_tokenizer, task_rows, tiny_model
+from common.layers import Layers
+from common.models import load_model
+from conftest import END, byte_tokenizer, save_tiny, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 
@@ -24,6 +28,51 @@ def model():
 def test_perplexity_is_transformers_loss(model):
     losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]
     assert evaluate.perplexity(model, TOKENS) == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "changes"), [
+    (torch.float32, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    (torch.float32, {"model_type": "mistral", "sliding_window": 20}),
+    (torch.float32, {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20,
+                     "max_window_layers": 1}),
+    (torch.bfloat16, {"model_type": "qwen3"}),
+])
+def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtype, changes):
+    path, row = save_tiny(tmp_path / "model", dtype, **changes), TOKENS[0]
+    whole, layers = load_model(path, dtype), Layers(path, dtype, "cpu", one_by_one=True)
+    expected = evaluate.perplexity(whole, TOKENS)
+    assert evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path)) == pytest.approx(expected, rel=1e-6)
+    cached = evaluate.cache_bytes_per_token(whole, row)
+    assert evaluate.cache_bytes_per_token(layers.model, row) == cached
+    assert {parameter.device.type for parameter in layers.model.parameters()} == {"meta"}
+
+
+def test_a_model_on_several_devices_has_the_same_figures(tmp_path):
+    """Accelerate moves inputs, cache and logits between devices; a disk stands for another GPU."""
+    whole, tokenizer, bar = tiny_model(), byte_tokenizer(), tqdm(disable=True)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
+              "model.layers.1": "disk", "model.layers.2": "disk", "model.norm": "disk", "lm_head": "cpu"}
+    spread = accelerate.dispatch_model(tiny_model(), places, main_device="cpu", offload_dir=tmp_path)
+    assert {parameter.device.type for parameter in spread.parameters()} == {"cpu", "meta"}
+    assert evaluate.perplexity(spread, TOKENS) == evaluate.perplexity(whole, TOKENS)
+    assert evaluate.cache_bytes_per_token(spread, TOKENS[0]) == 2 * 3 * 8 * 8 * 4
+    samples = [tokenize(example, tokenizer) for example in examples()[:4]]
+    for measure, items in ((evaluate.choice_likelihoods, [samples]), (evaluate.generate_answers, samples)):
+        arguments = [tokenizer] if measure is evaluate.generate_answers else []
+        ours, theirs = (measure(model, *arguments, items, 2, bar) for model in (spread, whole))
+        assert ours == theirs
+    assert evaluate.speed(spread, TOKENS[0]).keys() == evaluate.speed(whole, TOKENS[0]).keys()
+
+
+def test_all_devices_of_a_model_are_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    model = types.SimpleNamespace(device=torch.device("cuda", 0))
+    evaluate._now(model)
+    assert waited == [model.device]
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": 1}
+    evaluate._now(model)
+    assert sorted(waited[1:]) == [0, 1]
 
 
 def test_logit_comparisons():

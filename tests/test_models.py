@@ -24,6 +24,7 @@ from common.models import (
     load_config,
     load_model,
     load_tokenizer,
+    needs_several_gpus,
     require_convertible,
     resolve_model,
     source_model,
@@ -46,6 +47,38 @@ def checkpoints(tmp_path_factory) -> Path:
     torch.save(load_file(home / "whole" / "model.safetensors"), home / "bin" / "pytorch_model.bin")
     os.remove(home / "bin" / "model.safetensors")
     return home
+
+
+@pytest.mark.parametrize(("device", "gpus", "filled", "expected"), [
+    ("cuda", 2, 0.72, True), ("cuda", 2, 0.68, False), ("cuda", 1, 2, False), ("cuda:1", 2, 2, False),
+    ("cpu", 2, 2, False),
+])
+def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypatch, device, gpus, filled,
+                                                          expected):
+    """filled: share of the GPU's free memory that the float32 weights would take."""
+    weights = sum(parameter.nbytes for parameter in tiny_model().parameters())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights / filled, 0))
+    path = str(checkpoints / "shards")
+    assert needs_several_gpus(path, torch.float32, device) is expected
+    assert not (filled < 1 and needs_several_gpus(path, torch.bfloat16, device))
+
+
+def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):
+    def from_pretrained(path, device_map, **options):
+        model, report = tiny_model(), {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
+        model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    message = "expected GPUs that hold the model, found 0 that are too small"
+    assert message in refusal(load_model, str(checkpoints / "whole"), torch.float32, "cuda", True)
+
+
+def test_a_missing_accelerate_is_one_line(checkpoints, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
+    message = refusal(load_model, str(checkpoints / "whole"), torch.float32, "cuda", True)
+    assert "cannot load the weights: ValueError: " in message and "pip install accelerate" in message
 
 
 @pytest.fixture

@@ -23,17 +23,24 @@ def results_table(results: dict[str, dict]) -> str:
             rows.append(rate_row(f"*{average} average*", columns, f"{average}_{kind}", f"{average}_chance"))
     rows.append(("**cost**", *blank))
     if "perplexity" in columns[0]:
-        rows.append(("perplexity", "", *(f"{column['perplexity']:.3f}" for column in columns)))
+        rows.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
     rows.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
     for title, key in (("KV bytes per token", "cache_bytes_per_token"),
                        ("prefill tokens/s", "prefill_tokens_per_s"),
                        ("decode tokens/s", "decode_tokens_per_s")):
-        rows.append((title, "", *(f"{column[key]:.0f}" for column in columns)))
+        rows.append((title, "", *(number(column, key, 0) for column in columns)))
     return markdown_table(("", "chance", *results), rows)
 
 
+def number(column: dict, key: str, digits: int) -> str:
+    """A figure, or "-" if it was not measured."""
+    return f"{column[key]:.{digits}f}" if key in column else "-"
+
+
 def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[str, ...]:
-    """A table row of rates in percent with their standard errors."""
+    """A table row of rates in percent with their standard errors, "-" for those that were not measured."""
+    if key not in columns[0]:
+        return title, *["-"] * (len(columns) + 1)
     cells = [f"{100 * column[key]:.1f} ± {100 * column[f'{key}_stderr']:.1f}" for column in columns]
     return title, f"{100 * columns[0][chance]:.1f}", *cells
 
@@ -44,15 +51,18 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
     were selected. hardware: device and dtype.
     """
+    text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
+    if not reference["tasks"]:
+        line = f"Layer by layer on {hardware}, without tasks and speed.{text}"
+        return " ".join(line.split())  # file names may contain newlines
     questions = sum(task["questions"] for task in reference["tasks"].values())
     selection = "" if limit is None else f", the first {limit} per task"
     if seed is not None:
         selection = f", {limit} per task drawn with seed {seed}"
-    text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
     line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
             f"± standard error: {questions} validation questions ({source}{selection}), "
             f"no begin-of-sequence token.{text} Speeds: one sequence on {hardware}.")
-    return " ".join(line.split())  # file names may contain newlines
+    return " ".join(line.split())
 
 
 def write_scores(directory: str, scores: str) -> bool:
