@@ -19,7 +19,8 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 Answers, in a chat the assistant's turns, get BiLD and are what SFT learns; all other tokens, also those of a
-text, get the KL. With --tasks none the teacher is the untouched source.
+text, get the KL. With --tasks none the teacher is the untouched source. Every --heldout-every steps student
+and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained on.
 Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
