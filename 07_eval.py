@@ -207,25 +207,37 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
 def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> tuple[dict, list[dict]]:
     """All figures of one checkpoint, and one outcome per question. checkpoint: from models.describe."""
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
-    spread = not args.layerwise and needs_several_gpus(path, dtype, device)
+    spread = needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
-    figures, outcomes = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}, []
-    if args.layerwise:
-        layers = Layers(path, dtype, device, one_by_one=True)
-        model = layers.model  # without its weights, which the cache's size does not need
-    else:
-        model = load_model(path, dtype, device, spread)
-        figures["tasks"], outcomes = measure_tasks(name, model, inputs, tasks, args.batch)
-        figures |= evaluate.averages(figures["tasks"])
+    model = load_model(path, dtype, device, spread)
+    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
+    figures["tasks"], outcomes = measure_tasks(name, model, inputs, tasks, args.batch)
+    figures |= evaluate.averages(figures["tasks"])
     if inputs.tokens is not None:
-        figures["perplexity"] = (evaluate.layerwise_perplexity(layers, inputs.tokens, args.run)
-                                 if args.layerwise else evaluate.perplexity(model, inputs.tokens))
-        require_finite([figures["perplexity"]], name, model)
-        figures["perplexity_text"] = inputs.text
-        figures["perplexity_tokens"] = inputs.tokens.numel()
+        figures |= perplexity_figures(evaluate.perplexity(model, inputs.tokens), name, model, inputs)
     row = torch.arange(inputs.length) % model.config.vocab_size  # only their number affects the cost
     figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
-    return figures if args.layerwise else figures | evaluate.speed(model, row), outcomes
+    return figures | evaluate.speed(model, row), outcomes
+
+
+def measure_layerwise(name: str, checkpoint: dict, inputs: Inputs, args) -> dict:
+    """Perplexity and cache size of one checkpoint, with one decoder layer in memory at a time."""
+    print(f"reads   {checkpoint['path']}, layer by layer")
+    layers = Layers(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device), one_by_one=True)
+    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
+    if inputs.tokens is not None:
+        perplexity = evaluate.layerwise_perplexity(layers, inputs.tokens, args.run)
+        figures |= perplexity_figures(perplexity, name, layers.model, inputs)
+    row = torch.arange(inputs.length) % layers.config.vocab_size
+    # the weights are on the meta device, which suffices for sizes
+    return figures | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
+
+
+def perplexity_figures(perplexity: float, name: str, model, inputs: Inputs) -> dict:
+    """The perplexity and what it was measured on. Raises UserError unless it is finite."""
+    require_finite([perplexity], name, model)
+    return {"perplexity": perplexity, "perplexity_text": inputs.text,
+            "perplexity_tokens": inputs.tokens.numel()}
 
 
 def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> tuple[dict, list[dict]]:
@@ -292,6 +304,9 @@ def main():
 
     results, outcomes = {}, []
     for name in checkpoints:
+        if args.layerwise:
+            results[name] = measure_layerwise(name, described[name], inputs[name], args)
+            continue
         results[name], model_outcomes = measure(name, described[name], inputs[name], tasks, args)
         outcomes += model_outcomes
 
