@@ -90,7 +90,7 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 
 def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None):
-    """AdamW over all parameters of a trainee that are not frozen, including the replicated ones.
+    """AdamW over all parameters of a trainee, including the replicated ones; frozen ones get no state.
 
     special: pattern -> options for parameters whose name it matches (the first match wins); `options` apply
     to the rest, which form the first group. Options are AdamW's, with the peak learning rate as "initial_lr".
@@ -98,8 +98,6 @@ def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | N
     special = special or {}
     groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | special).items()}
     for name, parameter in trainee.named_parameters():
-        if not parameter.requires_grad:
-            continue
         pattern = next((pattern for pattern in special if re.search(pattern, name)), "")
         groups[pattern]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
