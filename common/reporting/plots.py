@@ -150,8 +150,9 @@ def starts(
     losses: dict[str, dict[int, list[float]]],  # name -> distillation steps -> held-out loss of each seed
     source: float,  # the source model's held-out loss
     title: str,
+    budget: str = "distillation steps",  # label of the horizontal axis
 ):
-    """Held-out loss against distillation steps, one line per merging method; bars of one standard error.
+    """Held-out loss against distillation, one line per merging method; bars of one standard error.
 
     Names that differ only after their last comma are variants of a method: same colour, later ones dashed.
     """
@@ -167,7 +168,7 @@ def starts(
         axis.errorbar([budgets.index(steps) for steps in by_steps], means, errors, color=colour,
                       linestyle=style, marker="o", markersize=3, capsize=2, label=name)
     axis.plot([0, len(budgets) - 1], [source, source], color="black", linewidth=0.8, label="source")
-    axis.set(title=title, xlabel="distillation steps", ylabel="held-out loss, nats",
+    axis.set(title=title, xlabel=budget, ylabel="held-out loss, nats",
              xticks=range(len(budgets)), xticklabels=budgets)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
