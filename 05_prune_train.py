@@ -39,37 +39,25 @@ values that suit its size.
 
 import argparse
 import os
-import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from common import cli
-from common.artifacts import (
-    RECORD,
-    claim,
-    move_aside,
-    read_record,
-    record,
-    verify_files,
-    write_directory,
-    write_record,
-)
-from common.cli import Clock, UserError, run_stage, stage_parser
+from common.artifacts import RECORD, claim, move_aside, record, write_record
+from common.cli import Clock, run_stage, stage_parser
 from common.data.tasks import TASKS
-from common.models import DEMO, fingerprint, load_config, load_tokenizer
+from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
 from common.training import budget, checkpoints, distill
-from common.training.engine import STOPPED, Job, Plan, train
-from common.training.heldout import Heldout
-from common.training.inputs import HELDOUT_QUESTIONS, Pair, Pool, load_heldout, load_pool, read_pair
+from common.training.engine import STOPPED, Plan, train
+from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_heldout, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
-from common.training.schedule import SOURCE, TEXT_LENGTH, make_plans, set_defaults
-from common.training.sharding import Execution, Ranks, build, free_memory, joined_ranks
+from common.training.schedule import TEXT_LENGTH, make_plans, print_plan, set_defaults
+from common.training.sharding import Execution, free_memory, joined_ranks
+from common.training.teacher import read_teacher, train_teacher
 
-STAGE = "05_prune_train.py"
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 
@@ -173,48 +161,6 @@ def add_execution_flags(parser) -> None:
                         help=f"only print memory, FLOPs and time on {', '.join(budget.HARDWARE)}")
 
 
-@dataclass(frozen=True)
-class Run:
-    """State shared by all phases."""
-
-    args: argparse.Namespace
-    ranks: Ranks
-    pair: Pair
-    pool: Pool
-    execution: Execution
-    clock: Clock
-    heldout: Heldout | None = None
-
-    @property
-    def teacher(self) -> str:
-        """The teacher's checkpoint directory."""
-        if self.args.teacher == SOURCE:
-            return self.pair.model["path"]
-        return self.args.teacher or os.path.join(self.args.run, "teacher")
-
-    @property
-    def directory(self) -> str:
-        return os.path.join(self.args.run, "train")
-
-
-def print_plan(run: Run, plans: dict[str, Plan]) -> None:
-    """Print what both phases need on --plan's hardware. Raises UserError if one does not fit."""
-    args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
-    student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else (), args.train)
-    phases = []
-    for name, plan in plans.items():
-        samples = run.pool.answered if name == "teacher" else run.pool
-        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
-        title = name if name == "teacher" else f"pruning {pair.title}"
-        phases.append((title, work, None if name == "teacher" else student, plan))
-    hours = budget.print_phases(phases, args.plan)
-    if run.heldout:
-        samples = [sample for samples in run.heldout.sets.values() for sample in samples]
-        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
-        hours += budget.print_heldout(work, run.heldout.times(plans["student"].steps), args.plan)
-    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(plans) > 1)}")
-
-
 def start_anew(run: Run) -> None:
     """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
     if run.ranks.first:
@@ -223,77 +169,6 @@ def start_anew(run: Run) -> None:
             if os.path.lexists(path):
                 print(f"moved   {path} to {move_aside(path)}", flush=True)
     dist.barrier()
-
-
-def read_teacher(run: Run) -> bool:
-    """Whether a teacher exists: the source or, checked, an intact fine-tune of it. Raises UserError if not.
-
-    Also if there is nothing to fine-tune a missing one on.
-    """
-    for path in (run.directory, run.teacher):
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise UserError(f"{path}: expected nothing or a directory, found a file; remove it first")
-    if run.args.teacher == SOURCE:
-        return True
-    if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
-        raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
-    if not os.path.lexists(run.teacher):
-        if not run.pool.answered:
-            raise UserError(f"--teacher {run.teacher}: expected one that exists, or source, as text has no "
-                            "answers to fine-tune one on")
-        return False
-    teacher_record = read_record(run.teacher, STAGE, run.pair.model)
-    if run.ranks.first:
-        verify_files(run.teacher, teacher_record)
-    return True
-
-
-def last_checkpoint(directory: str, plan: Plan, ranks) -> str | None:
-    """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
-    path = checkpoints.newest(directory, ranks)
-    if path:
-        ranks.say(f"resumes {directory} after step {checkpoints.step_of(path)} of {plan.steps}")
-    return path
-
-
-def train_teacher(run: Run, plan: Plan) -> bool:
-    """Fine-tune the source model and write teacher/. Returns False if a signal stopped it."""
-    source, directory, ranks = run.pair.model["path"], run.teacher + ".train", run.ranks
-    if run.args.teacher:  # shared: another run may be training it, too
-        parent, name = os.path.split(os.path.abspath(run.teacher))
-        claim(name, argparse.Namespace(run=parent))
-    ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    samples = run.pool.answered
-    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | Pool(samples).description()
-    checkpoints.begin(directory, settings, ranks)
-    saved = last_checkpoint(directory, plan, ranks)
-    trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
-    job = Job(trainee, distill.teacher_optimizer(trainee, run.args.teacher_lr), directory, ranks)
-    if saved:
-        checkpoints.load(job, saved)
-    if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):
-        return False
-    if ranks.first:
-        write_teacher(run, directory, settings)
-    dist.barrier()
-    return True
-
-
-def write_teacher(run: Run, directory: str, settings: dict) -> None:
-    """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
-    source = run.pair.model["path"]
-    config = load_config(source)
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
-    lines = read_metrics(os.path.join(directory, METRICS))
-    summary = settings | summarize(lines)
-    with write_directory(run.teacher) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(source).save_pretrained(aside)
-        shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
-    shutil.rmtree(directory)
-    print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 
 
 def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
@@ -319,7 +194,7 @@ def train_student(run: Run, plan: Plan) -> bool:
     ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
     teacher = distill.frozen(run.teacher, ranks, run.execution)
     setup = distill.Setup(run.directory, ranks, run.execution)
-    saved = last_checkpoint(run.directory, plan, ranks)
+    saved = checkpoints.announced(run.directory, plan, ranks)
     start = checkpoints.step_of(saved) if saved else 0
     switch = distill.switch_step(plan.steps) if args.masks == "l0" else 0
 

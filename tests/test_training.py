@@ -36,7 +36,7 @@ from common.training import metrics as training_metrics
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.distill import Settings, gqa_optimizer, masked_optimizer, start_masks
 from common.training.engine import STOPPED, Job, Plan, learning_rate
-from common.training.inputs import Pair, Pool, samples_digest
+from common.training.inputs import Pair, Pool, Run, samples_digest
 from common.training.sharding import Execution, Trainee, build
 from conftest import (
     ROOT,
@@ -578,7 +578,7 @@ def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
             (tmp_path / name).mkdir(exist_ok=True)
         args = flags("--run", str(tmp_path), "--force", *given)
         before = set(os.listdir(tmp_path))
-        stage()["start_anew"](stage()["Run"](args, group_of_one, None, Pool([]), Execution(), None))
+        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), Execution(), None))
         after = set(os.listdir(tmp_path))
         if given:
             assert (after - before, before - after) == ({"train.old-3"}, {"train"})

@@ -175,6 +175,14 @@ def newest(directory: str, ranks) -> str | None:
     return None
 
 
+def announced(directory: str, plan, ranks) -> str | None:
+    """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
+    path = newest(directory, ranks)
+    if path:
+        ranks.say(f"resumes {directory} after step {step_of(path)} of {plan.steps}")
+    return path
+
+
 class _Unpickler(pickle.Unpickler):
     """Allows the classes in METADATA and torch's dtypes; anything else is refused before it is imported."""
 

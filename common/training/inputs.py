@@ -1,5 +1,6 @@
 """The inputs of training, validated: the pair of checkpoints from stage 4, and the pool of samples."""
 
+import argparse
 import array
 import hashlib
 import json
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from common.artifacts import check_input, read_record, sha256, verify_files
-from common.cli import UserError
+from common.cli import Clock, UserError
 from common.data.chat import load_chats
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
@@ -19,7 +20,10 @@ from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
 from common.training.heldout import TASKS, TEXT, Heldout
+from common.training.sharding import Execution, Ranks
 
+STAGE = "05_prune_train.py"
+SOURCE = "source"  # --teacher: the untouched source model
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
 HELDOUT_QUESTIONS = 16  # of each task, where it has a validation split
 
@@ -186,3 +190,27 @@ def samples_digest(samples: Sequence[Sample]) -> str:
         for segment in sample.segments:
             digest.update(array.array("q", (len(segment), *segment)).tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """State shared by all phases."""
+
+    args: argparse.Namespace
+    ranks: Ranks
+    pair: Pair
+    pool: Pool
+    execution: Execution
+    clock: Clock
+    heldout: Heldout | None = None
+
+    @property
+    def teacher(self) -> str:
+        """The teacher's checkpoint directory."""
+        if self.args.teacher == SOURCE:
+            return self.pair.model["path"]
+        return self.args.teacher or os.path.join(self.args.run, "teacher")
+
+    @property
+    def directory(self) -> str:
+        return os.path.join(self.args.run, "train")

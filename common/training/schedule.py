@@ -6,12 +6,11 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
 from common.data.text import sequence_length
-from common.models import DEMO, DEMO_HOME
-from common.training import distill
+from common.models import DEMO, DEMO_HOME, load_config
+from common.training import budget, distill
 from common.training.engine import Plan
-from common.training.inputs import NONE, Pair, Pool
+from common.training.inputs import NONE, SOURCE, Pair, Pool, Run
 
-SOURCE = "source"  # --teacher: the untouched source model
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 
 
@@ -52,3 +51,21 @@ def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
     if steps < 2 and args.masks == "l0":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
     return plans | {"student": Plan(steps, args.batch, args.warmup, **common)}
+
+
+def print_plan(run: Run, plans: dict[str, Plan]) -> None:
+    """Print what both phases need on --plan's hardware. Raises UserError if one does not fit."""
+    args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
+    student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else (), args.train)
+    phases = []
+    for name, plan in plans.items():
+        samples = run.pool.answered if name == "teacher" else run.pool
+        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
+        title = name if name == "teacher" else f"pruning {pair.title}"
+        phases.append((title, work, None if name == "teacher" else student, plan))
+    hours = budget.print_phases(phases, args.plan)
+    if run.heldout:
+        samples = [sample for samples in run.heldout.sets.values() for sample in samples]
+        work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
+        hours += budget.print_heldout(work, run.heldout.times(plans["student"].steps), args.plan)
+    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(plans) > 1)}")

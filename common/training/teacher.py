@@ -1,0 +1,81 @@
+"""The teacher: the source after supervised fine-tuning (Section 4.1 of the paper), or the source itself."""
+
+import argparse
+import os
+import shutil
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from common.artifacts import claim, read_record, record, verify_files, write_directory, write_record
+from common.cli import UserError
+from common.models import load_config, load_tokenizer
+from common.training import checkpoints, distill
+from common.training.engine import Job, Plan, train
+from common.training.inputs import SOURCE, STAGE, Pool, Run
+from common.training.metrics import METRICS, read_metrics, summarize
+from common.training.sharding import build
+
+
+def read_teacher(run: Run) -> bool:
+    """Whether a teacher exists: the source or, checked, an intact fine-tune of it. Raises UserError if not.
+
+    Also if there is nothing to fine-tune a missing one on.
+    """
+    for path in (run.directory, run.teacher):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise UserError(f"{path}: expected nothing or a directory, found a file; remove it first")
+    if run.args.teacher == SOURCE:
+        return True
+    if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
+        raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
+    if not os.path.lexists(run.teacher):
+        if not run.pool.answered:
+            raise UserError(f"--teacher {run.teacher}: expected one that exists, or source, as text has no "
+                            "answers to fine-tune one on")
+        return False
+    teacher_record = read_record(run.teacher, STAGE, run.pair.model)
+    if run.ranks.first:
+        verify_files(run.teacher, teacher_record)
+    return True
+
+
+def train_teacher(run: Run, plan: Plan) -> bool:
+    """Fine-tune the source model and write teacher/. Returns False if a signal stopped it."""
+    source, directory, ranks = run.pair.model["path"], run.teacher + ".train", run.ranks
+    if run.args.teacher:  # shared: another run may be training it, too
+        parent, name = os.path.split(os.path.abspath(run.teacher))
+        claim(name, argparse.Namespace(run=parent))
+    ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
+    samples = run.pool.answered
+    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | Pool(samples).description()
+    checkpoints.begin(directory, settings, ranks)
+    saved = checkpoints.announced(directory, plan, ranks)
+    trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
+    job = Job(trainee, distill.teacher_optimizer(trainee, run.args.teacher_lr), directory, ranks)
+    if saved:
+        checkpoints.load(job, saved)
+    if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):
+        return False
+    if ranks.first:
+        write_teacher(run, directory, settings)
+    dist.barrier()
+    return True
+
+
+def write_teacher(run: Run, directory: str, settings: dict) -> None:
+    """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
+    source = run.pair.model["path"]
+    config = load_config(source)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
+    lines = read_metrics(os.path.join(directory, METRICS))
+    summary = settings | summarize(lines)
+    with write_directory(run.teacher) as aside:
+        model.save_pretrained(aside)
+        load_tokenizer(source).save_pretrained(aside)
+        shutil.copy(os.path.join(directory, METRICS), aside)
+        write_record(aside, record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
+    shutil.rmtree(directory)
+    print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
