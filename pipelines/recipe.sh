@@ -48,7 +48,8 @@ convert() {
   make_once "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
     --similarity "$RUN/similarity.safetensors" --kv-heads "$KV" --by "$2" --criterion "$3"
   make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$4"
-  local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" "${LENGTH[@]}")
+  local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" --text none
+    "${LENGTH[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
     exit
