@@ -194,7 +194,7 @@ def train_student(run: Run, plan: Plan) -> bool:
     ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
     teacher = distill.frozen(run.teacher, ranks, run.execution)
     setup = distill.Setup(run.directory, ranks, run.execution)
-    saved = checkpoints.announced(run.directory, plan, ranks)
+    saved = checkpoints.resume_from(run.directory, plan, ranks)
     start = checkpoints.step_of(saved) if saved else 0
     switch = distill.switch_step(plan.steps) if args.masks == "l0" else 0
 

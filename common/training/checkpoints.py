@@ -175,7 +175,7 @@ def newest(directory: str, ranks) -> str | None:
     return None
 
 
-def announced(directory: str, plan, ranks) -> str | None:
+def resume_from(directory: str, plan, ranks) -> str | None:
     """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
     path = newest(directory, ranks)
     if path:

@@ -22,7 +22,9 @@ def set_defaults(args, demo: bool, positions: int) -> None:
     args.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
     args.text = args.text or ([DEMO] if demo else [NONE])
     args.text = [] if args.text == [NONE] else args.text
-    args.heldout_text = args.heldout_text or (DEMO if demo else "c4" if "c4" in args.text else NONE)
+    if args.heldout_text is None:
+        with_heldout_part = [DEMO] if demo else [source for source in args.text if source == "c4"]
+        args.heldout_text = with_heldout_part[0] if with_heldout_part else NONE
     args.teacher = args.teacher or (SOURCE if args.tasks == NONE else None)
     args.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
     if demo and args.steps is None and args.epochs is None:

@@ -19,9 +19,9 @@ from common.training.sharding import build
 
 
 def read_teacher(run: Run) -> bool:
-    """Whether a teacher exists: the source or, checked, an intact fine-tune of it. Raises UserError if not.
+    """Whether a teacher exists, the source or a fine-tune of it; False if one is to be trained.
 
-    Also if there is nothing to fine-tune a missing one on.
+    Raises UserError for one that is damaged or of another model, and if there are no answers to train one on.
     """
     for path in (run.directory, run.teacher):
         if os.path.lexists(path) and not os.path.isdir(path):
@@ -51,7 +51,7 @@ def train_teacher(run: Run, plan: Plan) -> bool:
     samples = run.pool.answered
     settings = plan.to_resume() | {"lr": run.args.teacher_lr} | Pool(samples).description()
     checkpoints.begin(directory, settings, ranks)
-    saved = checkpoints.announced(directory, plan, ranks)
+    saved = checkpoints.resume_from(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
     job = Job(trainee, distill.teacher_optimizer(trainee, run.args.teacher_lr), directory, ranks)
     if saved:
