@@ -86,7 +86,11 @@ def parse():
                         help="of the checkpoints written; rotations use float64, forward passes float32")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.key_context and (args.merge, args.merge_keys) != ("closed-form", "rope"):
+        raise UserError("--key-context: expected --merge closed-form --merge-keys rope with it, found "
+                        f"--merge {args.merge} --merge-keys {args.merge_keys}")
+    return args
 
 
 @dataclass

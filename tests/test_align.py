@@ -125,6 +125,12 @@ def digests(home: Path) -> dict[str, str]:
             for name in ("aligned", "merged") for file in (home / name).rglob("*")}
 
 
+@pytest.mark.parametrize("flags", [[], ["--merge", "closed-form", "--merge-keys", "pairs"]])
+def test_a_context_that_no_merge_reads_is_refused(aligned_run, flags):
+    expect_error("--key-context: expected --merge closed-form --merge-keys rope with it, found --merge",
+                 "04_align.py", "--run", aligned_run, "--force", "--key-context", 20, *flags)
+
+
 @pytest.mark.parametrize(("criterion", "flags", "context"), [
     ("cos", ["--merge", "mean"], None),
     ("dist", ["--merge", "closed-form"], 256),  # the model's positions
