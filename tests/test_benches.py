@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from bench import alignment, decode, loss, merging, positions, text_model
+from bench import alignment, decode, loss, merging, positions, recovery, text_model
 from bench.machine import machine, timed
 from common.cli import UserError
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.models import load_model, load_tokenizer
-from conftest import run, save_tiny, tiny_model
+from conftest import copy_run, expect_error, run, save_tiny, tiny_model
 
 
 def last_line(completed) -> dict:
@@ -172,6 +172,49 @@ def test_merging_bench(inputs, tmp_path):
     assert len(set(first["distilled"]["mean-pool, no masks"]["2"].values())) == 2  # the seeds differ
     assert list(both["distilled"]["mean-pool, masks"]["2"]) == ["0"]
     assert "mean-pool, masks" in (tmp_path / "out/merging.md").read_text()
+
+
+def test_the_recovery_table():
+    """Budgets in ascending order, starts in the order of make smollm2, with the distance to the source."""
+    starts = {name: {"perplexity": 40.0 + row} for row, name in enumerate(recovery.STARTS.values())}
+    figures = {"perplexity": 33.0, "agreement": 0.5}
+    trained = {"attention-refit, masks off": {"1000": figures, "200": figures},
+               "paper, masks l0": {"200": figures}}
+    rows = recovery.by_tokens({"trained": trained}, starts)
+    names = list(recovery.STARTS.values())
+    assert list(rows) == [f"{names[1]}, masks", f"{names[4]}, no masks"]
+    lines = recovery.table(rows, 30.0).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["tokens of training", "0", "200", "1,000"]
+    assert cells[2][1:] == ["41.00 (+36.7%)", "33.00 (+10.0%, 50.0% agree)", ""]
+    assert cells[3][1:] == ["44.00 (+46.7%)", *2 * ["33.00 (+10.0%, 50.0% agree)"]]
+
+
+@pytest.mark.slow
+def test_recovery_bench(aligned_run, inputs, tmp_path):
+    """Its figures are those of the trained student; a finished row is kept, other settings are refused."""
+    home, out = tmp_path / "run", tmp_path / "out"
+    copy_run(aligned_run, home / "paper")
+    (home / "text").mkdir()
+    text = Path(inputs["text"]).read_text()
+    for name, half in (("calibration", text[: len(text) // 2]), ("heldout", text[len(text) // 2 :])):
+        (home / "text" / f"{name}.txt").write_text(half)
+    starts = {"source": {"perplexity": 260.0}, recovery.STARTS["paper"]: {"perplexity": 270.0}}
+    (home / "starts.json").write_text(json.dumps(starts))
+    words = ["bench/recovery.py", "--run", home, "--out", out, "--starts", "paper", "--length", 32, "--batch",
+             2, "--heldout-sequences", 3, "--dtype", "float32", "--lr", "1e-9"]
+    run(*words, "--budgets", 200)
+    first = json.loads((out / "recovery.json").read_text())["trained"]
+    run(*words, "--budgets", 200, "--masks", "l0")
+    both = json.loads((out / "recovery.json").read_text())["trained"]
+    assert both["paper, masks off"] == first["paper, masks off"] and "200" in both["paper, masks l0"]
+    figures = first["paper, masks off"]["200"]
+    tokens, _ = load_tokens(str(home / "text/heldout.txt"), load_tokenizer(inputs["model"]), 3, 32)
+    untrained = perplexity(load_model(str(home / "paper" / "merged")), tokens)  # as with this rate
+    assert figures["perplexity"] == pytest.approx(untrained, rel=1e-4) and 0 <= figures["agreement"] <= 1
+    assert "the paper: rotations and mean, masks" in (out / "recovery.md").read_text()
+    assert not (out / "training").exists() and (out / "recovery.png").exists()
+    expect_error("pass another --out", *words, "--lr", "1e-3")
 
 
 @pytest.mark.slow
