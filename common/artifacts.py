@@ -103,19 +103,36 @@ def check_input(record: dict, path: str) -> None:
 
 def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
     """The record of an artifact: stage, arguments, inputs, versions and key figures."""
-    command, source = ["git", "rev-parse", "HEAD"], os.path.dirname(__file__)
-    commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     return {
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
         "model": model,
         "inputs": input_digests(args.run, inputs),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip() or None,
+        "packages": package_versions(PACKAGES),
+        "commit": source_commit(),
         "seconds": seconds,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "summary": summary,
     }
+
+
+def package_versions(names) -> dict[str, str]:
+    """Name -> version of those packages that are installed; stages run without datasets, for one."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def source_commit() -> str | None:
+    """The git commit of this source; None without a repository, or without git."""
+    command, source = ["git", "rev-parse", "HEAD"], os.path.dirname(__file__)
+    try:
+        commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return commit.stdout.strip() or None
 
 
 @contextlib.contextmanager

@@ -33,6 +33,13 @@ def test_round_trip_and_record(tmp_path):
     assert artifacts.read_record(path, "02_similarity.py", MODEL) == record
 
 
+def test_a_record_is_written_without_git_and_without_packages_that_are_not_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "PACKAGES", ("torch", "a-package-that-is-not-there"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _, record = artifacts.read_tensors(write(tmp_path / "a.safetensors", 2.0), "02_similarity.py")
+    assert record["packages"] == {"torch": torch.__version__} and record["commit"] is None
+
+
 def test_inputs_are_recorded_by_path_and_digest(tmp_path):
     first = write(tmp_path / "a.safetensors", 2.0)
     second = write(tmp_path / "b.safetensors", 3.0, inputs=(first,))

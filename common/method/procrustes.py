@@ -17,17 +17,20 @@ PHASE_TOLERANCE = 1e-6  # radians: the objective is then optimal to 1e-12
 
 
 def threaded(decompose, matrices: torch.Tensor) -> torch.Tensor:
-    """decompose(matrices [..., d, d]); on a CPU the batch is split over one single-threaded worker per core.
+    """decompose(matrices [..., d, d]) on the CPU, split over one single-threaded worker per core.
 
-    LAPACK processes the matrices one by one, and several threads do not speed up one of a head's size.
+    LAPACK processes the matrices one by one, and several threads do not speed up one of a head's size. A GPU
+    does not either: cuSOLVER processes them one by one, too, and takes longer for each. The result is on the
+    device of the matrices.
     """
-    cores = torch.get_num_threads()
-    if matrices.is_cuda or cores == 1:
-        return decompose(matrices)
+    cores, device = torch.get_num_threads(), matrices.device
+    matrices = matrices.cpu()
+    if cores == 1:
+        return decompose(matrices).to(device)
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         parts = list(pool.map(decompose, matrices.reshape(-1, *matrices.shape[-2:]).chunk(cores)))
     torch.set_num_threads(cores)  # otherwise threads created later would start with 1
-    return torch.cat(parts).reshape(*matrices.shape[:-2], *parts[0].shape[1:])
+    return torch.cat(parts).reshape(*matrices.shape[:-2], *parts[0].shape[1:]).to(device)
 
 
 def polar(matrix: torch.Tensor) -> torch.Tensor:
