@@ -68,8 +68,9 @@ def parse():
     parser.add_argument("--teacher", metavar="DIR",
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
-    parser.add_argument("--masks", choices=("l0", "off"), default="l0",
-                        help="l0: as in the paper; off: train merged/ directly")
+    parser.add_argument("--masks", choices=(*distill.MASKED, "off"), default="l0",
+                        help="l0: as in the paper; l0-released: as in the authors' code, which moves them "
+                             "towards their target by hand; off: train merged/ directly")
     parser.add_argument("--train", choices=("all", "attention"), default="all",
                         help="the student's weights to train; attention: no gradients and optimizer state "
                              "of the others")
@@ -175,7 +176,7 @@ def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
     """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
     pair = run.pair
     losses = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
-    shared = {"masks": run.args.masks, "merge": pair.merge, "kv_heads": pair.kv_heads}
+    shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts = {name: fingerprint(path) for name, path in starts.items()}
     return plan.to_resume() | losses | shared | run.pool.description() | starts
@@ -196,11 +197,11 @@ def train_student(run: Run, plan: Plan) -> bool:
     setup = distill.Setup(run.directory, ranks, run.execution)
     saved = checkpoints.resume_from(run.directory, plan, ranks)
     start = checkpoints.step_of(saved) if saved else 0
-    switch = distill.switch_step(plan.steps) if args.masks == "l0" else 0
+    switch = distill.switch_step(plan.steps) if args.masks != "off" else 0
 
     if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
         job = distill.masked_job(pair, settings, setup, saved)
-        phase = distill.MaskedDistillation(job.trainee, teacher, plan.steps, settings)
+        phase = distill.MASKED[args.masks](job.trainee, teacher, plan.steps, settings)
         if not train(job, phase, run.pool, plan, switch, run.heldout):
             return False
         del job, phase

@@ -57,7 +57,8 @@ STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "closed form + attention": ("energy", [*ROPE, "--refit", "attention"]),
 }
 GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
-MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the tables
+# --masks of stage 5 -> its name in the tables
+MASKS = {"off": "no masks", "l0": "masks", "l0-released": "released masks"}
 SAMPLES, HELDOUT = 2048, 32  # sequences to distil on, and of the held-out loss
 FREE = ("out", "name", "kv_heads", "starts", "masks", "budgets", "seeds")  # may change between runs
 
@@ -118,6 +119,14 @@ def merged_model(out: str, kv_heads: int, name: str):
     return load_model(merged)
 
 
+def mask_settings(name: str, steps: int) -> dict[str, float]:
+    """Rate and weight of the masks: the released ones take the published values at any number of steps."""
+    if name == "l0-released":
+        return {"mask_lr": 1e-2, "l0_weight": 1.0}
+    # these travel 15 units of log alpha at mask_lr a step, so a short budget needs a larger rate
+    return {"mask_lr": max(0.5, 20 / steps), "l0_weight": 30.0}
+
+
 @dataclass(frozen=True)
 class Distiller:
     """What all distillations share."""
@@ -132,20 +141,19 @@ class Distiller:
         args, directory = self.args, os.path.join(run, "bench-train")
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory)
-        # masks travel 15 units of log alpha at mask_lr a step, so a short budget needs a larger rate
-        settings = distill.Settings(lr=args.lr, mask_lr=max(0.5, 20 / steps), l0_weight=30.0, kl_on="all",
-                                    seed=seed)
+        settings = distill.Settings(lr=args.lr, masks=args.masks, kl_on="all", seed=seed,
+                                    **mask_settings(args.masks, steps))
         plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=seed,
                     tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=1e9,
                     print_every=10**9)
         pair, setup = read_pair(run, self.ranks), distill.Setup(directory, self.ranks, Execution())
         saved, switch = None, distill.switch_step(steps)
-        if args.masks == "l0":
+        if args.masks != "off":
             job = distill.masked_job(pair, settings, setup)
-            phase = distill.MaskedDistillation(job.trainee, self.teacher, steps, settings)
+            phase = distill.MASKED[args.masks](job.trainee, self.teacher, steps, settings)
             self.train(job, phase, plan, switch)
             saved = checkpoints.steps_saved(directory)[-1]
-        job = distill.gqa_job(pair, settings, setup, saved, switched=args.masks == "l0")
+        job = distill.gqa_job(pair, settings, setup, saved, switched=args.masks != "off")
         self.train(job, distill.Distillation(job.trainee, self.teacher, settings), plan)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))

@@ -31,7 +31,8 @@ from pipelines.smollm2 import STARTS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DISTILLED = ("paper", "output-refit", "attention-refit")  # starts of make smollm2
-MASKS = {"off": "no masks", "l0": "masks"}  # --masks of stage 5 -> its name in the table
+# --masks of stage 5 -> its name in the table
+MASKS = {"off": "no masks", "l0": "masks", "l0-released": "released masks"}
 TITLE = "held-out loss after distillation on text"
 FREE = ("run", "out", "starts", "masks", "budgets")  # may change between runs
 

@@ -82,7 +82,7 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 # in train/, not in teacher/
-STUDENT = {"kv_heads": COUNT, "masks": ("l0", "off"), "merge": ("mean", "closed-form")}
+STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": ("mean", "closed-form")}
 STAGES = {  # stage -> fields of its record in addition to RECORD
     "01_calibrate.py": {
         "files": FILES,

@@ -57,8 +57,9 @@ def test_l0_loss_is_equation_29():
     size = 1 - torch.sigmoid(masks.BETA * math.log(0.1 / 1.1) - log_alpha)  # 1 - P(z = 0)
     for goal in (0.0, 0.9):
         gap = float(size.detach().mean()) - goal
-        assert float(masks.l0_loss(log_alpha, goal).detach()) == pytest.approx(abs(gap) + gap**2, abs=1e-6)
-    masks.l0_loss(log_alpha, 0.0).backward()
+        loss = masks.l0_loss(masks.expected(log_alpha).mean(), goal)
+        assert float(loss.detach()) == pytest.approx(abs(gap) + gap**2, abs=1e-6)
+    masks.l0_loss(masks.expected(log_alpha).mean(), 0.0).backward()
     assert (log_alpha.grad > 0).all()  # descent closes every mask
 
 

@@ -20,7 +20,7 @@ def training_records(layers: int = 2) -> list[dict]:
         if step < 5:
             record |= {"l0": 0.1 * (step - 1), "mask_target": 1 - step / 5, "mask_expected": 0.9 - step / 10,
                        "mask_mean": 0.8 - step / 20,
-                       "mask_per_layer": [(step + layer) / (10 * layers) for layer in range(layers)]}
+                       "mask_mean_per_layer": [(step + layer) / (10 * layers) for layer in range(layers)]}
         records.append(record)
     return records
 
@@ -78,11 +78,11 @@ def test_curves_show_target_expected_and_sampled_masks():
 def test_curves_show_a_line_per_layer(layers):
     records = training_records(layers)[:4]
     axis = figure_of(plots.curves, records, "title").axes[2]
-    assert (axis.get_title(), axis.get_xlabel()) == ("expected mask per layer", "step")
+    assert (axis.get_title(), axis.get_xlabel()) == ("mean mask per layer", "step")
     lines = series(axis)
     assert list(lines) == [f"layer {layer}" for layer in range(layers)]
     for layer in range(layers):
-        values = [record["mask_per_layer"][layer] for record in records]
+        values = [record["mask_mean_per_layer"][layer] for record in records]
         assert lines[f"layer {layer}"] == ([1, 2, 3, 4], values)
     assert (axis.get_legend() is not None) == (layers <= 8)
     assert len({line.get_color() for line in axis.lines}) == layers
@@ -116,7 +116,7 @@ def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
 def test_curves_show_held_out_figures_on_panels_of_their_own(masked, prefixes):
     records = measured_records(prefixes, masked)
     axes = figure_of(plots.curves, records, "title").axes
-    first = ["losses", "masks", "expected mask per layer"] if masked else ["losses"]
+    first = ["losses", "masks", "mean mask per layer"] if masked else ["losses"]
     assert [axis.get_title() for axis in axes[:-3]] == first
     columns, ends = 3 if masked else 2, [records[0], records[-1]]
     assert axes[0].get_subplotspec().get_gridspec().get_geometry() == (2, columns)

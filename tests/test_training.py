@@ -695,6 +695,26 @@ def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
+    alone, aligned_run, inputs, tmp_path, monkeypatch
+):
+    homes = [with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped", "together")]
+    words = ["--tasks", inputs["tasks"], *SHARED, "--mask-lr", "0.3", "--masks", "l0-released"]
+    run(STAGE, "--run", homes[0], *words)
+    with monkeypatch.context() as patched:
+        interrupt(patched, 2)
+        stopped = run_in_process(STAGE, [str(word) for word in ("--run", homes[1], *words)])
+    assert stopped.returncode == STOPPED
+    assert "after step 3 of 6" in run(STAGE, "--run", homes[1], *words).stdout
+    assert_same_bits(homes[1], homes[0])
+    run(STAGE, "--run-dir", homes[2], *words, processes=2)
+    assert_same_training(homes[2], homes[0])
+    lines = metrics(homes[0])
+    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 4 / 9, 0, 0])
+    assert lines[0]["mask_mean"] > 0.99 and lines[3]["mask_mean"] < 0.1 and "mask_mean" not in lines[4]
+
+
+@pytest.mark.slow
 def test_recomputed_layers_train_the_same(alone, aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     shutil.copytree(alone / "teacher", home / "teacher")

@@ -21,13 +21,23 @@ WARMUP_SHARE = 0.3  # share of the training steps over which the target T of Eq.
 KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")  # projections to blend
 
 
-def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """Hard concrete samples z in [0, 1], float32, of log_alpha's shape; differentiable.
+def start(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Initial log_alpha, float32; the seed is for masks that start at random."""
+    return torch.full(shape, START)
 
-    The noise depends only on (seed, step): it is the same on every rank and after a resume.
+
+def uniform(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """Noise u in (0, 1), float32, of log_alpha's shape and on its device.
+
+    It depends only on (seed, step): it is the same on every rank and after a resume.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    noise = torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(log_alpha.device)
+    return torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(log_alpha.device)
+
+
+def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """Hard concrete samples z in [0, 1], float32, of log_alpha's shape; differentiable."""
+    noise = uniform(log_alpha, seed, step)
     stretched = torch.sigmoid((noise.logit() + log_alpha) / BETA) * (ZETA - GAMMA) + GAMMA
     return stretched.clamp(0, 1)
 
@@ -50,12 +60,12 @@ def target(step: int, steps: int) -> float:
     return max(0.0, 1 - step / (WARMUP_SHARE * steps))
 
 
-def l0_loss(log_alpha: torch.Tensor, goal: float) -> torch.Tensor:
-    """Eq. 29 for the mean expected mask s and target T (`goal`): |s - T| + (s - T)^2, a scalar.
+def l0_loss(size: torch.Tensor, goal: float) -> torch.Tensor:
+    """Eq. 29 for the mean expected mask s (`size`) and target T (`goal`): |s - T| + (s - T)^2, a scalar.
 
     Version 1 of the paper lacks the absolute value.
     """
-    gap = expected(log_alpha).mean() - goal
+    gap = size - goal
     return gap.abs() + gap.square()
 
 

@@ -27,6 +27,7 @@ REFIT = {
 }
 MASKS = {
     "l0": "L0 masks moved each head from its own projections to its group's",
+    "l0-released": "L0 masks as in the authors' code moved each head from its own projections to its group's",
     "off": "the merged model was trained directly, without masks",
 }
 

@@ -75,7 +75,7 @@ def curves(
     records: list[dict],  # the lines of metrics.jsonl
     title: str,
 ):
-    """Training curves: losses; target and mean of the masks; mean mask per layer (the paper's Figure 3).
+    """Training curves: losses; target and size of the masks; mean mask per layer (the paper's Figure 3).
 
     Held-out figures, if any, get three more panels. Without masks there are none for masks.
     """
@@ -117,11 +117,11 @@ def _draw_mask_means(axis, masked: list[dict]) -> None:
 
 def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
     steps = [record["step"] for record in masked]
-    count = len(masked[0]["mask_per_layer"])
+    count = len(masked[0]["mask_mean_per_layer"])
     for layer in range(count):
-        values = [record["mask_per_layer"][layer] for record in masked]
+        values = [record["mask_mean_per_layer"][layer] for record in masked]
         axis.plot(steps, values, color=colour_map(layer / max(count - 1, 1)), label=f"layer {layer}")
-    axis.set(title="expected mask per layer", xlabel="step", ylim=(-0.03, 1.03))
+    axis.set(title="mean mask per layer", xlabel="step", ylim=(-0.03, 1.03))
     if count <= 8:  # a longer legend would cover the curves
         axis.legend()
 

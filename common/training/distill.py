@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.cli import UserError
-from common.method import masks
+from common.method import masks, released_masks
 from common.method.losses import bild, chunked, cross_entropy, kl
 from common.models import load_config
 from common.training import budget, checkpoints
@@ -19,6 +19,7 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper gi
 # default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again: with
 # beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
 MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
+RELEASED_MASK_ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}  # 1e-8 on 1e-3 log alpha there
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Appendix A)
 TEACHER_EPOCHS = 2
@@ -35,6 +36,7 @@ class Settings:
     """Hyperparameters of Eq. 30 and 31, and the learning rate of each kind of parameter."""
 
     lr: float  # peak learning rate of the student's weights
+    masks: str = "l0"  # "l0": as printed; "l0-released": as in the authors' code; "off": none
     merged_lr_factor: float = 1.0  # learning rate of the shared projections, times lr (the authors' code: 2)
     mask_lr: float = 1e-2  # peak learning rate of log alpha
     l0_weight: float = 1.0  # weight of Eq. 29 in Eq. 31
@@ -141,13 +143,15 @@ class MaskedDistillation(Distillation):
     accumulate dL/dz, which end_step backpropagates to log_alpha.
     """
 
+    kind = masks  # where draw, deterministic and expected are defined
+
     def __init__(self, student, teacher, steps: int, settings: Settings):
         super().__init__(student, teacher, settings)
         self.steps, self.log_alpha = steps, student.replicated["log_alpha"]
 
     def begin_step(self, step: int) -> None:
         """Sample this step's masks."""
-        self.drawn = masks.draw(self.log_alpha, self.settings.seed, step)
+        self.drawn = self.kind.draw(self.log_alpha, self.settings.seed, step)
         self.z = self.drawn.detach().requires_grad_()
         masks.set_masks(self.student.net, self.z)
 
@@ -156,7 +160,7 @@ class MaskedDistillation(Distillation):
 
         The next step samples masks of its own.
         """
-        masks.set_masks(self.student.net, masks.deterministic(self.log_alpha))
+        masks.set_masks(self.student.net, self.kind.deterministic(self.log_alpha))
 
     def leaves(self, trainee) -> list[torch.Tensor]:
         return [self.z]
@@ -164,15 +168,45 @@ class MaskedDistillation(Distillation):
     def end_step(self, step: int) -> dict:
         """Accumulate the gradient of Eq. 31 in log_alpha: that of Eq. 30 through z, plus that of Eq. 29."""
         goal = masks.target(step, self.steps)
-        l0 = masks.l0_loss(self.log_alpha, goal)
+        expected = self.kind.expected(self.log_alpha)
+        l0 = masks.l0_loss(expected.mean(), goal)
         torch.autograd.backward([self.drawn, self.settings.l0_weight * l0], [self.z.grad, None])
-        expected = masks.expected(self.log_alpha.detach())
-        per_layer = [round(mean, 5) for mean in expected.mean(1).tolist()]
+        expected, z = expected.detach(), self.z.detach()
         return {"l0": float(l0.detach()), "mask_target": goal, "mask_expected": float(expected.mean()),
-                "mask_mean": float(self.z.detach().mean()), "mask_per_layer": per_layer}
+                "mask_mean": float(z.mean()), "mask_per_layer": rounded(expected.mean(1)),
+                "mask_mean_per_layer": rounded(z.mean(1))}
 
     def after_update(self, step: int) -> None:
+        """Keep log_alpha within its bounds."""
         masks.clamp(self.log_alpha)
+
+
+class ReleasedMaskedDistillation(MaskedDistillation):
+    """Eq. 31 with the masks of the authors' code, which are moved towards T before and after a step."""
+
+    kind = released_masks
+
+    def begin_step(self, step: int) -> None:
+        """Pull the masks towards T, then sample them."""
+        released_masks.constrain(self.log_alpha, *self.progress(step))
+        self.before = self.log_alpha.detach().clone()
+        super().begin_step(step)
+
+    def after_update(self, step: int) -> None:
+        """Average log_alpha with what it was before the step."""
+        released_masks.settle(self.log_alpha, self.before, *self.progress(step + 1))
+
+    def progress(self, step: int) -> tuple[float, float]:
+        """T of Eq. 29 at a step, and the share of the masked steps before it."""
+        return masks.target(step, self.steps), step / switch_step(self.steps)
+
+
+MASKED = {"l0": MaskedDistillation, "l0-released": ReleasedMaskedDistillation}  # --masks -> phase
+
+
+def rounded(values: torch.Tensor) -> list[float]:
+    """For metrics.jsonl."""
+    return [round(value, 5) for value in values.tolist()]
 
 
 def freeze(student, train: str) -> None:
@@ -189,9 +223,10 @@ def teacher_optimizer(trainee, lr: float) -> torch.optim.AdamW:
 
 def masked_optimizer(student, settings: Settings) -> torch.optim.AdamW:
     """AdamW with separate learning rates for the weights, the shared projections and the masks."""
+    mask_adam = MASK_ADAM if settings.masks == "l0" else RELEASED_MASK_ADAM
     return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
         r"\.merged\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
-        r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **MASK_ADAM},
+        r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **mask_adam},
     })
 
 
@@ -216,9 +251,9 @@ def start_of_masked(aligned: str, merged: str):
     return source
 
 
-def start_masks(layers: int, source_kv_heads: int) -> dict[str, torch.Tensor]:
+def start_masks(layers: int, source_kv_heads: int, name: str = "l0", seed: int = 0) -> dict:
     """Initial replicated parameters of a masked student: log_alpha [layers, source kv heads], masks open."""
-    return {"log_alpha": torch.full((layers, source_kv_heads), masks.START)}
+    return {"log_alpha": MASKED[name].kind.start((layers, source_kv_heads), seed)}
 
 
 @dataclass(frozen=True)
@@ -236,7 +271,7 @@ def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None =
         load_config(pair.aligned), setup.ranks, setup.execution,
         sources=None if saved else start_of_masked(pair.aligned, pair.merged),
         prepare=lambda model: masks.patch(model, pair.kv_heads, pair.blended),
-        replicated=start_masks(pair.model["layers"], pair.model["kv_heads"]),
+        replicated=start_masks(pair.model["layers"], pair.model["kv_heads"], settings.masks, settings.seed),
     )
     freeze(student, settings.train)
     job = Job(student, masked_optimizer(student, settings), setup.directory, setup.ranks)

@@ -50,7 +50,7 @@ def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
         group_size = pair.model["kv_heads"] // pair.kv_heads
         epochs = args.epochs or (1 if args.tasks == NONE else distill.published_epochs(group_size))
         steps = distill.epochs_to_steps(epochs, len(pool), args.batch)
-    if steps < 2 and args.masks == "l0":
+    if steps < 2 and args.masks != "off":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
     return plans | {"student": Plan(steps, args.batch, args.warmup, **common)}
 
@@ -58,7 +58,7 @@ def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
 def print_plan(run: Run, plans: dict[str, Plan]) -> None:
     """Print what both phases need on --plan's hardware. Raises UserError if one does not fit."""
     args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
-    student = budget.Student(pair.kv_heads, pair.blended if args.masks == "l0" else (), args.train)
+    student = budget.Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
     phases = []
     for name, plan in plans.items():
         samples = run.pool.answered if name == "teacher" else run.pool
