@@ -13,9 +13,9 @@ Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as published: greedy generation, stripped, equals the text of the right answer. Likelihood: the
-right choice has the highest log-probability, summed over its tokens. Averages are macro over tasks and micro
-over questions, ± standard error. Prompts, answers and text are tokenized without a beginning-of-sequence
-token, as in training.
+right choice has the highest log-probability, summed over its tokens. Averages are micro over questions, the
+paper's "Avg.", and macro over tasks, ± standard error. Prompts, answers and text are tokenized without a
+beginning-of-sequence token, as in training.
 """
 
 import importlib
@@ -267,14 +267,14 @@ def require_finite(values, name: str, model) -> None:
 
 
 def summarize(results: dict[str, dict]) -> str:
-    """One line: macro averages, or perplexities where there are none, and the last checkpoint's cache size
+    """One line: micro averages, or perplexities where there are none, and the last checkpoint's cache size
     relative to the first's.
     """
     scores = []
     for name, figures in results.items():
         if figures["tasks"]:
-            rate, error = figures["macro_exact_match"], figures["macro_exact_match_stderr"]
-            scores.append(f"{name} macro average {rate:.1%} ± {error:.1%}")
+            rate, error = figures["micro_exact_match"], figures["micro_exact_match_stderr"]
+            scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
         elif "perplexity" in figures:
             scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
     sizes = [figures["cache_bytes_per_token"] for figures in results.values()]

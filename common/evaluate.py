@@ -194,9 +194,10 @@ def rate(right: list[bool]) -> tuple[float, float]:
 def averages(tasks: dict[str, dict]) -> dict[str, float]:
     """Macro (equal weight per task) and micro (equal weight per question) averages of the tasks' rates.
 
-    tasks: per task "questions", "chance", and "exact_match" and "likelihood", each with a "_stderr". The
-    standard error of the macro average over k tasks is the root of the sum of their squared errors, divided
-    by k; that of the micro average is the error of one rate over all questions.
+    The "Avg." of the paper's Tables 1 and 2 is the micro average. tasks: per task "questions", "chance", and
+    "exact_match" and "likelihood", each with a "_stderr". The standard error of the macro average over k
+    tasks is the root of the sum of their squared errors, divided by k; that of the micro average is the error
+    of one rate over all questions.
     """
     figures = {}
     questions = sum(task["questions"] for task in tasks.values())

@@ -55,8 +55,8 @@ SUMMARIES = {  # record -> stage and summary
 
 def results(name: str, exact: float, kv_heads: int) -> dict:
     scores = {"questions": 8, "chance": 0.5, "exact_match": exact, "exact_match_stderr": 0.0234}
-    averages = {"macro_exact_match": exact, "macro_exact_match_stderr": 0.0123, "macro_chance": 0.25,
-                "micro_exact_match": 0.4444, "micro_chance": 0.125}
+    averages = {"micro_exact_match": exact, "micro_exact_match_stderr": 0.0123, "micro_chance": 0.25,
+                "macro_exact_match": 0.4444, "macro_chance": 0.125}
     return {name: {"path": "runs/x", "heads": 4, "kv_heads": kv_heads, "perplexity": 7.5, **averages,
                    "cache_bytes_per_token": 1024.0 * kv_heads, "novel_figure": 0.4321,
                    "tasks": {"piqa": scores}}}
@@ -183,8 +183,9 @@ def test_scores_are_shown_by_task_and_checkpoint(whole):
     plus_minus = "\u00a0±\u00a0"
     assert ["", "questions", "chance", "teacher", "g<q>a"] in rows
     assert ["piqa", "8", "50.0%", f"98.8{plus_minus}2.3%", f"87.6{plus_minus}2.3%"] in rows
-    assert ["macro average", "", "25.0%", f"98.8{plus_minus}1.2%", f"87.6{plus_minus}1.2%"] in rows
-    assert ["micro average", "", "12.5%", "44.4%", "44.4%"] in rows
+    averages = [f"98.8{plus_minus}1.2%", f"87.6{plus_minus}1.2%"]
+    assert ["micro average, as published", "", "25.0%", *averages] in rows
+    assert ["macro average", "", "12.5%", "44.4%", "44.4%"] in rows
     assert ["novel_figure", "0.4321", "0.4321"] in rows  # what no other table shows
     assert ["teacher", f"98.8{plus_minus}1.2%", "", "7.5", "4", "4,096"] in rows
 

@@ -41,6 +41,10 @@ HUB = {
     "siqa": ("lighteval/siqa", None),
 }
 TASKS = tuple(HUB)
+PUBLISHED_SIZES = {  # Table 4: task -> questions for training, and of the evaluation
+    "boolq": (9427, 3270), "piqa": (16113, 1838), "hellaswag": (39905, 10042), "winogrande": (40398, 1267),
+    "arc_challenge": (1119, 299), "arc_easy": (2251, 570), "openbookqa": (4957, 500), "siqa": (33410, 1954),
+}  # fmt: skip
 
 
 def _choice(value, name: str) -> str:

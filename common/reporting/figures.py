@@ -4,6 +4,8 @@ import math
 import re
 from typing import NamedTuple
 
+from common.reporting.scores import AVERAGES
+
 # record fields that are not figures
 PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
               "sha256", "files", "results")
@@ -90,7 +92,7 @@ def score_tables(results: dict[str, dict]) -> list[Table]:
     kinds = [name for name in names if name not in ("questions", "chance") and not name.endswith("_stderr")]
     tables = [_score_table(kind, results, by_model) for kind in kinds]
 
-    averages = {f"{average}_{name}" for average in ("macro", "micro") for name in (*kinds, "chance")}
+    averages = {f"{average}_{name}" for average in AVERAGES for name in (*kinds, "chance")}
     shown = {"tasks"} | averages | {f"{name}_stderr" for name in averages}
     others = []
     for figures in results.values():
@@ -107,9 +109,9 @@ def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict])
     for task, scores in tasks.items():
         rates = [rate(model.get(task, {}), kind) for model in by_model.values()]
         rows.append((task, scores.get("questions"), rate(scores, "chance"), *rates))
-    for average in ("macro", "micro"):
+    for average, title in AVERAGES.items():
         rates = [rate(figures, f"{average}_{kind}") for figures in results.values()]
-        rows.append((f"{average} average", "", rate(first, f"{average}_chance"), *rates))
+        rows.append((title, "", rate(first, f"{average}_chance"), *rates))
     errors = any(f"{kind}_stderr" in scores for scores in tasks.values())
     return Table(("", "questions", "chance", *results), rows, f"{kind}, ± standard error" if errors else kind)
 

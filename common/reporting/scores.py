@@ -6,6 +6,7 @@ from common.artifacts import write_text
 from common.cli import UserError
 from common.reporting.tables import markdown_table
 
+AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 
 
@@ -19,8 +20,8 @@ def results_table(results: dict[str, dict]) -> str:
         for task in columns[0]["tasks"]:
             task_columns = [column["tasks"][task] for column in columns]
             rows.append(rate_row(task, task_columns, kind, "chance"))
-        for average in ("macro", "micro"):
-            rows.append(rate_row(f"*{average} average*", columns, f"{average}_{kind}", f"{average}_chance"))
+        for average, name in AVERAGES.items():
+            rows.append(rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance"))
     rows.append(("**cost**", *blank))
     if "perplexity" in columns[0]:
         rows.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
@@ -60,8 +61,9 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     if seed is not None:
         selection = f", {limit} per task drawn with seed {seed}"
     line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
-            f"± standard error: {questions} validation questions ({source}{selection}), "
-            f"no begin-of-sequence token.{text} Speeds: one sequence on {hardware}.")
+            f"± standard error: {questions} validation questions ({source}{selection}), averaged over "
+            "questions (micro, the paper's Avg.) and over tasks (macro), no begin-of-sequence token."
+            f"{text} Speeds: one sequence on {hardware}.")
     return " ".join(line.split())
 
 
