@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from scipy.stats import norm
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.cli import Clock, UserError
@@ -27,6 +28,7 @@ COMPARE, FOLD, TRAIN = (f"related/skipless/{name}.py" for name in ("compare", "f
 LAYERS, HEADS, SIZE = 3, 4, 8
 WIDTH = HEADS * SIZE
 KINDS = [(parallel, kv_heads) for parallel in (False, True) for kv_heads in (HEADS, 2, 1)]
+FFNS = [*((*kind, True) for kind in KINDS), (False, HEADS, False), (True, HEADS, False)]  # gated or not
 
 
 def model_of(parallel=False, kv_heads=HEADS, seed=0, **changes):
@@ -61,9 +63,8 @@ def row_matrices(model, index) -> dict[str, np.ndarray]:
     layer = model.model.layers[index]
     names = {"Q": "self_attn.q_proj", "K": "self_attn.k_proj", "V": "self_attn.v_proj",
              "P": "self_attn.o_proj", "G": "mlp.gate_proj", "U": "mlp.up_proj", "O": "mlp.down_proj"}
-    modules = {letter: layer.get_submodule(name) for letter, name in names.items()}
-    present = {letter: module for letter, module in modules.items() if hasattr(module, "weight")}
-    return {letter: module.weight.detach().numpy().T for letter, module in present.items()}
+    weights = {letter: layer.state_dict().get(f"{name}.weight") for letter, name in names.items()}
+    return {letter: weight.numpy().T for letter, weight in weights.items() if weight is not None}
 
 
 def by_definition(model, ids) -> np.ndarray:
@@ -91,15 +92,22 @@ def by_definition(model, ids) -> np.ndarray:
             heads.append(attention / attention.sum(-1, keepdims=True) @ v)
         attended = np.concatenate(heads, -1) @ w["P"]
         into = x if config.parallel else attended
-        gate = into @ w["G"]
-        out = (gate / (1 + np.exp(-gate)) * (into @ w["U"])) @ w["O"]
+        up = into @ w["U"]
+        if config.gated:
+            gate = into @ w["G"]
+            inner = gate / (1 + np.exp(-gate)) * up
+        else:
+            inner = up * norm.cdf(up)
+        out = inner @ w["O"]
         x = attended + out if config.parallel else out
     return x @ model.lm_head.weight.detach().numpy().T
 
 
-@pytest.mark.parametrize(("parallel", "kv_heads"), KINDS)
-def test_model_computes_its_definition(parallel, kv_heads):
-    model = model_of(parallel, kv_heads, attention_bias=False, mlp_bias=False)
+@pytest.mark.parametrize(("parallel", "kv_heads", "gated"), FFNS)
+def test_model_computes_its_definition(parallel, kv_heads, gated):
+    activation = "silu" if gated else "gelu"
+    model = model_of(parallel, kv_heads, attention_bias=False, mlp_bias=False, gated=gated,
+                     hidden_act=activation)
     ids = tokens()[0]
     expected = by_definition(model, ids.numpy())
     logits = exact_logits(model, ids[None])[0].numpy()
@@ -128,9 +136,9 @@ def test_fold_writes_table_1(letter):
 
 
 @pytest.mark.parametrize("bias", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("parallel", "kv_heads"), KINDS)
-def test_every_fold_is_exact_and_smaller_or_refused(parallel, kv_heads, bias):
-    model = model_of(parallel, kv_heads, attention_bias=bias[0], mlp_bias=bias[1])
+@pytest.mark.parametrize(("parallel", "kv_heads", "gated"), FFNS)
+def test_every_fold_is_exact_and_smaller_or_refused(parallel, kv_heads, gated, bias):
+    model = model_of(parallel, kv_heads, attention_bias=bias[0], mlp_bias=bias[1], gated=gated)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for letter in "qkvp":
         if letter in "kv" and kv_heads < HEADS:
@@ -513,6 +521,13 @@ def test_random_models_have_kv_heads_that_divide_the_heads(heads, expected):
     assert compare.head_counts(heads) == expected
 
 
+def test_the_last_line_counts_invertible_matrices():
+    conditions = [{"q": 5.0, "p": 2.0}, {"q": 7.0, "p": float("inf")}]
+    expected = "3 of 4 square attention matrices of m invertible, worst condition number inf, P of layer 1"
+    assert compare.closing_line("m", conditions, None) == expected
+    assert compare.closing_line("m", [{}], None) == "no attention matrix of m is square"
+
+
 def test_configs_of_the_same_name_are_all_counted(tmp_path):
     for name in ("a", "b", "Qwen2.5-7B"):
         tiny_model().config.save_pretrained(tmp_path / name)
@@ -555,7 +570,7 @@ def test_counted_weights_are_those_of_the_model_where_heads_make_up_the_width():
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=30, **shape))
     assert weights.count(neox.config).total == matrices(neox)
-    for kind in ({}, {"parallel": True}, {"tie_word_embeddings": True}):
+    for kind in ({}, {"parallel": True}, {"tie_word_embeddings": True}, {"gated": False}):
         model = model_of(**kind)
         counted = weights.count(model.config)
         assert counted.total == matrices(model) and counted.folded == matrices(algebra.fold(model, "q"))
@@ -582,8 +597,8 @@ def test_one_command_trains_folds_and_reports(compared):
     home, printed, _ = compared
     results = json.loads((home / "compare.json").read_text())
     lines = [line for line in results["exactness"] if line["remove"]]
-    assert "32 folds exact" in printed
-    assert len(lines) == 10 * 4 and sum("refused" in line for line in lines) == 8
+    assert "40 folds exact" in printed
+    assert len(lines) == 12 * 4 and sum("refused" in line for line in lines) == 8
     assert max(line["float64"] for line in lines if "float64" in line) < LOGIT_TOLERANCE
     assert len(results["conditions"]) == 3 and set(results["conditions"][0]) == set("qkvp")
     assert results["trained"]["serial"]["before"] != results["trained"]["serial"]["after"]

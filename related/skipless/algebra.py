@@ -15,7 +15,8 @@ T = K or T = V works the same way where they are square, which is for MHA.
 RoPE, key norms, windows and the softmax come after Q and K and see the same vectors as before. Biases are
 carried along, as all maps are affine. A norm or a skip connection in between would let no T through.
 
-Letters are the paper's, for row vectors (y = x W): M is (gate_proj, up_proj), O is down_proj, P is o_proj.
+Letters are the paper's, for row vectors (y = x W): M is (gate_proj, up_proj), or up_proj alone where
+the FFN is not gated, O is down_proj, P is o_proj.
 """
 
 import copy
@@ -124,7 +125,7 @@ def multiply_out(block: dict[str, torch.Tensor], enter, leave, parallel: bool) -
     size = len(leave) - 1
     for name in ("q_proj", "k_proj", "v_proj"):
         block[name] = block[name] @ enter
-    for name in ("gate_proj", "up_proj"):
+    for name in {"gate_proj", "up_proj"} & block.keys():
         block[name] = block[name] @ (enter if parallel else block["o_proj"])
     if parallel:  # attention and FFN both write the output: the FFN takes P's bias, and T's
         block["down_proj"][:size, -1] += block["o_proj"][:size, -1]

@@ -10,7 +10,7 @@ Writes  RUN/serial/, RUN/parallel/   two skipless models trained as by train.py;
     python -m related.skipless.compare --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
 Exactness: models are compared with themselves after removing Q, K, V or P. They are random (serial and
-parallel; MHA, GQA and MQA; with biases), or made of the matrices of --shape (a real model's, although its
+parallel; MHA, GQA and MQA; gated FFNs and, for MHA, plain ones; with biases), or made of the matrices of --shape (a real model's, although its
 function needs its norms), or the two trained ones. The figure is the largest logit difference over the
 largest logit, in float64 and with weights stored in float32 and in bfloat16; "itself" is the model without
 a fold. A fold that does not apply is refused with the reason.
@@ -48,7 +48,7 @@ from common.records import FILES, POSITIVE, STRING, mismatch
 from common.reporting.tables import markdown_table
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
-from related.skipless.algebra import MAX_CONDITION, condition_numbers
+from related.skipless.algebra import MAX_CONDITION, SINGULAR, condition_numbers
 from related.skipless.exactness import PRECISIONS, every_fold, random_model, sweep, transplanted
 from related.skipless.modeling import SkiplessConfig
 from related.skipless.report import conditions_table, exactness_table, picture, sweep_table
@@ -64,6 +64,7 @@ from related.skipless.weights import COLUMNS, cells, count
 STAGE = "related/skipless/compare.py"
 CONFIGS = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(__file__)), "configs", "*.json")))
 KINDS = ("serial", "parallel")
+BIASES = {"attention_bias": True, "mlp_bias": True}
 CONDITIONS = [{STRING: POSITIVE}]
 TRAINED = {"files": FILES, "summary": {"conditions_before": CONDITIONS, "conditions_after": CONDITIONS}}
 
@@ -150,9 +151,11 @@ def fold_everything(args, source: str, config, tokens: torch.Tensor) -> list[dic
     lines, stock = [], load_model(source, torch.float64)
     for kind in KINDS:
         for name, kv_heads in head_counts(config.num_attention_heads).items():
-            biases = {"attention_bias": True, "mlp_bias": True}
-            model = random_model(skipless_config(config, kind == "parallel", kv_heads, **biases), args.seed)
+            model = random_model(skipless_config(config, kind == "parallel", kv_heads, **BIASES), args.seed)
             lines += every_fold(f"random {kind} {name}", model, tokens, args.max_condition)
+        plain = skipless_config(config, kind == "parallel", gated=False, hidden_act="gelu", **BIASES)
+        lines += every_fold(f"random {kind}, plain FFN", random_model(plain, args.seed), tokens,
+                            args.max_condition)
     for kind in KINDS:
         model = transplanted(stock, kind == "parallel")
         lines += every_fold(f"{kind} of {args.shape}'s matrices", model, tokens, args.max_condition)
@@ -196,13 +199,15 @@ def sections(args, weights: dict, conditions: list[dict], lines, swept) -> str:
 
 
 def closing_line(name: str, conditions: list[dict], lines: list[dict] | None) -> str:
-    """How exact the folds were, and the worst condition number of the checkpoint."""
+    """How exact the folds were, and which of the checkpoint's attention matrices are invertible."""
     numbers = [(value, f"{letter.upper()} of layer {index}")
                for index, layer in enumerate(conditions) for letter, value in layer.items()]
     text = f"no attention matrix of {name} is square"
     if numbers:
         worst, place = max(numbers)
-        text = f"worst condition number of {name} {worst:.3g}, {place}"
+        invertible = sum(value < SINGULAR for value, _ in numbers)
+        text = (f"{invertible} of {len(numbers)} square attention matrices of {name} invertible, "
+                f"worst condition number {worst:.3g}, {place}")
     if not lines:
         return text
     exact = [line["float64"] for line in lines if line["remove"] and "refused" not in line]

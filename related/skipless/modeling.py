@@ -1,7 +1,7 @@
 """A Llama without skip connections and norms, serial or parallel, with or without its Q, K, V and P matrices.
 
-A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE, grouped queries and
-the gated FFN are Llama's. A projection named in config.removed is the identity and has no weights. Importing
+A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE and grouped queries
+are Llama's, and so is the FFN if it is gated. A projection named in config.removed is the identity and has no weights. Importing
 this module registers the classes, so that AutoModelForCausalLM loads such checkpoints like any other.
 """
 
@@ -15,15 +15,20 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
     LlamaRotaryEmbedding,
 )
+from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 
 
 @strict
 class SkiplessConfig(LlamaConfig):
-    """LlamaConfig plus parallel (attention beside the FFN) and removed (names of absent projections)."""
+    """LlamaConfig plus parallel (attention beside the FFN) and removed (names of absent projections).
+
+    gated: Llama's FFN, down(act(gate(x)) * up(x)); otherwise down(act(up(x))), as in Pythia.
+    """
 
     model_type = "skipless_llama"
 
     parallel: bool = False
+    gated: bool = True
     removed: list[str] | tuple[str, ...] = ()
 
 
@@ -34,6 +39,8 @@ class SkiplessLayer(LlamaDecoderLayer):
         super().__init__(config, layer_idx)
         del self.input_layernorm, self.post_attention_layernorm
         self.parallel = config.parallel
+        if not config.gated:
+            self.mlp = NemotronMLP(config)
         for name in config.removed:
             setattr(self.self_attn, name, nn.Identity())
 

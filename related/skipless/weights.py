@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from common.cli import UserError
 from common.models import SUPPORTED, geometry
+from related.skipless.modeling import SkiplessConfig
 
-FFN_MATRICES = dict.fromkeys((*SUPPORTED, "skipless_llama"), 3) | {"gpt_neox": 2}  # a gated FFN: 3
+PYTHIA = "gpt_neox"
+COUNTED = (*SUPPORTED, SkiplessConfig.model_type, PYTHIA)  # model types
 COLUMNS = ("model", "blocks", "attention", "Q + P per layer", "weights", "without Q and P", "saved, speed-up",
            "by an exact fold")
 
@@ -51,12 +53,13 @@ class Weights:
 
 def count(config) -> Weights:
     """The weights of a model with this transformers config. Raises UserError for an unknown model_type."""
-    if config.model_type not in FFN_MATRICES:
-        raise UserError(f"--config: expected model_type in {sorted(FFN_MATRICES)}, "
+    if config.model_type not in COUNTED:
+        raise UserError(f"--config: expected model_type in {sorted(COUNTED)}, "
                         f"found {config.model_type!r}")
     shape, embedding = geometry(config), config.vocab_size * config.hidden_size
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tied = config.tie_word_embeddings
+    gated = getattr(config, "gated", config.model_type != PYTHIA)
     return Weights(
         parallel=getattr(config, "parallel", getattr(config, "use_parallel_residual", False)),
         attention=attention_name(shape),
@@ -65,7 +68,7 @@ def count(config) -> Weights:
         q=shape.hidden * width,
         p=width * shape.hidden,
         kv=2 * shape.hidden * kv_width,
-        ffn=FFN_MATRICES[config.model_type] * shape.hidden * config.intermediate_size,
+        ffn=(3 if gated else 2) * shape.hidden * config.intermediate_size,
         embeddings=embedding if tied else 2 * embedding,
         untied=embedding if tied else 0,
     )
