@@ -33,8 +33,8 @@ itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that sa
 teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
-replicated across nodes. Flags left out default to the published values (Appendix A), or for the demo model to
-values that suit its size.
+replicated across nodes. Flags left out default to the published values (Appendix A; where it is silent, the
+authors' code), or for the demo model to values that suit its size.
 """
 
 import argparse
@@ -120,6 +120,10 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--teacher-lr", type=cli.positive_float, help="SFT peak rate (published: 1e-5)")
     parser.add_argument("--teacher-batch", type=cli.positive, help="SFT samples per step (published: 128)")
     parser.add_argument("--teacher-warmup", type=cli.positive, help="SFT warm-up steps (published: 16)")
+    parser.add_argument("--beta2", type=cli.beta, help="of AdamW (the authors' code: 0.95)")
+    parser.add_argument("--weight-decay", type=cli.non_negative_float,
+                        help="of AdamW (the authors' code: 1e-4); norms, biases, masks and the shared "
+                             "projections have none")
     parser.add_argument("--clip", type=cli.non_negative_float, default=1.0, help="gradient norm limit or 0")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")

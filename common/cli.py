@@ -63,6 +63,7 @@ real = number_type(float, "a finite number")
 passes = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
 positive_float = number_type(float, "a finite number above 0", above=0)
 non_negative_float = number_type(float, "a finite number of at least 0", at_least=0)
+beta = number_type(float, "a number from 0 to 0.9999", at_least=0, at_most=0.9999)
 probability = number_type(float, "a number from 0 to 1", at_least=0, at_most=1)
 
 

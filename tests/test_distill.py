@@ -151,10 +151,10 @@ def test_masks_are_clamped_after_an_update():
 
 
 def test_published_numbers():
-    """Appendix A and Table 3."""
+    """Appendix A and Table 3; AdamW's are those of the authors' code."""
     published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                  "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
-    assert published == distill.PUBLISHED_SETTINGS
+    assert published | {"beta2": 0.95, "weight_decay": 1e-4} == distill.PUBLISHED_SETTINGS
     assert distill.DEMO_SETTINGS.keys() == distill.PUBLISHED_SETTINGS.keys()
     assert (distill.SWITCH, distill.TEACHER_EPOCHS) == (0.8, 2)
     assert [distill.switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]
@@ -186,7 +186,8 @@ def test_each_kind_of_parameter_learns_at_its_rate():
         expected = 7.0 if name == "replicated.log_alpha" else 2.0 if ".merged." in name else 1.0
         assert rate == expected, name
     assert optimizer.param_groups[0]["initial_lr"] == 1.0  # the rate that metrics.jsonl reports
-    assert optimizer.param_groups[-1]["eps"] == 1e-12 and optimizer.param_groups[-1]["betas"] == (0.9, 0.9)
+    masks_alone = optimizer.param_groups[-1]
+    assert (masks_alone["eps"], masks_alone["betas"], masks_alone["weight_decay"]) == (1e-12, (0.9, 0.9), 0)
 
     gqa = Trainee(tiny_model(num_key_value_heads=2))
     found = rates(distill.gqa_optimizer(gqa, settings, masks.KEY_VALUE), gqa)
@@ -195,6 +196,29 @@ def test_each_kind_of_parameter_learns_at_its_rate():
     }
     assert set(found.values()) == {1.0, 2.0}
     assert set(rates(distill.teacher_optimizer(gqa, 3.0), gqa).values()) == {3.0}
+
+
+def test_weights_decay_except_norms_biases_masks_and_shared_projections():
+    """As in the authors' code; betas are 0.9 and beta2 for all but the masks."""
+    settings = Settings(lr=1.0, beta2=0.95, weight_decay=1e-4)
+    free = ("norm", "bias", ".merged.", "log_alpha")
+    masked = masked_student(torch.zeros(3, 8))
+    plain = Trainee(tiny_model(num_key_value_heads=2, bias=True))
+    for trainee, optimizer, others in (
+        (masked, distill.masked_optimizer(masked, settings), ()),
+        (plain, distill.gqa_optimizer(plain, settings, masks.KEY_VALUE), ("k_proj", "v_proj")),
+        (plain, distill.teacher_optimizer(plain, 1.0, 0.95, 1e-4), ()),
+    ):
+        names = {id(parameter): name for name, parameter in trainee.named_parameters()}
+        seen = set()
+        for group in optimizer.param_groups:
+            for name in (names[id(parameter)] for parameter in group["params"]):
+                decays = not any(part in name for part in (*free, *others))
+                assert group["weight_decay"] == (1e-4 if decays else 0), name
+                assert group["betas"] == ((0.9, 0.95) if "log_alpha" not in name else (0.9, 0.9))
+                assert "log_alpha" in name or group["eps"] == 1e-8
+                seen.add(name)
+        assert seen == set(names.values())
 
 
 def test_a_masked_student_starts_from_aligned_and_merged():

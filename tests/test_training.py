@@ -276,7 +276,9 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
     student = build(grouped, group_of_one, Execution())
     gqa = Job(student, gqa_optimizer(student, settings, masks.KEY_VALUE), str(tmp_path), group_of_one)
     groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
-    assert groups == [(len(list(student.parameters())) - 12, 1e-3), (12, 2e-3)]  # k and v of 3 layers
+    shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
+    assert groups == [(len(list(student.parameters())) - shared - undecayed, 1e-3), (shared, 2e-3),
+                      (undecayed, 1e-3)]
     for fault in (False, True):  # names as they are do not lead to the shared projections
         def stored(name, fault=fault):
             renamed = name.replace("k_proj.", "k_proj.merged.").replace("v_proj.", "v_proj.merged.")
@@ -391,7 +393,7 @@ def test_flags_left_out_take_the_published_values():
 @pytest.mark.parametrize("words", [
     "--epochs 0", "--epochs -1", "--epochs inf", "--epochs nan", "--teacher-epochs 0", "--clip -1",
     "--clip nan", "--l0-weight -1", "--save-minutes -1", "--lr 0", "--lr -1", "--mask-lr 0",
-    "--teacher-lr inf", "--seed -1",
+    "--teacher-lr inf", "--seed -1", "--beta2 1", "--weight-decay -1",
     "--merged-lr-factor 0", "--steps 0", "--steps 1.5", "--batch 0", "--loss-chunk 0", "--masks on",
     "--text-length 0", "--text-tokens 0", "--train mlp", "--dtype float16", "--temperature 0",
     "--save-steps 0", "--print-every 0", "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
@@ -531,6 +533,7 @@ def test_the_digest_of_samples_sees_every_token_and_boundary():
     (["--batch", "4"], "batch 8 -> 4"), (["--seed", "1"], "seed 0 -> 1"), (["--clip", "2"], "clip 1.0 -> 2"),
     (["--masks", "off"], "masks l0 -> off"), (["--merged-lr-factor", "2"], "merged_lr_factor 1.0 -> 2.0"),
     (["--steps", "12"], "steps 10 -> 12"), (["--warmup", "2"], "warmup 1 -> 2"),
+    (["--beta2", "0.9"], "beta2 0.95 -> 0.9"), (["--weight-decay", "0"], "weight_decay 0.0001 -> 0.0"),
 ])  # fmt: skip
 def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, changes, message):
     expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))
@@ -603,6 +606,11 @@ def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, alig
         assert json.loads((home / name / "plan.json").read_text())["seed"] == seed
     run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
     assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
+
+
+def test_the_teacher_is_recorded_with_its_adam(finished_run):
+    summary = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
+    assert (summary["lr"], summary["beta2"], summary["weight_decay"]) == (1e-3, 0.95, 1e-4)
 
 
 def test_tensorboard_has_what_metrics_have(finished_run):

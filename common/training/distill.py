@@ -14,7 +14,7 @@ from common.training.engine import Job, Phase, make_optimizer
 from common.training.inputs import Pair
 from common.training.sharding import Execution, Ranks, Trainee, build
 
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # the paper gives none: torch's defaults
+UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the authors' code
 # A mask's first gradients are sigmoid'(START) / (layers * heads), about 1e-7, not negligible next to Adam's
 # default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again: with
 # beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
@@ -24,10 +24,12 @@ SWITCH = 0.8  # share of the steps after which every mask is 0 and the student i
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Appendix A)
 TEACHER_EPOCHS = 2
 PUBLISHED_SETTINGS = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
-                      "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
+                      "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16,
+                      "beta2": 0.95, "weight_decay": 1e-4}  # the last two: of the authors' code
 # The demo's masks must close within hundreds of steps, not ten thousand: hence the higher rate and weight.
 DEMO_SETTINGS = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup": 20,
-                 "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20}
+                 "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20,
+                 "beta2": 0.999, "weight_decay": 0.0}
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 
 
@@ -40,6 +42,8 @@ class Settings:
     merged_lr_factor: float = 1.0  # learning rate of the shared projections, times lr (the authors' code: 2)
     mask_lr: float = 1e-2  # peak learning rate of log alpha
     l0_weight: float = 1.0  # weight of Eq. 29 in Eq. 31
+    beta2: float = 0.999  # of AdamW, for all but the masks
+    weight_decay: float = 0.0  # of AdamW; none for norms, biases, the shared projections and the masks
     kl_on: str = "prompt"  # tokens of the KL term: "prompt", as in the authors' code; "all": Eq. 30
     temperature: float = 1.0  # of the KL term; the gradient is scaled back by its square
     train: str = "all"  # the student's weights to train: "all" or "attention"
@@ -216,25 +220,36 @@ def freeze(student, train: str) -> None:
             parameter.requires_grad_(".self_attn." in name)
 
 
-def teacher_optimizer(trainee, lr: float) -> torch.optim.AdamW:
+def adam(lr: float, beta2: float, weight_decay: float = 0.0) -> dict:
+    """AdamW's options for a group of weights."""
+    return {"initial_lr": lr, "betas": (0.9, beta2), "eps": 1e-8, "weight_decay": weight_decay}
+
+
+def teacher_optimizer(
+    trainee, lr: float, beta2: float = 0.999, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
     """AdamW for SFT, with one learning rate."""
-    return make_optimizer(trainee, {"initial_lr": lr, **ADAM})
+    return make_optimizer(trainee, adam(lr, beta2, weight_decay), {UNDECAYED: adam(lr, beta2)})
+
+
+def student_optimizer(student, settings: Settings, shared: str, special: dict) -> torch.optim.AdamW:
+    """AdamW for the student. shared: pattern of the shared projections' names. special: as make_optimizer."""
+    lr, beta2 = settings.lr, settings.beta2
+    return make_optimizer(student, adam(lr, beta2, settings.weight_decay), {
+        shared: adam(lr * settings.merged_lr_factor, beta2), UNDECAYED: adam(lr, beta2), **special,
+    })
 
 
 def masked_optimizer(student, settings: Settings) -> torch.optim.AdamW:
     """AdamW with separate learning rates for the weights, the shared projections and the masks."""
     mask_adam = MASK_ADAM if settings.masks == "l0" else RELEASED_MASK_ADAM
-    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
-        r"\.merged\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
-        r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **mask_adam},
-    })
+    masks_alone = {r"^replicated\.log_alpha$": {"initial_lr": settings.mask_lr, **mask_adam}}
+    return student_optimizer(student, settings, r"\.merged\.", masks_alone)
 
 
 def gqa_optimizer(student, settings: Settings, blended: tuple[str, ...]) -> torch.optim.AdamW:
     """AdamW after the switch: the shared projections (named in `blended`) keep their learning rate."""
-    return make_optimizer(student, {"initial_lr": settings.lr, **ADAM}, {
-        rf"\.({'|'.join(blended)})\.": {"initial_lr": settings.lr * settings.merged_lr_factor, **ADAM},
-    })
+    return student_optimizer(student, settings, rf"\.({'|'.join(blended)})\.", {})
 
 
 def start_of_masked(aligned: str, merged: str):

@@ -49,11 +49,12 @@ def train_teacher(run: Run, plan: Plan) -> bool:
         claim(name, argparse.Namespace(run=parent))
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
     samples = run.pool.answered
-    settings = plan.to_resume() | {"lr": run.args.teacher_lr} | Pool(samples).description()
+    adam = {"lr": run.args.teacher_lr, "beta2": run.args.beta2, "weight_decay": run.args.weight_decay}
+    settings = plan.to_resume() | adam | Pool(samples).description()
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.resume_from(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
-    job = Job(trainee, distill.teacher_optimizer(trainee, run.args.teacher_lr), directory, ranks)
+    job = Job(trainee, distill.teacher_optimizer(trainee, **adam), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
     if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):
