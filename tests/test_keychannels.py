@@ -70,13 +70,19 @@ def test_objective_is_the_squared_error_of_the_scores():
 def test_selectors_by_definition(count):
     matrices = weights()
     alone, grown = sets(cheapest_alone(matrices, count)), sets(greedy(matrices, count))
-    for matrix, think, chosen in zip(matrices, alone, grown, strict=True):
+    by_delta = sets(SELECTORS["delta"](matrices, None, count))
+    for matrix, think, chosen, printed in zip(matrices, alone, grown, by_delta, strict=True):
         assert think == set(sorted(range(8), key=lambda i: float(matrix[i, i]))[:count])
         expected = set()
         for _ in range(count):
             costs = {i: cost(matrix, expected | {i}) for i in range(8) if i not in expected}
             expected.add(min(costs, key=costs.get))
         assert chosen == expected
+        expected = set()
+        for _ in range(count):
+            shares = {i: float(matrix[i, list(expected | {i})].sum()) for i in range(8) if i not in expected}
+            expected.add(min(shares, key=shares.get))
+        assert printed == expected
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
@@ -372,7 +378,7 @@ def test_what_cannot_be_pruned_is_refused():
 def test_effects_of_a_layer_are_those_of_its_queries_and_keys():
     """Objective and output error of one layer, recomputed from its projections with zeroed channels."""
     model, tokens = tiny_model(**MODELS["gqa"]), torch.tensor([random_text(30, 0), random_text(30, 1)])
-    setting, seen = Setting(prompt=20, continuation=10, recent=5, observed=7, ratios=(0.5,)), []
+    setting, seen = Setting(20, 10, recent=5, observed=7, ratios=(0.5,), selects=tuple(SELECTORS)), []
     effects = layer_effects(setting, model, tokens)
 
     def spy(module, query, key, value, attention_mask, **kwargs):
@@ -411,7 +417,7 @@ def test_effects_of_a_layer_are_those_of_its_queries_and_keys():
 def test_summary_counts_the_heads_on_which_a_selector_wins():
     costs = {"think": [1.0, 2.0, 3.0, 4.0], "align": [2.0, 2.0, 2.0, 5.0], "greedy": [0.5, 2.0, 2.0, 4.0],
              "greedy+swap": [0.5, 1.0, 2.0, 4.0], "exact": [0.5, 1.0, 1.0, 4.0]}
-    setting, effects = Setting(20, 10, 5, 7, (0.5,)), []
+    setting, effects = Setting(20, 10, 5, 7, (0.5,), tuple(costs)[:4]), []
     for heads in (slice(0, 3), slice(3, 4)):  # two layers
         layer = {}
         for name, values in costs.items():

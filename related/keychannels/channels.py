@@ -1,4 +1,4 @@
-"""Choosing which channels of the cached keys to remove: the objective and four selectors.
+"""Choosing which channels of the cached keys to remove: the objective and five selectors.
 
 For one key head, K [L, d] are the keys that lose channels and Q [n, d] the last queries of the prompt, with
 all query heads that read this key head stacked; both after RoPE. Removing the channels in B changes the
@@ -13,6 +13,13 @@ set has a negative cost. The selectors:
   align        the same, with K only what will really be pruned: the prompt without its last `recent` keys
   greedy       grow B by the channel with the smallest W[i, i] + 2 sum_{j in B} W[i, j]; K as for align
   greedy+swap  from the best of those three, swap a removed and a kept channel while that lowers the cost
+  delta        like greedy, with W[i, i] + sum_{j in B} W[i, j]
+
+ThinK is published. Its successor GCJCP is a draft that ends before its algorithm, GGJC, "a greedy algorithm
+that considers edge weights": align is the draft's, greedy and greedy+swap are this project's. The draft
+prints Delta_i = W[i, i] + sum_{j in B - i} W[i, j], which counts each pair once: over all of B these sum to
+the cost. What channel i adds to the cost counts its pairs twice. `delta` grows B by the first, `greedy` by
+the second.
 
 All heads are handled at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], True where
 removed.
@@ -44,14 +51,17 @@ def cheapest_alone(weights: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order[..., :count], True)
 
 
-def greedy(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` channels, each the one that adds least to the cost of those before it."""
+def greedy(weights: torch.Tensor, count: int, times: int = 2) -> torch.Tensor:
+    """`count` channels, each the one with the smallest W[i, i] + `times` sum_{j in B} W[i, j].
+
+    2 is what the channel adds to the cost of those before it, 1 the Delta_i of the GCJCP draft.
+    """
     cost = weights.diagonal(dim1=-2, dim2=-1).clone()
     removed = torch.zeros_like(cost, dtype=torch.bool)
     for _ in range(count):
         channel = cost.masked_fill(removed, math.inf).argmin(-1, keepdim=True)
         removed.scatter_(-1, channel, True)
-        cost += 2 * weights.take_along_dim(channel[..., None], -2)[..., 0, :]
+        cost += times * weights.take_along_dim(channel[..., None], -2)[..., 0, :]
     return removed
 
 
@@ -105,7 +115,12 @@ def greedy_and_swap(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> to
     return swap(pruned, best_of(pruned, *starts))
 
 
-SELECTORS = {"think": think, "align": align, "greedy": greedy_alone, "greedy+swap": greedy_and_swap}
+def delta(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
+    return greedy(pruned, count, times=1)
+
+
+SELECTORS = {"think": think, "align": align, "greedy": greedy_alone, "greedy+swap": greedy_and_swap,
+             "delta": delta}
 
 
 def removed_count(ratio: float, size: int) -> int:

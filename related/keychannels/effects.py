@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from related.keychannels.cache import KeyChannelLayer, by_key_head, pruned_attention
-from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
+from related.keychannels.channels import exact, interactions, objective, removed_count
 
 EXACT_SIZE = 16  # largest head size at which all sets of channels are enumerated
 EQUAL = 1e-9  # relative difference below which two objectives count as the same
@@ -27,11 +27,12 @@ class Setting:
     recent: int  # last keys of the prompt that stay whole
     observed: int  # last queries of the prompt that channels are chosen by
     ratios: tuple[float, ...]  # lambda: shares of the channels to remove
+    selects: tuple[str, ...]  # selectors; think, which the others are compared with, is the first
 
     @property
     def choices(self) -> list[tuple[float, str]]:
         """(lambda, selector) pairs to measure."""
-        return [(ratio, select) for ratio in self.ratios for select in SELECTORS]
+        return [(ratio, select) for ratio in self.ratios for select in self.selects]
 
 
 def head_effects(setting: Setting, queries, keys, values, output, scaling: float) -> dict[tuple, dict]:
@@ -95,7 +96,7 @@ def summarize(setting: Setting, effects: list[dict]) -> dict[tuple[float, str], 
             figures[name] = torch.cat([layer[choice][name].flatten().cpu() for layer in effects])
     summary = {}
     for ratio in setting.ratios:
-        costs = {select: joined[ratio, select]["objective"] for select in SELECTORS}
+        costs = {select: joined[ratio, select]["objective"] for select in setting.selects}
         lowest = torch.stack(list(costs.values())).amin(0)
         for select, cost in costs.items():
             errors, outputs = joined[ratio, select]["error"], joined[ratio, select]["output"]

@@ -9,8 +9,13 @@ Writes  RUN/keychannels.json, keychannels.md and keychannels.png
         --model meta-llama/Llama-2-7b-hf runs/llama2-7b-gqa8/gqa --prompt 1024 --continuation 128
 
 Each text is a prompt and its continuation. After the prompt a share lambda of its key channels is removed
-(the last --recent keys stay whole), chosen from its last --observed queries by think, align, greedy or
-greedy+swap (channels.py). For every lambda and selector this measures
+(the last --recent keys stay whole), chosen from its last --observed queries by think and by --select:
+
+  align                  the step of that name of ThinK's successor GCJCP
+  greedy, greedy+swap    this project's, in place of GGJC, the algorithm that the GCJCP draft ends before
+  delta                  greedy by Delta_i as the draft prints it (channels.py)
+
+For every lambda and selector this measures
 
   - the objective on the pruned keys, relative to the squared scores, per layer, key head and text
   - the error of the attention output for the continuation's queries, layer by layer in the unpruned model
@@ -37,13 +42,14 @@ from common.data.demo import resolve_model
 from common.data.text import load_tokens
 from common.models import DEMO, describe, geometry, load_config, load_model, load_tokenizer, pick_device
 from related.keychannels.cache import KeyChannelCache, cached_bytes, require_prunable
-from related.keychannels.channels import removed_count
+from related.keychannels.channels import SELECTORS, removed_count
 from related.keychannels.effects import Setting, layer_effects, summarize
 from related.keychannels.report import picture, tables
 
 STAGE = "related/keychannels/measure.py"
 CONVERTED = os.path.join("runs", "demo")  # the run whose checkpoints are measured by default
 PLAIN = None  # in the place of a choice (lambda, selector): the plain cache
+OTHERS = tuple(name for name in SELECTORS if name != "think")
 UNPRUNED = (0.0, "greedy+swap")  # the choice that removes nothing
 
 
@@ -54,6 +60,8 @@ def parse():
                         help="checkpoints: directories or hub names (default: the demo model's, see above)")
     parser.add_argument("--ratios", type=float, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7), metavar="X",
                         help="lambda: shares of the channels to remove")
+    parser.add_argument("--select", nargs="+", default=("align", "greedy", "greedy+swap"), choices=OTHERS,
+                        metavar="NAME", help=f"selectors beside think: {', '.join(OTHERS)}")
     parser.add_argument("--recent", type=non_negative, default=32,
                         help="last keys of the prompt that stay whole")
     parser.add_argument("--observed", type=positive, default=32,
@@ -81,7 +89,7 @@ def check_arguments(args) -> None:
     for ratio in args.ratios:
         if not 0 < ratio < 1:
             raise UserError(f"--ratios: expected numbers between 0 and 1, found {ratio}")
-    for flag, values in (("--ratios", args.ratios), ("--model", args.model or ())):
+    for flag, values in (("--ratios", args.ratios), ("--model", args.model or ()), ("--select", args.select)):
         if len(set(values)) < len(values):
             raise UserError(f"{flag}: expected each value once, found {' '.join(map(str, values))}")
     for flag, number in (("--sequences", args.sequences), ("--continuation", args.continuation)):
@@ -213,15 +221,15 @@ def measure(args, setting: Setting, path: str, text: str, device: str) -> dict:
             "decode_ms_per_token": 1000 * times[PLAIN][1]}
 
 
-def closing_line(results: dict[str, dict]) -> str:
-    """greedy+swap against the others over all checkpoints."""
+def closing_line(results: dict[str, dict], select: str) -> str:
+    """One selector against the others over all checkpoints."""
     totals = dict.fromkeys(("lower_than_think", "higher_than_think", "above_another", "heads"), 0)
     for figures in results.values():
         for row in figures["rows"]:
-            if row["select"] == "greedy+swap":
+            if row["select"] == select:
                 totals = {name: total + row[name] for name, total in totals.items()}
     same = all(figures["same_bits_at_0"] for figures in results.values())
-    return (f"greedy+swap below think on {totals['lower_than_think']} of {totals['heads']} choices, above on "
+    return (f"{select} below think on {totals['lower_than_think']} of {totals['heads']} choices, above on "
             f"{totals['higher_than_think']}, above any other on {totals['above_another']}; "
             f"lambda = 0 equals the plain cache bit for bit: {same}")
 
@@ -229,7 +237,8 @@ def closing_line(results: dict[str, dict]) -> str:
 def main():
     args, clock = parse(), Clock()
     output = os.path.join(args.run, "keychannels")
-    setting = Setting(args.prompt, args.continuation, args.recent, args.observed, tuple(args.ratios))
+    setting = Setting(args.prompt, args.continuation, args.recent, args.observed, tuple(args.ratios),
+                      ("think", *args.select))
     paths = [resolve_model(name) for name in args.model] if args.model else default_checkpoints()
     for path in paths:
         check_checkpoint(setting, path)
@@ -244,7 +253,7 @@ def main():
     sidecar = record(STAGE, args, results[paths[0]]["model"], [], {}, clock())
     write_json(output + ".json", sidecar | {"device": device, "results": results})
     print(f"\n{shown}\n\nwrote   {output}.json, {output}.md")
-    print(f"keychannels: {closing_line(results)}; in {clock()} s")
+    print(f"keychannels: {closing_line(results, args.select[-1])}; in {clock()} s")
 
 
 if __name__ == "__main__":

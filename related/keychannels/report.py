@@ -2,7 +2,6 @@
 
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
-from related.keychannels.channels import SELECTORS
 
 CHOICE_COLUMNS = (
     "lambda", "channels kept", "selector", "objective", "vs think", "lower / same / higher than think",
@@ -67,7 +66,8 @@ def picture(plt, results: dict[str, dict], title: str):
     names = ("objective relative to think", "relative error of the attention output",
              "perplexity of the continuation")
     for line, (path, figures) in zip(axes, results.items(), strict=True):
-        for number, select in enumerate(SELECTORS):
+        selects = dict.fromkeys(row["select"] for row in figures["rows"])
+        for number, select in enumerate(selects):
             rows = [row for row in figures["rows"] if row["select"] == select]
             objectives = [1 + row["change_to_think"] for row in rows]
             errors = [row["output_error"] for row in rows]

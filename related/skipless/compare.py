@@ -10,10 +10,10 @@ Writes  RUN/serial/, RUN/parallel/   two skipless models trained as by train.py;
     python -m related.skipless.compare --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
 Exactness: models are compared with themselves after removing Q, K, V or P. They are random (serial and
-parallel; MHA, GQA and MQA; gated FFNs and, for MHA, plain ones; with biases), or made of the matrices of --shape (a real model's, although its
-function needs its norms), or the two trained ones. The figure is the largest logit difference over the
-largest logit, in float64 and with weights stored in float32 and in bfloat16; "itself" is the model without
-a fold. A fold that does not apply is refused with the reason.
+parallel; MHA, GQA and MQA, and MHA with a plain FFN; with biases), or made of the matrices of --shape (a real
+model's, although its function needs its norms), or the two trained ones. The figure is the largest logit
+difference over the largest logit, in float64 and with weights stored in float32 and in bfloat16; "itself" is
+the model without a fold. A fold that does not apply is refused with the reason.
 
 Conditioning: a fold multiplies by T and by T^-1, and rounding errors grow with T's condition number. The
 sweep gives the trained serial model's Q ever larger ones and folds it all the same; fold.py refuses above

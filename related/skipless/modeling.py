@@ -1,8 +1,9 @@
 """A Llama without skip connections and norms, serial or parallel, with or without its Q, K, V and P matrices.
 
-A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE and grouped queries
-are Llama's, and so is the FFN if it is gated. A projection named in config.removed is the identity and has no weights. Importing
-this module registers the classes, so that AutoModelForCausalLM loads such checkpoints like any other.
+A serial block is x -> FFN(attention(x)), a parallel one x -> attention(x) + FFN(x); RoPE, grouped queries and
+the FFN, if it is gated, are Llama's. A projection named in config.removed is the identity and has no weights.
+Importing this module registers the classes, so that AutoModelForCausalLM loads such checkpoints like any
+other.
 """
 
 from huggingface_hub.dataclasses import strict
