@@ -157,6 +157,8 @@ def add_execution_flags(parser) -> None:
                              "on GPUs, float32 on CPUs)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
                         help="activation checkpointing of every layer (default: on GPUs only)")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="on GPUs: only kernels that give the same bits each time, slower")
     parser.add_argument("--save-minutes", type=cli.non_negative_float, default=20,
                         help="maximum minutes between checkpoints")
     parser.add_argument("--save-steps", type=cli.positive, help="also save every so many steps")
@@ -266,6 +268,9 @@ def prune_train(args, clock: Clock, ranks) -> int:
 def main() -> int:
     args, clock = parse(), Clock()
     claim(STAGE, args)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
     with joined_ranks() as ranks:
         return prune_train(args, clock, ranks)
 

@@ -123,6 +123,7 @@ def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh
     """
     if processes or fresh:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        launcher += ["--local-addr", "127.0.0.1"]  # where the machine's own name cannot be looked up
         script = ["-m", module_name(command)] if "/" in command else [str(ROOT / command)]
         words = [sys.executable, *(launcher if processes else []), *script, *map(str, arguments)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -147,6 +148,7 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
     assert "RANK" not in os.environ and not torch.distributed.is_initialized()
     output, errors = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    deterministic = torch.are_deterministic_algorithms_enabled()
     environment, argv, code = dict(os.environ), sys.argv, 0
     sys.argv = [command, *arguments]
     try:
@@ -170,6 +172,7 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
         sys.argv = argv
         os.environ.clear()
         os.environ.update(environment)
+        torch.use_deterministic_algorithms(deterministic)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if torch.distributed.is_initialized():

@@ -1,0 +1,79 @@
+"""What 05_prune_train.py --plan expects of the step that bench/train_step.py measures, and its memory."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+
+from common.method import masks
+from common.training import budget
+
+STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
+
+
+def student_of(config) -> budget.Student:
+    """The masked student of the benchmark: a quarter of the kv heads."""
+    return budget.Student(config.num_key_value_heads // 4, masks.KEY_VALUE)
+
+
+def plain_and_gqa(config) -> int:
+    """Parameters of the other two students, which the benchmark holds as well."""
+    grouped = budget.Student(config.num_key_value_heads // 4, ())
+    return budget.size(config).whole + budget.size(config, grouped).whole
+
+
+def expected(config, samples: list, rows: list, args, world: int) -> dict[str, float]:
+    """Memory per rank in GiB and, on a GPU of known speed, seconds of a masked step.
+
+    rows: as packed for this rank. args: the benchmark's.
+    """
+    cuda = args.device == "cuda"
+    work = budget.Workload.of(config, samples, args.loss_chunk, recompute=cuda)
+    student = student_of(config)
+    longest = max(sum(row.lengths) for row in rows)
+    need = budget.memory(work, student, world, longest, compute=2 if cuda else 4)
+    figures = {"memory_gib": round(need["total"] / 2**30, 2)}
+    peak = budget.peak_flops(torch.cuda.get_device_name()) if cuda else None
+    if peak:
+        hardware = next(device for device in budget.HARDWARE.values() if device.flops == peak)
+        plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch)
+        cost = budget.step_cost(work, student, plan, budget.Cluster(world, hardware))
+        figures["step_seconds"] = round(cost.seconds, 4)
+    return figures
+
+
+def fit_layers(config, samples: list, args, memory: float):
+    """The config with as many of its layers as a GPU of `memory` bytes holds in all models of the benchmark.
+
+    Raises ValueError if not even one fits.
+    """
+    config = copy.deepcopy(config)
+    wanted, row = config.num_hidden_layers, max(args.tokens_per_microbatch, *map(len, samples))
+    needs = []
+    for layers in (1, 2):  # every layer needs as much as the second
+        config.num_hidden_layers = layers
+        work = budget.Workload.of(config, samples, args.loss_chunk, recompute=True)
+        need = budget.memory(work, student_of(config), 1, row)["total"]
+        needs.append(need + STATE * plain_and_gqa(config))
+    room = budget.USABLE * memory - needs[0]
+    if room < 0:
+        raise ValueError(f"one layer needs {needs[0] / 2**30:.0f} GiB, of {memory / 2**30:.0f}")
+    config.num_hidden_layers = min(wanted, 1 + int(room / (needs[1] - needs[0])))
+    return config
+
+
+def resident(trainee, optimizer) -> int:
+    """Bytes of a student's weights and optimizer state on this rank."""
+    tensors = list(trainee.parameters())
+    for state in optimizer.state.values():
+        tensors += [tensor for tensor in state.values() if torch.is_tensor(tensor)]
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum(tensor.nbytes for tensor in local)
+
+
+def peak_memory(step, others: list[tuple]) -> float:
+    """GiB on the GPU at most during step(), without those of the other (trainee, optimizer) pairs."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    others = sum(resident(*other) for other in others)
+    return round((torch.cuda.max_memory_allocated() - others) / 2**30, 2)

@@ -1,0 +1,464 @@
+"""Every stage on a GPU against the same stage on the CPU: run by make gpu, skipped without a GPU.
+
+    GPU_TESTS_ON=cpu python -m pytest tests/test_gpu.py     # tries the tests themselves, without a GPU
+
+Stage 5 has no --device: it takes the GPU wherever there is one. Its CPU runs are processes that see none.
+With --deterministic no kernel of a training step may depend on the order of atomic additions.
+"""
+
+import json
+import math
+import os
+import shutil
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.utils import is_flash_attn_2_available
+
+from common import models
+from common.artifacts import read_layer
+from common.evaluate import max_difference
+from common.method import masks
+from common.method.align import align_layer, key_overlap, value_overlap
+from common.method.losses import bild, chunked, cross_entropy, kl
+from common.method.procrustes import polar
+from common.method.stats import LayerGrams, group_blocks
+from common.models import load_model
+from common.training.checkpoints import steps_saved
+from common.training.packing import build_row
+from common.training.sharding import Trainee, init_ranks
+from conftest import (
+    GROUPING,
+    TRAINING,
+    calibrate_arguments,
+    copy_run,
+    evaluate_arguments,
+    run,
+    run_in_process,
+    save_tiny,
+    tiny_model,
+)
+from test_packing import random_samples
+from test_training import (
+    STAGE,
+    STOPPED,
+    assert_same_bits,
+    assert_same_training,
+    final_weights,
+    interrupt,
+    kill,
+    metrics,
+    start,
+    wait_for_step,
+    with_teacher,
+)
+
+DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
+GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two
+LAYERS = range(3)
+TOKENS = torch.randint(0, 256, (4, 60), generator=torch.Generator().manual_seed(5))
+LONG = [*TRAINING, "--steps", "40", "--deterministic"]
+# Of the loss: weights and activations are rounded to 2^-9. Rounding also decides which of two near logits is
+# BiLD's 16th, so single steps differ more, by up to 10 % on a CPU.
+BF16_MEAN, BF16_STEP = 0.02, 0.2
+
+pytestmark = pytest.mark.skipif(not (DEVICE == "cpu" or torch.cuda.is_available()), reason="needs a GPU")
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+    """Equal within this share of the largest expected element."""
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(actual.to(expected), expected, rtol=0, atol=share * largest)
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((actual - exact).norm() / exact.norm())
+
+
+def stages_1_and_2(home, inputs: dict[str, str], device: str, *flags) -> None:
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--device", device, *flags)
+    run("02_similarity.py", "--run", home, "--energy", "--device", device)
+
+
+@pytest.fixture(scope="module")
+def sources(inputs, tmp_path_factory) -> dict[str, dict[str, str]]:
+    """MHA with biases, and a GQA model whose keys may only be flipped."""
+    gqa = save_tiny(tmp_path_factory.mktemp("gqa") / "model", model_type="qwen3", num_key_value_heads=4)
+    return {"mha": inputs, "gqa": inputs | {"model": gqa}}
+
+
+@pytest.fixture(scope="module", params=["mha", "gqa"])
+def calibrated(request, sources, tmp_path_factory) -> tuple:
+    """The inputs, and run directories after stages 1 to 3 on the CPU and on the device."""
+    inputs, homes = sources[request.param], []
+    for device in ("cpu", DEVICE):
+        home = tmp_path_factory.mktemp(f"{request.param}-{device}") / "run"
+        stages_1_and_2(home, inputs, device)
+        run("03_group.py", "--run", home, *GROUPING)
+        homes.append(home)
+    return inputs, *homes
+
+
+@pytest.fixture(scope="module")
+def aligned(inputs, tmp_path_factory):
+    """A run directory after stages 1 to 4 on the CPU."""
+    home = tmp_path_factory.mktemp("aligned") / "run"
+    stages_1_and_2(home, inputs, "cpu")
+    run("03_group.py", "--run", home, *GROUPING)
+    run("04_align.py", "--run", home, "--device", "cpu")
+    return home
+
+
+def train(home, inputs: dict[str, str], *flags, **options):
+    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **options)
+
+
+@pytest.fixture(scope="module")
+def taught(aligned, inputs, tmp_path_factory):
+    """A run of stages 1 to 5, the last on the device, in one process, not interrupted."""
+    home = copy_run(aligned, tmp_path_factory.mktemp("taught") / "run")
+    train(home, inputs, *LONG)
+    return home
+
+
+# stages 1 to 4
+
+
+def test_grams_are_those_of_the_cpu(calibrated):
+    _, expected, home = calibrated
+    for index in LAYERS:
+        actual, grams = (read_layer(str(path / "calibration"), index) for path in (home, expected))
+        assert actual.keys() == grams.keys()
+        for name, tensor in grams.items():
+            assert_near(actual[name].double(), tensor.double(), 1e-5)
+
+
+def test_layer_by_layer_calibration_writes_the_same_bytes(inputs, tmp_path):
+    for flags in ([], ["--layerwise"]):
+        stages_1_and_2(tmp_path / str(len(flags)), inputs, DEVICE, *flags)
+    for index in LAYERS:
+        first, second = (read_layer(str(tmp_path / name / "calibration"), index) for name in "01")
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_similarities_and_groups_are_those_of_the_cpu(calibrated):
+    from safetensors.torch import load_file
+
+    _, expected, home = calibrated
+    actual, similarity = (load_file(path / "similarity.safetensors") for path in (home, expected))
+    assert actual.keys() == similarity.keys() and "energy" in actual
+    for name, tensor in similarity.items():
+        assert_near(actual[name], tensor, 1e-5)
+    assert read(home / "groups.json")["groups"] == read(expected / "groups.json")["groups"]
+
+
+@pytest.mark.parametrize("criterion", ["cos", "dist"])
+def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion):
+    """The first head of a group keeps its coordinates, which leaves no other freedom."""
+    _, home, _ = calibrated
+    record = read(home / "groups.json")
+    for index in LAYERS:
+        found, groups = [], torch.tensor(record["groups"][index])
+        for device in ("cpu", DEVICE):
+            tensors = read_layer(str(home / "calibration"), index)
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+            grams, placed = LayerGrams(tensors, record["model"]["kv_heads"]), groups.to(device)
+            value_rotation, key_rotation = align_layer(grams, placed, criterion)
+            assert value_rotation.device.type == key_rotation.device.type == device
+            value, key = (group_blocks(gram, placed) for gram in (grams.value("raw"), grams.key("raw")))
+            objectives = value_overlap(value, value_rotation), key_overlap(key, key_rotation)
+            found.append([part.cpu() for part in (value_rotation, key_rotation, *objectives)])
+        for actual, expected in zip(found[1], found[0], strict=True):
+            assert_near(actual, expected, 1e-6)
+
+
+def test_decompositions_come_back_to_their_device():
+    matrices = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factor = polar(matrices.to(DEVICE))
+    assert factor.device.type == DEVICE
+    torch.testing.assert_close(factor.cpu(), polar(matrices))
+
+
+MERGES = {  # flags of stage 4 -> allowed difference of the merged logits, as a share of the largest
+    (): 1e-4,
+    ("--merge", "closed-form", "--merge-keys", "pairs"): 1e-4,
+    ("--merge", "closed-form"): 1e-4,
+    ("--merge", "closed-form", "--refit"): 1e-3,  # least squares: errors times the condition of the inputs
+}
+REFIT = ("--merge", "closed-form", "--refit", "attention")
+
+
+def aligned_on(device: str, calibrated: tuple, home, *flags) -> dict:
+    """Stage 4 on a device, from the CPU's calibration and groups. Returns its summary."""
+    run("04_align.py", "--run", home, "--calibration", calibrated[1] / "calibration",
+        "--groups", calibrated[1] / "groups.json", "--device", device, *flags)
+    return read(home / "merged" / "stage.json")["summary"]
+
+
+def logits_of(path) -> list[torch.Tensor]:
+    """On the CPU."""
+    with torch.no_grad():
+        return list(load_model(str(path))(TOKENS).logits)
+
+
+@pytest.mark.parametrize("flags", MERGES, ids=" ".join)
+def test_aligned_passes_its_check_and_merged_is_that_of_the_cpu(calibrated, tmp_path, flags):
+    if read(calibrated[1] / "groups.json")["model"]["kv_heads"] == 4 and flags:
+        pytest.skip("q_norm and k_norm would undo a closed-form merge")
+    summaries = {place: aligned_on(device, calibrated, tmp_path / place, *flags)
+                 for place, device in (("host", "cpu"), ("device", DEVICE))}
+    assert summaries["device"]["max_logit_difference"] <= 1e-4 and summaries["device"]["kl"] < 1e-8
+    for figure in ("perplexity_source", "perplexity_aligned", "perplexity_merged"):
+        assert summaries["device"][figure] == pytest.approx(summaries["host"][figure], rel=1e-3)
+    expected, actual = (logits_of(tmp_path / place / "merged") for place in ("host", "device"))
+    largest = max(float(rows.abs().max()) for rows in expected)
+    assert max_difference(actual, expected) <= MERGES[flags] * largest
+
+
+def test_the_attention_refit_gets_as_far_as_on_the_cpu(calibrated, tmp_path):
+    """Training amplifies rounding: the held-out errors agree, not the weights."""
+    if read(calibrated[1] / "groups.json")["model"]["kv_heads"] == 4:
+        pytest.skip("q_norm and k_norm would undo a closed-form merge")
+    expected, actual = (aligned_on(device, calibrated, tmp_path / place, *REFIT)["refit_layers"]
+                        for place, device in (("host", "cpu"), ("device", DEVICE)))
+    for layer, figures in enumerate(expected):
+        for name in ("merged", "output", "attention"):
+            assert actual[layer][name] == pytest.approx(figures[name], rel=0.02), (layer, name)
+
+
+def test_layer_by_layer_alignment_writes_the_same_bytes(calibrated, tmp_path):
+    for place, flags in (("whole", []), ("layerwise", ["--layerwise"])):
+        aligned_on(DEVICE, calibrated, tmp_path / place, *flags)
+    for name in ("aligned", "merged"):
+        first, second = (read(tmp_path / place / name / "stage.json")["files"]
+                         for place in ("whole", "layerwise"))
+        assert first == second
+
+
+# attention, losses, masks
+
+
+WINDOW = {"model_type": "mistral", "sliding_window": 12}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 2}, WINDOW], ids=["mha", "gqa", "window"])
+def test_packed_attention_is_that_of_one_sample_at_a_time(dtype, options):
+    """Hidden states and gradients, against eager attention to each sample alone in float32: at most twice as
+    far off as the same in this dtype. Attention across samples is an error of 1.
+    """
+    samples = random_samples(5)
+    model = {"head_dim": 32, "hidden_size": 64} | options  # a size that every fused kernel takes
+    results = []
+    for attention, chosen in (("packed", dtype), ("eager", dtype), ("eager", torch.float32)):
+        trainee = Trainee(tiny_model(attn_implementation=attention, **model)).to(DEVICE, chosen)
+        groups = [samples] if attention == "packed" else [[sample] for sample in samples]
+        rows = [trainee(build_row(group, len(samples)).to(DEVICE)) for group in groups]
+        hidden = torch.cat(rows).float()
+        weights = torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)
+        (hidden * weights).sum().backward()
+        results.append([hidden.detach(), *(p.grad.float() for p in trainee.net.model.parameters())])
+    for packed, rounded, exact in zip(*results, strict=True):
+        assert relative_error(packed, exact) <= max(2 * relative_error(rounded, exact), 1e-5)
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() and is_flash_attn_2_available()),
+                    reason="needs flash-attn")
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_packed_attention_is_that_of_flash_attention_2(kv_heads):
+    row, results = build_row(random_samples(5), 5).to(DEVICE), []
+    for attention in ("packed", "flash_attention_2"):
+        model = tiny_model(attn_implementation=attention, num_key_value_heads=kv_heads)
+        results.append(Trainee(model).to(DEVICE, torch.bfloat16)(row).detach().float())
+    assert relative_error(*results) < 0.1
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
+    """KL, BiLD and cross-entropy of the same numbers; gradients for the hidden states and the head."""
+    generator, results = torch.Generator().manual_seed(0), []
+    hidden, head, teacher = (torch.randn(shape, generator=generator).to(dtype)
+                             for shape in ((40, 16), (100, 16), (40, 100)))
+    for device, chosen in (("cpu", torch.float64), (DEVICE, dtype)):
+        leaves = [part.to(device, chosen).requires_grad_() for part in (hidden, head)]
+        expected = teacher.to(device, torch.promote_types(chosen, torch.float32))
+
+        def loss(kind, at, logits, expected=expected):
+            logits = logits.to(expected.dtype)
+            if kind == "sft":
+                return cross_entropy(logits, at + 3).sum()
+            return {"kl": kl, "bild": bild}[kind](logits, expected[at]).sum()
+
+        positions = torch.arange(40, device=device)
+        pieces = [("kl", positions[:20]), ("bild", positions[20:30]), ("sft", positions[30:])]
+        total = chunked(loss, pieces, *leaves)
+        total.backward()
+        results.append([total.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_near(actual.double(), expected, close)
+
+
+def test_masks_are_drawn_as_on_the_cpu():
+    log_alpha = torch.linspace(-3, 3, 24).view(3, 8)
+    for step in range(3):
+        drawn = masks.draw(log_alpha.to(DEVICE), 7, step)
+        assert drawn.device.type == DEVICE
+        torch.testing.assert_close(drawn.cpu(), masks.draw(log_alpha, 7, step))
+
+
+# stage 5
+
+
+def train_on_cpu(home, inputs: dict[str, str], *flags):
+    """Stage 5 in a process that sees no GPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")
+        return train(home, inputs, *flags, fresh=True)
+
+
+FEW = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+
+
+def test_training_in_float32_is_that_of_the_cpu(aligned, inputs, tmp_path):
+    """Few steps: BiLD's top 16 is a choice that rounding flips now and then."""
+    host, device = (copy_run(aligned, tmp_path / name) for name in ("host", "device"))
+    train_on_cpu(host, inputs, *FEW)
+    shutil.copytree(host / "teacher", device / "teacher")
+    train(device, inputs, *FEW, "--dtype", "float32", "--no-recompute")
+    assert_same_training(device, host)
+
+
+def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned, inputs, tmp_path):
+    """The loss, masked and after the switch."""
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        home = with_teacher(aligned, taught, tmp_path / dtype)
+        train(home, inputs, *TRAINING, "--steps", "20", "--dtype", dtype)
+        losses.append([line["loss"] for line in metrics(home)])
+    assert losses[0] != losses[1] and len(losses[0]) == 20
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=BF16_MEAN)
+    for exact, rounded in zip(*losses, strict=True):
+        assert rounded == pytest.approx(exact, rel=BF16_STEP)
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_path, monkeypatch):
+    """SIGTERM after 20 of 40 steps, in this process."""
+    home = with_teacher(aligned, taught, tmp_path / "run")
+    command = [str(word) for word in ("--run-dir", home, "--tasks", inputs["tasks"], *LONG)]
+    with monkeypatch.context() as patched:
+        interrupt(patched, 20)
+        done = run_in_process(STAGE, command)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    assert "after step 21 of 40" in run(STAGE, *command).stdout
+    assert_same_bits(home, taught)
+
+
+@pytest.fixture(scope="module")
+def together(taught, aligned, inputs, tmp_path_factory):
+    """A run under torchrun on all GPUs (nccl), not interrupted."""
+    home = with_teacher(aligned, taught, tmp_path_factory.mktemp("together") / "run")
+    train(home, inputs, *LONG, processes=GPUS)
+    return home
+
+
+def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, aligned, inputs, tmp_path):
+    """SIGKILL to torchrun and its ranks, between two checkpoints."""
+    home = with_teacher(aligned, taught, tmp_path / "run")
+    process = start(home, inputs, *LONG, processes=GPUS)
+    wait_for_step(home, 8)
+    kill(process)
+    assert steps_saved(str(home / "train")) and not (home / "train" / "stage.json").exists()
+    assert "resumes" in train(home, inputs, *LONG, processes=GPUS).stdout
+    assert_same_bits(home, together)
+
+
+def test_all_gpus_train_as_one_does(aligned, inputs, tmp_path):
+    """nccl against a group of one, in float32."""
+    alone, together = (copy_run(aligned, tmp_path / name) for name in ("alone", "together"))
+    train(alone, inputs, *FEW, "--dtype", "float32")
+    shutil.copytree(alone / "teacher", together / "teacher")
+    train(together, inputs, *FEW, "--dtype", "float32", processes=GPUS)
+    assert_same_training(together, alone)
+
+
+def test_a_run_of_the_device_goes_on_without_it(taught, aligned, inputs, tmp_path, monkeypatch):
+    """Resumed on the CPU it is the run that it would have been."""
+    whole, home = (with_teacher(aligned, taught, tmp_path / name) for name in ("whole", "stopped"))
+    flags = [*FEW, "--dtype", "float32"]
+    train(whole, inputs, *flags)
+    with monkeypatch.context() as patched:
+        interrupt(patched, 2)
+        command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
+        assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+    assert "resumes" in train_on_cpu(home, inputs, *flags).stdout
+    assert_same_training(home, whole)
+
+
+def test_ranks_talk_to_each_other_from_either_side():
+    """Figures are summed on the device, flags and names on the CPU."""
+    ranks = init_ranks()
+    try:
+        assert ranks.device.type == DEVICE
+        for device in ("cpu", ranks.device):
+            number = torch.ones(3, device=device)
+            dist.all_reduce(number)
+            assert number.tolist() == [ranks.world] * 3
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+# stages 6 and 7
+
+
+def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path):
+    home = copy_run(taught, tmp_path / "run")
+    run("06_export.py", "--run", home)
+    stored, trained = load_model(str(home / "gqa")).state_dict(), final_weights(home)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in trained.items())
+    results, outcomes = [], []
+    for device in ("cpu", DEVICE):
+        run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force")
+        results.append(read(home / "eval.json")["results"])
+        outcomes.append([json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()])
+    for name, expected in results[0].items():
+        actual = results[1][name]
+        assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
+        assert actual["cache_bytes_per_token"] == expected["cache_bytes_per_token"]
+        assert min(actual["prefill_tokens_per_s"], actual["decode_tokens_per_s"]) > 0
+    for actual, expected in zip(outcomes[1], outcomes[0], strict=True):
+        assert actual["generated"] == expected["generated"]
+        assert actual["likelihood_scores"] == pytest.approx(expected["likelihood_scores"], abs=1e-3)
+
+
+@pytest.mark.parametrize("flags", [["--layerwise"], ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
+def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags):
+    text = ["--text", inputs["text"], "--length", 64, "--sequences", 4]
+    tasks = [] if "--layerwise" in flags else ["--tasks", inputs["tasks"]]
+    perplexities = []
+    for device, chosen in (("cpu", ["--layerwise"]), (DEVICE, flags)):
+        given = tasks if chosen is flags else []
+        run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *text, *given, *chosen,
+            "--device", device, "--force")
+        perplexities.append(next(iter(read(tmp_path / "eval.json")["results"].values()))["perplexity"])
+    close = 1e-4 if "--layerwise" in flags else 0.05
+    assert math.log(perplexities[1]) == pytest.approx(math.log(perplexities[0]), rel=close)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_spread_over_gpus_has_the_same_figures(inputs, tmp_path, monkeypatch):
+    results = []
+    for share in (0.7, 0):  # of a GPU's free memory that weights may take
+        monkeypatch.setattr(models, "WEIGHT_SHARE", share)
+        run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *evaluate_arguments(inputs),
+            "--device", "cuda", "--force")
+        results.append(next(iter(read(tmp_path / "eval.json")["results"].values())))
+    assert results[1]["perplexity"] == pytest.approx(results[0]["perplexity"], rel=1e-4)
+    assert results[1]["cache_bytes_per_token"] == results[0]["cache_bytes_per_token"]

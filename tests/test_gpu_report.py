@@ -1,0 +1,170 @@
+"""make gpu without a GPU: the script's rows, its exit codes, and the report from logs."""
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import gpu
+from bench.gpu import Row
+from common.cli import UserError
+from conftest import ROOT
+
+LOG = """tests/test_gpu.py::test_a[x] PASSED    [ 25%]
+tests/test_gpu.py::test_b[--merge closed-form] FAILED   [ 50%]
+tests/test_gpu.py::test_c SKIPPED (needs two GPUs)   [ 75%]
+tests/test_gpu.py::test_d ERROR   [100%]
+FAILED tests/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2""".splitlines()
+STEP = {"mfu": 0.4512, "step_over_floor": 1.04, "gqa_step_over_floor": 0.98, "packed_over_single": 6.0,
+        "tokens_per_s": 31234, "memory_gib": 20.0, "step_seconds": 0.5,
+        "planned": {"memory_gib": 22.0, "step_seconds": 0.45}, "profile": {"matmul": 0.6, "host": 0.4}}
+CELLS = [{"context": 2048, "batch": 16, "prefill_speedup": 1.1, "decode_speedup": 2.5}]
+
+
+def row(name: str, code: int = 0, figures: dict | None = None, log=()) -> Row:
+    return Row(name, code, 7, f"-m bench.{name}", [*log, *([json.dumps(figures)] if figures else [])])
+
+
+@pytest.fixture
+def machine(monkeypatch) -> dict[str, str]:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    machine = {"GPU": "8 x NVIDIA A100-SXM4-80GB, 79 GiB", "driver": "580.1", "torch": "2.11.0"}
+    monkeypatch.setattr(gpu, "describe", lambda: machine)
+    return machine
+
+
+def script(**settings: str) -> subprocess.CompletedProcess:
+    options = {"cwd": ROOT, "env": os.environ | settings, "capture_output": True, "text": True}
+    return subprocess.run(["bash", "pipelines/gpu.sh"], check=False, **options)
+
+
+def test_without_a_gpu_there_is_one_line_and_exit_code_2(tmp_path):
+    done = script(PYTHON=sys.executable, OUT=str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    message = f"error: expected a GPU for torch {torch.__version__}, found none\n"
+    assert (done.stdout, done.stderr) == ("", message)
+
+
+@pytest.fixture
+def pretended(tmp_path):
+    """pretended(SETTINGS): the script's rows with an interpreter that fails in the decode row alone."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\ncase "$*" in *bench.decode*) echo no; exit 3;; *report*) exit 1;; esac\n'
+                      'sleep ${NAP:-0}; echo "$*"\n')
+    python.chmod(0o755)
+    out = tmp_path / "an out [1]"
+
+    def run(**settings) -> tuple[int, list[Row]]:
+        code = script(PYTHON=str(python), OUT=str(out), **settings).returncode
+        return code, gpu.read_rows(str(out))
+
+    return run
+
+
+def test_a_failure_does_not_stop_the_rows_after_it(pretended):
+    code, rows = pretended()
+    assert code == 1
+    assert [row.name for row in rows] == ["tests", "step-1.3b", "step-7b", "transform", "decode", "loss"]
+    assert [row.code for row in rows] == [0, 0, 0, 0, 3, 0]
+    assert rows[4].log == ["no"] and rows[4].verdict == "failed, exit code 3"
+    assert all(row.log == [row.command] for row in rows if row.name != "decode")
+
+
+def test_rows_end_with_the_time_for_all(pretended):
+    code, rows = pretended(NAP="5", LIMIT="2")
+    assert code == 1 and [row.verdict for row in rows] == ["out of time"] * len(rows)
+    assert rows[-1].log == ["no time left"] and sum(row.seconds for row in rows) <= 4
+
+
+def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch):
+    _, rows = pretended()
+    for row in rows:
+        words = shlex.split(row.command)
+        assert words[0] == "-m"
+        if not words[1].startswith("bench."):
+            continue
+        module = importlib.import_module(words[1])
+        monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
+        assert module.parse().device == "cuda"
+
+
+def test_tests_are_counted_by_outcome():
+    assert gpu.tests_by_outcome(LOG) == {"PASSED": ["test_a[x]"], "FAILED": ["test_b[--merge closed-form]"],
+                                         "SKIPPED": ["test_c"], "ERROR": ["test_d"]}
+    hanging = [*LOG[:1], "tests/test_gpu.py::test_b[--merge closed-form] "]
+    expected = {"PASSED": ["test_a[x]"], "RUNNING": ["test_b[--merge closed-form]"]}
+    assert gpu.tests_by_outcome(hanging) == expected
+    expected = "failed, exit code 1: 1 passed, 1 failed, 1 skipped, 1 error"
+    assert gpu.summary(row("tests", 1, log=LOG)) == expected
+    assert gpu.summary(row("tests", 2)) == "failed, exit code 2: none ran"
+    assert gpu.summary(row("loss", 124)) == "out of time"
+
+
+def test_figures_are_the_json_of_a_row_that_succeeded():
+    assert row("loss", figures={"a": 1}).figures == {"a": 1}
+    assert row("loss", 1, figures={"a": 1}).figures == {}
+    assert row("loss", log=["no JSON"]).figures == row("loss", log=["3"]).figures == row("loss").figures == {}
+
+
+def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
+    rows = [row("tests", 1, log=LOG), row("step-1.3b", figures=STEP),
+            row("step-7b", 1, log=[*map(str, range(100)), "OutOfMemoryError: CUDA"]),
+            row("transform", figures={"calibrate_over_forward": 1.08, "settings": {}}),
+            row("decode", figures={"kv_bytes_ratio": 4.0, "cells": CELLS}),
+            row("loss", figures={"loss_time_ratio": 0.61234})]
+    text = gpu.write_report(str(tmp_path), machine, rows)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert lines[0] == ["# Measured on 8 x NVIDIA A100-SXM4-80GB, 79 GiB"]
+    assert "driver 580.1; torch 2.11.0." in text
+    assert ["step-7b", "failed, exit code 1", "7"] in lines
+    names = "- test_b[--merge closed-form]: failed\n- test_d: error\n"
+    assert f"### tests: failed, exit code 1\n\n{names}" in text
+    assert "### step-7b: failed, exit code 1\n\n    86\n" in text and "    OutOfMemoryError: CUDA\n" in text
+    assert ["step-1.3b", "0.4512", "1.04", "0.98", "6", "31234", ""] in lines
+    assert ["step-1.3b", "GiB", "22", "20", "+10.0%"] in lines
+    assert ["step-1.3b", "seconds per step", "0.45", "0.5", "-10.0%"] in lines
+    assert ["matmul", "60.0%"] in lines and ["calibrate_over_forward", "1.08"] in lines
+    assert ["2048", "16", "1.1", "2.5"] in lines and ["loss_time_ratio", "0.6123"] in lines
+    assert "    python -m bench.step-7b\n" in text and "None." not in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["machine"] == machine and results["rows"]["step-1.3b"]["figures"] == STEP
+    assert results["rows"]["tests"]["tests"]["FAILED"] == ["test_b[--merge closed-form]"]
+
+
+def test_a_report_without_figures_or_failures(tmp_path, machine):
+    assert "## Failures\n\nNone.\n\n## Commands" in gpu.write_report(str(tmp_path), machine, [row("tests")])
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine, monkeypatch, code):
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
+    monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
+    (tmp_path / "rows.tsv").write_text(f"loss\t0\t1\t-m bench.loss\ndecode\t{code}\t2\t-m bench.decode\n")
+    for name in ("loss", "decode"):
+        (tmp_path / f"{name}.log").write_text("")
+    assert gpu.main() == code
+    assert (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text().startswith("# Measured on 8 x NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert gpu.device_slug() == "H200"
+
+
+def test_unknown_words_are_refused(monkeypatch):
+    for words in ([], ["report"], ["rapport", "x"]):
+        monkeypatch.setattr(sys, "argv", ["gpu", *words])
+        with pytest.raises(UserError, match="expected check or report DIRECTORY, found"):
+            gpu.main()
+
+
+def test_the_driver_is_unknown_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.driver() == "unknown"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.159.04\necho 580.159.04\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert gpu.driver() == "580.159.04"
