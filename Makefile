@@ -3,12 +3,14 @@
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
+# make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-DEVICE.md, in nine minutes, no .venv
 # make mutants       check that the tests notice faults: mutate one line at a time
 # make lint          ruff
 PYTHON ?= python3
-PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+# tests/test_gpu.py is for make gpu; the other tests are of CPUs
+PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo smollm2 test test-all test-release mutants lint clean
+.PHONY: demo smollm2 gpu test test-all test-release mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +23,9 @@ demo: .venv/ready
 smollm2: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/smollm2.sh
 
+gpu:
+	PYTHON=$(PYTHON) bash pipelines/gpu.sh
+
 test: .venv/ready
 	$(PYTEST)
 
@@ -31,7 +36,7 @@ test-release: .venv/ready
 	$(PYTEST) -m release
 
 mutants: .venv/ready
-	.venv/bin/python tests/mutants.py
+	CUDA_VISIBLE_DEVICES= .venv/bin/python tests/mutants.py
 
 lint: .venv/ready
 	.venv/bin/ruff check

@@ -66,7 +66,7 @@ def interval(event) -> tuple[float, float]:
 
 
 def own_time(event, cuda: bool) -> float:
-    """Microseconds of the kernels that an operation launches itself, or of the host in it but not its parts."""
+    """Microseconds of the kernels that an operation launches itself, or on the host, outside its parts."""
     if not cuda:
         return event.self_cpu_time_total
     if event.is_user_annotation or event.name.startswith("cu"):  # their kernels are others', once more

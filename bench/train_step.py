@@ -1,14 +1,16 @@
 """A pruning step of stage 5 against a lower bound, and packed rows against one sample per row.
 
     python -m bench.train_step                        # a small Llama on a CPU, under 50 s on two cores
-    python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192
+    python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192 --batch 128
+    python -m bench.train_step --shape 7b --layers 8 --device cuda     # fewer layers if they do not fit
 
 The floor is the least that distillation needs, in plain transformers on the same packed rows: the teacher's
 forward pass, forward and backward of the unpatched model with cross-entropy, and the optimizer step. Ours is
 the whole step: sampling masks, blended projections, KL + BiLD, gradients of masks and weights, clipping, and
 the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
-training. Samples are as long as the paper's, 126 tokens on average. The last line is JSON: medians of paired
-steps.
+training. Samples are as long as the paper's, 126 tokens on average. packed_over_single compares samples/s;
+of the samples, --singles run alone in a row. Then one masked step runs under the profiler, and on a GPU its
+memory and time are compared with --plan's. The last line is JSON: medians of paired steps.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import step_plan, step_profile
 from bench.machine import machine
 from common.data.samples import Sample
 from common.method import masks
@@ -51,7 +54,18 @@ def parse():
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
     parser.add_argument("--loss-chunk", type=int, default=512)
+    parser.add_argument("--layers", type=int, help="instead of the shape's; fewer if a GPU cannot hold them")
+    parser.add_argument("--singles", type=int, default=16, help="samples per step of one sample per row")
     return parser.parse_args()
+
+
+def model_config(args) -> LlamaConfig:
+    """The source model's config."""
+    hidden, inner, layers, heads, vocab = SHAPES[args.shape]
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=args.layers or layers,
+        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocab,
+    )
 
 
 def random_samples(count: int, vocab: int) -> list[Sample]:
@@ -94,14 +108,10 @@ class Models:
     optimizer.
     """
 
-    def __init__(self, args, ranks):
-        hidden, inner, layers, heads, vocab = SHAPES[args.shape]
+    def __init__(self, args, ranks, config):
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
         execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention)
-        config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=heads, vocab_size=vocab,
-        )
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)
@@ -166,34 +176,58 @@ def time_pairs(ways: dict, pairs: int, timed: Timed) -> dict[str, list[float]]:
     return taken
 
 
+def evenly_spread(samples: list[Sample], count: int) -> list[Sample]:
+    """At most `count` of the samples, from the shortest to the longest."""
+    count = min(count, len(samples))
+    by_length = sorted(samples, key=len)
+    return [by_length[(2 * i + 1) * len(samples) // (2 * count)] for i in range(count)]
+
+
+def ratios(taken: dict[str, list[float]], single_share: float) -> dict[str, float]:
+    """Medians of paired steps. single_share: of the samples that the single rows have."""
+    def ratio(above: str, below: str, share: float = 1.0) -> float:
+        pairs = zip(taken[above], taken[below], strict=True)
+        return round(statistics.median(a / share / b for a, b in pairs), 3)
+
+    return {"step_over_floor": ratio("masked", "floor"), "gqa_step_over_floor": ratio("gqa", "floor"),
+            "packed_over_single": ratio("single", "masked", single_share)}
+
+
 def measure(args, ranks) -> dict:
     """The figures of the last line."""
     assert ranks.device.type == args.device, f"--device {args.device}, but the device here is {ranks.device}"
-    models, cuda = Models(args, ranks), args.device == "cuda"
+    config, cuda = model_config(args), args.device == "cuda"
+    samples = random_samples(args.batch, config.vocab_size)
+    if cuda:
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        config = step_plan.fit_layers(config, samples, args, memory)
+    models = Models(args, ranks, config)
     masked = distill.MaskedDistillation(models.masked, models.teacher, STEPS, models.settings)
     gqa = distill.Distillation(models.gqa, models.teacher, models.settings)
-    samples = random_samples(args.batch, SHAPES[args.shape][-1])
     packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
-    single = lay_out(samples, 1, ranks.device)
+    single = lay_out(evenly_spread(samples, args.singles), 1, ranks.device)
     ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.step(masked, packed),
             "gqa": lambda: models.step(gqa, packed), "single": lambda: models.step(masked, single)}
     taken = time_pairs(ways, args.pairs, Timed(cuda))
 
-    def ratio(above: str, below: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(taken[above], taken[below], strict=True)), 3)
-
-    medians = {name: statistics.median(times) for name, times in taken.items()}
-    rates = {name: round(args.batch / medians[way], 2)
-             for name, way in (("packed", "masked"), ("single", "single"))}
+    seconds = {name: statistics.median(times) for name, times in taken.items()}
+    rates = {"packed": args.batch / seconds["masked"], "single": len(single) / seconds["single"]}
+    figures = ratios(taken, len(single) / args.batch)
+    figures |= {"samples_per_s": {name: round(rate, 2) for name, rate in rates.items()},
+                "tokens_per_s": round(sum(map(len, samples)) / seconds["masked"]), "rows": len(packed),
+                "layers": config.num_hidden_layers, "step_seconds": round(seconds["masked"], 4)}
     flops = sum(map(masked.flops, packed))
-    figures = {"step_over_floor": ratio("masked", "floor"), "gqa_step_over_floor": ratio("gqa", "floor"),
-               "packed_over_single": ratio("single", "masked"), "samples_per_s": rates,
-               "tokens_per_s": round(sum(map(len, samples)) / medians["masked"]), "rows": len(packed),
-               "tflops_per_s": round(flops / medians["masked"] / 1e12, 3)}
+    figures["tflops_per_s"] = round(flops / seconds["masked"] / 1e12, 3)
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
-        figures["mfu"] = round(flops / medians["masked"] / peak, 3)
-        figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        figures["mfu"] = round(flops / seconds["masked"] / peak, 3)
+    if cuda:
+        others = [(trainee, models.optimizers[trainee]) for trainee in (models.plain, models.gqa)]
+        figures["memory_gib"] = step_plan.peak_memory(ways["masked"], others)
+    figures["planned"] = step_plan.expected(config, samples, packed, args, ranks.world)
+    events, profiled_seconds = step_profile.profiled(ways["masked"], cuda)
+    figures["profile"] = step_profile.shares(events, seconds["masked"] if cuda else profiled_seconds, cuda)
+    print(step_profile.table(figures["profile"]), flush=True)
     return figures | {"settings": vars(args), "machine": machine(args.device)}
 
 

@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from bench import alignment, decode, loss, merging, positions, recovery, text_model
+from bench import alignment, decode, loss, merging, positions, recovery, step_plan, text_model, train_step
 from bench.machine import machine, timed
 from common.cli import UserError
+from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.models import load_model, load_tokenizer
+from common.training import budget
 from conftest import copy_run, expect_error, run, save_tiny, tiny_model
 
 
@@ -29,6 +31,69 @@ def test_ratios_are_medians_of_paired_measurements():
     """Neither the ratio of the medians nor its inverse."""
     assert loss.median_ratio([1.0, 8.0, 6.0], [4.0, 4.0, 2.0]) == 2.0
     assert decode.speedup({"mha": [1.0, 8.0, 6.0], "gqa": [4.0, 4.0, 2.0]}) == 2.0
+
+
+def test_ratios_of_a_step_are_per_sample():
+    """Four of 16 samples took half of a packed step."""
+    taken = {"floor": [1.0, 2.0], "masked": [1.1, 2.4], "gqa": [0.9, 1.6], "single": [0.55, 1.2]}
+    assert train_step.ratios(taken, 4 / 16) == {"step_over_floor": 1.15, "gqa_step_over_floor": 0.85,
+                                                "packed_over_single": 2.0}
+
+
+def test_samples_that_run_alone_are_spread_over_all_lengths():
+    samples = [Sample((1,) * length) for length in (5, 1, 3, 2, 4, 6)]
+    assert [len(sample) for sample in train_step.evenly_spread(samples, 3)] == [2, 4, 6]
+    assert [len(sample) for sample in train_step.evenly_spread(samples, 9)] == [1, 2, 3, 4, 5, 6]
+
+
+def step_arguments(**changes) -> argparse.Namespace:
+    arguments = {"shape": "demo", "layers": None, "device": "cpu", "loss_chunk": 64, "batch": 8,
+                 "tokens_per_microbatch": 256}
+    return argparse.Namespace(**arguments | changes)
+
+
+def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
+    """Memory and seconds of common/training/budget for the same model, samples and rows, on an H200."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    args = step_arguments(device="cuda")
+    config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
+    rows = train_step.lay_out(samples, 256, "cpu")
+    work = budget.Workload.of(config, samples, 64, recompute=True)
+    student, longest = budget.Student(2), max(row.input_ids.numel() for row in rows)
+    figures = step_plan.expected(config, samples, rows, args, 1)
+    need = budget.memory(work, student, 1, longest, 2)["total"] / 2**30
+    assert figures["memory_gib"] == pytest.approx(need, abs=0.006)
+    cost = budget.step_cost(work, student, args, budget.parse_hardware("1xH200-141GB"))
+    assert figures["step_seconds"] == pytest.approx(cost.seconds, abs=1e-4)
+
+
+def test_as_many_layers_as_a_gpu_holds():
+    """The plan's memory of the masked step, and 12 bytes per parameter of the other two students."""
+    args, samples = step_arguments(), train_step.random_samples(8, 1280)
+    shape = train_step.model_config(step_arguments(layers=9))
+
+    def need(layers: int) -> float:
+        config = train_step.model_config(step_arguments(layers=layers))
+        work = budget.Workload.of(config, samples, 64, recompute=True)
+        others = budget.size(config).whole + budget.size(config, budget.Student(2, ())).whole
+        row = max(256, *map(len, samples))
+        return (budget.memory(work, budget.Student(2), 1, row)["total"] + 12 * others) / budget.USABLE
+
+    for layers in (1, 5):
+        for memory, held in ((need(layers) + 1e3, layers), (need(layers + 1) - 1e3, layers)):
+            assert step_plan.fit_layers(shape, samples, args, memory).num_hidden_layers == held
+    assert step_plan.fit_layers(shape, samples, args, 2**40).num_hidden_layers == 9
+    with pytest.raises(ValueError, match="one layer needs 0 GiB, of 0"):
+        step_plan.fit_layers(shape, samples, args, need(1) - 1e3)
+
+
+def test_bytes_of_a_student_and_its_optimizer():
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.sum().backward()
+    optimizer.step()
+    tensors = len(list(model.parameters()))
+    assert step_plan.resident(model, optimizer) == 12 * model.num_parameters() + 4 * tensors  # 4: its steps
 
 
 def test_relative_difference_is_of_the_largest_element():
@@ -232,7 +297,10 @@ def test_step_bench(attention):
     figures = last_line(run("bench/train_step.py", "--shape", "demo", "--batch", 4, "--pairs", 1,
                             "--attention", attention, fresh=True))
     assert {"step_over_floor", "packed_over_single", "samples_per_s"} <= figures.keys()
-    assert figures["step_over_floor"] > 0
+    assert figures["step_over_floor"] > 0 and figures["layers"] == 4
+    assert sum(figures["profile"].values()) == pytest.approx(1, abs=0.05)
+    assert all(figures["profile"][part] > 0 for part in ("matmul", "attention", "loss", "optimizer"))
+    assert 0 < figures["planned"]["memory_gib"] < 1 and "step_seconds" not in figures["planned"]
 
 
 @pytest.mark.slow

@@ -236,18 +236,6 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
             assert results[name][figure] == expected[name][figure]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_model_spread_over_gpus_has_the_same_figures(evaluation, tmp_path, monkeypatch):
-    home, arguments, _ = evaluation
-    monkeypatch.setattr(models, "WEIGHT_SHARE", 0)
-    run("07_eval.py", *arguments, "--limit", 3, "--seed", 1, "--device", "cuda", "--run", tmp_path / "run")
-    results, expected = (json.loads((place / "eval.json").read_text())["results"]
-                         for place in (tmp_path / "run", home / "run"))
-    for name in ("a", "b"):
-        assert results[name]["perplexity"] == pytest.approx(expected[name]["perplexity"], rel=1e-4)
-        assert results[name]["cache_bytes_per_token"] == expected[name]["cache_bytes_per_token"]
-
-
 def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, inputs):
     home, arguments, _ = evaluation
     flags = [flag for flag in arguments if flag not in ("--length", 64)]

@@ -47,7 +47,7 @@ def kernel(name, start, end, **options) -> FunctionEvent:
 
 
 def test_the_kernels_of_a_step_on_a_gpu():
-    """Ten microseconds: a copy beside a product, two gaps, an annotation that spans all, a kernel of no one."""
+    """Ten microseconds: a copy beside a product, gaps, an annotation that spans all, a kernel of no one."""
     step = event("Optimizer.step#AdamW.step", 50, 60, kernels=[10], is_user_annotation=True)
     gather = event("FSDP::all_gather", 10, 12, is_user_annotation=True)
     loss = event("_Chunked", 20, 40)
