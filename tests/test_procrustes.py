@@ -256,6 +256,18 @@ def test_two_heads_are_aligned_by_one_polar_factor(heads):
     np.testing.assert_allclose(rotated_keys(heads[:, :2], keys)[:, 1].numpy(), best, atol=1e-10)
 
 
+@pytest.mark.parametrize("rank", [D, 2])
+def test_one_sweep_aligns_two_heads_to_their_optimum(rank):
+    """sum_n <v_0, Q v_1> is then the nuclear norm of C[0, 1]: in 40 draws, also of vectors of low rank."""
+    generator = torch.Generator().manual_seed(2)
+    coordinates = torch.randn(40, 2, N, rank, generator=generator, dtype=torch.float64)
+    values = coordinates @ torch.randn(40, 2, rank, D, generator=generator, dtype=torch.float64)
+    gram = torch.einsum("ginb,gjnc->gijbc", values, values)
+    rotation = align_values(gram, sweeps=1)
+    reached = torch.einsum("gnb,gnb->g", values[:, 0] @ rotation[:, 0].mT, values[:, 1] @ rotation[:, 1].mT)
+    torch.testing.assert_close(reached, torch.linalg.svdvals(gram[:, 0, 1]).sum(-1), rtol=1e-12, atol=0)
+
+
 def test_the_first_head_of_a_group_keeps_its_coordinates(heads):
     torch.testing.assert_close(align_values(value_gram(heads))[0], eye()[0], rtol=0, atol=1e-12)
     keys = align_keys(key_gram(heads))
