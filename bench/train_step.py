@@ -30,9 +30,9 @@ from common.data.samples import Sample
 from common.method import masks
 from common.training import distill
 from common.training.budget import peak_flops
-from common.training.engine import clip_gradients
+from common.training.engine import Job, Plan, run_step
 from common.training.packing import build_row, pack
-from common.training.sharding import Execution, build, joined_ranks, sum_over_ranks
+from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "demo": (128, 256, 4, 8, 1280),
@@ -128,31 +128,25 @@ class Models:
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
         self.settings = distill.Settings(lr=1e-5, loss_chunk=args.loss_chunk)
-        self.optimizers = {
+        self.plan = Plan(STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
+                         tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
+        optimizers = {
             self.masked: distill.masked_optimizer(self.masked, self.settings),
             self.plain: distill.teacher_optimizer(self.plain, 1e-5),
             self.gqa: distill.gqa_optimizer(self.gqa, self.settings, masks.KEY_VALUE),
         }
+        self.jobs = {trainee: Job(trainee, optimizer, directory="", ranks=ranks, step=STEP)
+                     for trainee, optimizer in optimizers.items()}
 
-    def update(self, trainee) -> None:
-        self.optimizers[trainee].step()
-        self.optimizers[trainee].zero_grad(set_to_none=True)
-
-    def step(self, phase, rows: list) -> None:
+    def step(self, phase, rows: list, samples: list[Sample]) -> None:
         """A whole pruning step."""
-        trainee = phase.student
-        phase.begin_step(STEP)
-        for row in rows:
-            phase.row_loss(row)[0].backward()
-        sum_over_ranks(phase.leaves(trainee))
-        phase.end_step(STEP)
-        clip_gradients(trainee, 1.0)
-        self.update(trainee)
-        phase.after_update(STEP)
+        run_step(self.jobs[phase.student], phase, rows, samples, self.plan)
 
     def floor(self, rows: list) -> None:
         """The teacher's forward pass, and a training step of the plain model."""
-        for row in rows:
+        optimizer = self.jobs[self.plain].optimizer
+        for number, row in enumerate(rows, 1):
+            reduce_gradients(self.plain, last=number == len(rows), every_row=False)
 
             def loss(hidden, lm_head, row=row):
                 return torch.nn.functional.cross_entropy(lm_head(hidden).float(), row.targets)
@@ -160,7 +154,8 @@ class Models:
             with torch.no_grad():
                 self.teacher(row, lambda hidden, lm_head: lm_head(hidden))
             self.plain(row, loss).backward()
-        self.update(self.plain)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def time_pairs(ways: dict, pairs: int, timed: Timed) -> dict[str, list[float]]:
@@ -206,8 +201,9 @@ def measure(args, ranks) -> dict:
     gqa = distill.Distillation(models.gqa, models.teacher, models.settings)
     packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
     single = lay_out(evenly_spread(samples, args.singles), 1, ranks.device)
-    ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.step(masked, packed),
-            "gqa": lambda: models.step(gqa, packed), "single": lambda: models.step(masked, single)}
+    ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.step(masked, packed, samples),
+            "gqa": lambda: models.step(gqa, packed, samples),
+            "single": lambda: models.step(masked, single, samples)}
     taken = time_pairs(ways, args.pairs, Timed(cuda))
 
     seconds = {name: statistics.median(times) for name, times in taken.items()}

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.cli import UserError, run_stage
+from common.data.samples import Sample
 from common.evaluate import all_logits, cache_bytes_per_token, max_difference
 from common.method.fuse import merge_model
 from common.models import Geometry, geometry
@@ -393,9 +394,8 @@ def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     row, positions = tokens().view(1, -1), torch.arange(40).repeat(2)[None]
     with torch.no_grad():
-        both = loaded(input_ids=row, position_ids=positions, use_cache=False, sample_lengths=(40, 40)).logits[
-            0
-        ]
+        packed = training.build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2)
+        both = loaded(input_ids=row, position_ids=positions, use_cache=False, row=packed).logits[0]
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 

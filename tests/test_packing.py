@@ -1,15 +1,17 @@
 """Packing changes the speed and nothing else: no attention across samples, the same loss and gradient."""
 
-from dataclasses import replace
+import threading
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from common.cli import UserError
 from common.data.samples import Sample
 from common.method.losses import cross_entropy
 from common.training.engine import Plan
-from common.training.packing import batch_indices, build_row, pack, rows_of_step
+from common.training.packing import batch_indices, build_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks, Trainee
 from conftest import tiny_model
 
@@ -80,6 +82,50 @@ def test_texts_and_chats_weigh_their_prompts_and_answers():
     assert row.answer_weight.tolist() == [0, 0, 0, 0, 0.125, 0, 0.125, 0.125, 0.125, 0]
     torch.testing.assert_close(row.all_weight, torch.tensor([0.25, 0.25, 0] + [1 / 12] * 6 + [0]))
     assert row.lengths == (3, 7) == (len(text), len(chat)) and chat.answer_tokens == 4
+
+
+class Reads(list):
+    """Samples that note which thread reads them, and how often."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.threads = []
+
+    def __getitem__(self, index):
+        self.threads.append(threading.current_thread())
+        return super().__getitem__(index)
+
+
+def test_rows_are_built_one_step_ahead_by_a_thread():
+    samples, ranks = Reads(random_samples(20)), Ranks(1, 2, CPU)
+    batches = rows_ahead(samples, range(3, 6), plan(64), ranks)
+    for step in range(3, 6):
+        rows, expected = next(batches), rows_of_step(list(samples), step, plan(64), ranks)
+        for row, theirs in zip(rows, expected, strict=True):
+            for field in fields(row):
+                ours = getattr(row, field.name)
+                assert torch.equal(torch.as_tensor(ours), torch.as_tensor(getattr(theirs, field.name)))
+    assert next(batches, None) is None
+    assert threading.current_thread() not in samples.threads and len(set(samples.threads)) == 1
+    assert not samples.threads[0].is_alive()
+
+    samples.threads.clear()
+    batches = rows_ahead(samples, range(100), plan(64), ranks)
+    next(batches)
+    batches.close()
+    one_step = len(samples.threads) // 2
+    assert one_step and not samples.threads[0].is_alive()  # this step's rows and the next one's
+    assert len(samples.threads) < 3 * one_step
+
+
+def test_what_a_thread_cannot_read_stops_training():
+    class Unreadable(list):
+        def __getitem__(self, index):
+            raise UserError("tokens.npy: truncated")
+
+    batches = rows_ahead(Unreadable(random_samples(20)), range(3), plan(64), Ranks(0, 1, CPU))
+    with pytest.raises(UserError, match="truncated"):
+        next(batches)
 
 
 NO_FLASH = not (torch.cuda.is_available() and is_flash_attn_2_available())

@@ -1,5 +1,6 @@
 """Ranks, replicated parameters, and filling a sharded model row by row."""
 
+import json
 import os
 import socket
 import subprocess
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from common.cli import UserError
 from common.models import load_config
 from common.training import sharding
+from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
 from conftest import ROOT, save_tiny, tiny_model
+from test_distill import SAMPLES
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64, 65])
@@ -65,6 +68,66 @@ def test_every_rank_reads_the_rows_that_fsdp_gives_it(tmp_path, nodes, processes
     assert f"same on {nodes * processes} cpu" in outputs[0]
 
 
+GRADIENTS_ARE_REDUCED = """
+import json, os, sys
+import torch
+from torch.profiler import profile
+from common.models import load_config
+from common.training.packing import build_row
+from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
+from test_distill import SAMPLES
+
+with joined_ranks() as ranks:
+    if "two nodes" in sys.argv:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    results = {}
+    for every_row in (False, True):
+        trainee = build(load_config(sys.argv[1]), ranks, Execution(), lambda name: (sys.argv[1], name))
+        rows = [build_row(SAMPLES[index:], 3) for index in range(3)]
+        with profile() as profiled:
+            for number, row in enumerate(rows, 1):
+                reduce_gradients(trainee, last=number == 3, every_row=every_row)
+                (trainee(row).square().sum() * (1 + ranks.rank)).backward()
+        counts = {event.key: event.count for event in profiled.key_averages()}
+        counts = [counts.get(f"c10d::{name}_", 0) for name in ("_reduce_scatter_base", "allreduce")]
+        whole = {name: parameter.grad.full_tensor() for name, parameter in trainee.net.named_parameters()
+                 if parameter.grad is not None}
+        results[every_row] = counts, whole
+    (once, first), (every, second) = results[False], results[True]
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+    torch.save(first, sys.argv[2])
+    ranks.say(json.dumps([once, every]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes, each_step, each_row", [
+    ("one node", [4, 0], [12, 0]), ("two nodes", [0, 4], [0, 4]),
+])  # fmt: skip
+def test_gradients_are_reduced_once_a_step(tmp_path, nodes, each_step, each_row):
+    """Three rows on two ranks: collectives counted, and gradients against those of a single process.
+
+    FSDP reduces four groups of parameters: three layers, and what is outside them. The counts are of
+    reduce-scatter, within a node, and of all-reduce, between nodes.
+    """
+    source, script = save_tiny(tmp_path / "model"), tmp_path / "script.py"
+    script.write_text(GRADIENTS_ARE_REDUCED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(script), source, str(tmp_path / "gradients.pt"), nodes]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [each_step, each_row]
+    model = Trainee(tiny_model(attn_implementation="packed"))
+    for index in range(3):
+        model(build_row(SAMPLES[index:], 3)).square().sum().backward()
+    gradients = torch.load(tmp_path / "gradients.pt")
+    for name, parameter in model.net.named_parameters():
+        if parameter.grad is not None:  # FSDP averages over ranks, whose losses were scaled by 1 and 2
+            torch.testing.assert_close(gradients[name], 1.5 * parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_one, tmp_path):
     source, other = save_tiny(tmp_path / "a"), save_tiny(tmp_path / "b", num_key_value_heads=2)
     expected = r"expected model.layers.0.self_attn.k_proj.weight of shape \[64, 48\], found \[16, 48\]"
@@ -105,9 +168,6 @@ def test_a_process_group_is_left_after_an_error():
 
 
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
-    from common.training.packing import build_row
-    from test_distill import SAMPLES
-
     source, gradients = save_tiny(tmp_path / "model"), []
     for recompute in (False, True):
         execution = Execution(recompute=recompute)

@@ -32,7 +32,8 @@ def uniform(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     It depends only on (seed, step): it is the same on every rank and after a resume.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    return torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(log_alpha.device)
+    noise = torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6)
+    return noise.to(log_alpha.device, non_blocking=True)
 
 
 def draw(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:

@@ -176,8 +176,8 @@ class MaskedDistillation(Distillation):
         l0 = masks.l0_loss(expected.mean(), goal)
         torch.autograd.backward([self.drawn, self.settings.l0_weight * l0], [self.z.grad, None])
         expected, z = expected.detach(), self.z.detach()
-        return {"l0": float(l0.detach()), "mask_target": goal, "mask_expected": float(expected.mean()),
-                "mask_mean": float(z.mean()), "mask_per_layer": rounded(expected.mean(1)),
+        return {"l0": l0.detach(), "mask_target": goal, "mask_expected": expected.mean(),
+                "mask_mean": z.mean(), "mask_per_layer": rounded(expected.mean(1)),
                 "mask_mean_per_layer": rounded(z.mean(1))}
 
     def after_update(self, step: int) -> None:
@@ -208,9 +208,9 @@ class ReleasedMaskedDistillation(MaskedDistillation):
 MASKED = {"l0": MaskedDistillation, "l0-released": ReleasedMaskedDistillation}  # --masks -> phase
 
 
-def rounded(values: torch.Tensor) -> list[float]:
+def rounded(values: torch.Tensor) -> torch.Tensor:
     """For metrics.jsonl."""
-    return [round(value, 5) for value in values.tolist()]
+    return values.double().round(decimals=5)
 
 
 def freeze(student, train: str) -> None:

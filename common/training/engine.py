@@ -14,8 +14,8 @@ from common.cli import UserError
 from common.training import checkpoints
 from common.training.heldout import Heldout
 from common.training.metrics import Metrics
-from common.training.packing import batch_indices, rows_of_step
-from common.training.sharding import Ranks, Trainee, sum_over_ranks
+from common.training.packing import batch_indices, rows_ahead
+from common.training.sharding import Ranks, Trainee, reduce_gradients, sum_over_ranks
 
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
 
@@ -34,6 +34,7 @@ class Plan:
     save_minutes: float  # maximum time between checkpoints
     print_every: int  # steps between printed lines
     final_share: float = 0.0  # learning rate at the end of the cosine, as a share of the peak
+    reduce: str = "step"  # when gradients are reduced over ranks: once a "step" or after every "row"
 
     def to_resume(self) -> dict:
         """The settings that must match on resume: all but those for saving and printing."""
@@ -71,7 +72,10 @@ class Phase:
         return list(trainee.replicated.values())
 
     def end_step(self, step: int) -> dict:
-        """Called after gradients are summed, to add any others. Returns figures for metrics.jsonl."""
+        """Called after gradients are summed, to add any others.
+
+        Returns figures for metrics.jsonl, numbers or tensors on any device.
+        """
         return {}
 
     def after_update(self, step: int) -> None:
@@ -101,7 +105,8 @@ def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | N
         pattern = next((pattern for pattern in special if re.search(pattern, name)), "")
         groups[pattern]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
-    return torch.optim.AdamW(filled, lr=options["initial_lr"])
+    on_gpu = next(trainee.parameters()).is_cuda
+    return torch.optim.AdamW(filled, lr=options["initial_lr"], fused=on_gpu)
 
 
 class Signals:
@@ -138,11 +143,12 @@ def train(
     """
     until = until or plan.steps
     metrics = Metrics(job, plan)
+    batches = rows_ahead(samples, range(job.step, until), plan, job.ranks)
     saved, stop = time.perf_counter(), False
-    with Signals() as signals, contextlib.closing(metrics):
+    with Signals() as signals, contextlib.closing(metrics), contextlib.closing(batches):
         while job.step < until and not stop:
             began = time.perf_counter()
-            figures = run_step(job, phase, samples, plan)
+            figures = run_step(job, phase, next(batches), samples, plan)
             job.step += 1
             figures["seconds"] = round(time.perf_counter() - began, 4)
             if heldout and heldout.due(job.step, plan.steps):
@@ -168,38 +174,56 @@ def on_any_rank(*flags: bool) -> list[bool]:
     return [count > 0 for count in raised.tolist()]
 
 
-def run_step(job: Job, phase: Phase, samples: list, plan: Plan) -> dict:
-    """One training step. Returns its figures, among them the batch's loss and tokens."""
-    ranks, step = job.ranks, job.step
+def run_step(job: Job, phase: Phase, rows: list, samples: list, plan: Plan) -> dict:
+    """One training step on this rank's rows. Returns its figures, among them the batch's loss and tokens.
+
+    The host reads nothing from the device before all work but the update is queued: it waits for it once, to
+    see that the update is finite.
+    """
+    step = job.step
     factor = learning_rate(step, plan)
     for group in job.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
-    rows = rows_of_step(samples, step, plan, ranks)
     phase.begin_step(step)
-    totals: dict[str, torch.Tensor] = {}
-    for row in rows:
-        loss, parts = phase.row_loss(row.to(ranks.device))
-        (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch loss is a sum
-        for name, part in (parts | {"loss": loss, "tokens": torch.tensor(row.input_ids.numel())}).items():
-            totals[name] = totals.get(name, 0) + part.detach().double().cpu()
-    sum_over_ranks(phase.leaves(job.trainee))
+    totals = backward(job, phase, rows, plan)
     figures = phase.end_step(step)
-    totals["flops"] = torch.tensor(sum(map(phase.flops, rows)), dtype=torch.float64)
-    rank_loss = float(totals["loss"])
     summed = torch.stack(list(totals.values()))
     dist.all_reduce(summed)
-    sums = dict(zip(totals, summed.tolist(), strict=True))
     norm = clip_gradients(job.trainee, plan.clip)
+    sums = dict(zip(totals, summed.tolist(), strict=True))
+    norm = round(float(norm), 6)
     if not math.isfinite(sums["loss"] + norm):  # before the update, so that no checkpoint contains it
-        _refuse_non_finite(rank_loss, norm, batch_indices(step, plan.batch, len(samples), plan.seed), job)
+        batch = batch_indices(step, plan.batch, len(samples), plan.seed)
+        _refuse_non_finite(float(totals["loss"]), norm, batch, job)
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
     phase.after_update(step)
-    return sums | figures | {"lr": factor * job.optimizer.param_groups[0]["initial_lr"], "grad_norm": norm}
+    for name, figure in figures.items():
+        sums[name] = figure.tolist() if torch.is_tensor(figure) else figure
+    return sums | {"lr": factor * job.optimizer.param_groups[0]["initial_lr"], "grad_norm": norm}
 
 
-def clip_gradients(trainee, clip: float) -> float:
-    """Clip the model's gradients to norm `clip` (0: no clipping). Returns the norm before clipping.
+def backward(job: Job, phase: Phase, rows: list, plan: Plan) -> dict[str, torch.Tensor]:
+    """Accumulate the gradients of all rows of a step, reduced over ranks.
+
+    Returns this rank's sums over rows of the loss, its terms, tokens and FLOPs: float64 on its device.
+    """
+    ranks = job.ranks
+    counts = {"tokens": sum(row.input_ids.numel() for row in rows), "flops": sum(map(phase.flops, rows))}
+    totals = {name: torch.full((), count, dtype=torch.float64, device=ranks.device)
+              for name, count in counts.items()}
+    for number, row in enumerate(rows, 1):
+        reduce_gradients(job.trainee, last=number == len(rows), every_row=plan.reduce == "row")
+        loss, parts = phase.row_loss(row.to(ranks.device))
+        (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the batch loss is a sum
+        for name, part in (parts | {"loss": loss}).items():
+            totals[name] = totals.get(name, 0) + part.detach().double()
+    sum_over_ranks(phase.leaves(job.trainee))
+    return totals
+
+
+def clip_gradients(trainee, clip: float) -> torch.Tensor:
+    """Clip the model's gradients to norm `clip` (0: no clipping). Returns the norm before clipping, a scalar.
 
     Replicated parameters are neither counted nor scaled.
     """
@@ -208,7 +232,7 @@ def clip_gradients(trainee, clip: float) -> float:
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if clip:
         torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
-    return round(float(norm), 6)
+    return norm
 
 
 def _refuse_non_finite(rank_loss: float, norm: float, batch: list[int], job: Job) -> None:

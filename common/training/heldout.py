@@ -47,10 +47,10 @@ class Heldout:
         for prefix, samples in self.sets.items():
             answers = any(sample.answer_tokens for sample in samples)
             rows = rows_of_step(samples, 0, replace(plan, batch=len(samples)), ranks)  # each sample once
-            sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64)
+            sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=ranks.device)
             for row in rows:
                 row = row.to(ranks.device)
-                sums += compare(phase, row, row.answer_at if answers else row.prompt_at).cpu()
+                sums += compare(phase, row, row.answer_at if answers else row.prompt_at)
             dist.all_reduce(sums)
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):

@@ -4,15 +4,14 @@ Everything here is a pure function of (seed, step, rank, world), so a resumed ru
 """
 
 import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.data.samples import Sample
-from common.models import window_mask
 
 
 @functools.lru_cache(maxsize=2)
@@ -63,31 +62,20 @@ class Row:
     all_weight: torch.Tensor  # [T] float32, prompt and answer as one part
     prompt_at: torch.Tensor  # positions that predict a prompt token
     answer_at: torch.Tensor  # positions that predict an answer token
+    starts: torch.Tensor  # [samples + 1] int32, each sample's first token in the row, then T
     lengths: tuple[int, ...]  # tokens in each sample
 
-    def to(self, device) -> "Row":
+    def _each(self, function) -> "Row":
         tensors = [field.name for field in fields(self) if field.name != "lengths"]
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+        return replace(self, **{name: function(getattr(self, name)) for name in tensors})
 
+    def pinned(self) -> "Row":
+        """A copy in page-locked memory, from which a GPU copies while the host goes on."""
+        return self._each(torch.Tensor.pin_memory)
 
-def packed_attention(module, query, key, value, attention_mask, sample_lengths=None, sliding_window=None,
-                     **kwargs):
-    """Causal attention within each sample of a row, by torch's fused kernel, without a T x T mask.
-
-    query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
-    with attn_implementation="packed". sample_lengths, which sum to T, are passed through the model's forward;
-    None: one sample. sliding_window: number of positions a token attends to, including its own; None for all.
-    Only samples longer than that need a mask.
-    """
-    parts = (states.split(sample_lengths or query.shape[2], dim=2) for states in (query, key, value))
-    alone = []
-    for sample in zip(*parts, strict=True):
-        mask = window_mask(sample[0].shape[2], sliding_window, query.device)
-        alone.append(sdpa_attention_forward(module, *sample, mask, is_causal=mask is None, **kwargs)[0])
-    return torch.cat(alone, dim=1), None
-
-
-AttentionInterface.register("packed", packed_attention)
+    def to(self, device) -> "Row":
+        """A copy on a device. The host does not wait for it."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def answer_mask(sample: Sample) -> np.ndarray:
@@ -116,8 +104,10 @@ def build_row(samples: list[Sample], batch: int) -> Row:
     parts = zip(*(_columns(sample, batch) for sample in samples), strict=True)
     ids, positions, targets, *weights = (torch.from_numpy(np.concatenate(part)) for part in parts)
     prompt, answer, both = (weight.float() for weight in weights)
+    lengths = tuple(map(len, samples))
+    starts = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
     return Row(ids.long()[None], positions[None], targets.long(), prompt, answer, both,
-               prompt.nonzero()[:, 0], answer.nonzero()[:, 0], tuple(map(len, samples)))
+               prompt.nonzero()[:, 0], answer.nonzero()[:, 0], starts, lengths)
 
 
 def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
@@ -142,3 +132,25 @@ def idle_row(sample: Sample) -> Row:
     for weight in (row.prompt_weight, row.answer_weight, row.all_weight):
         weight.zero_()
     return replace(row, prompt_at=row.prompt_at[:0], answer_at=row.answer_at[:0])
+
+
+def rows_ahead(samples: list[Sample], steps: range, plan, ranks):
+    """Yield rows_of_step for each of these steps. A thread builds the next step's rows meanwhile.
+
+    For a GPU they are pinned. Closing the generator ends the thread.
+    """
+    cuda = ranks.device.type == "cuda"
+
+    def rows_of(step: int) -> list[Row]:
+        rows = rows_of_step(samples, step, plan, ranks)
+        return [row.pinned() for row in rows] if cuda else rows
+
+    # a thread starts on the first GPU, where pinning would take memory for every rank
+    starts_on = {"initializer": torch.cuda.set_device, "initargs": (ranks.device,)} if cuda else {}
+    with ThreadPoolExecutor(1, **starts_on) as thread:
+        ahead = thread.submit(rows_of, steps.start)
+        for step in steps:
+            rows = ahead.result()
+            if step + 1 < steps.stop:
+                ahead = thread.submit(rows_of, step + 1)
+            yield rows

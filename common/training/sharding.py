@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-import common.training.packing  # noqa: F401  registers the attention "packed"
+import common.training.attention  # noqa: F401  registers the attention "packed"
 from common.cli import UserError
 from common.weights import open_checkpoint
 
@@ -106,7 +106,7 @@ class Trainee(nn.Module):
     def forward(self, row, head_loss=None):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
         packed = self.net.config._attn_implementation == "packed"
-        options = {"sample_lengths": row.lengths} if packed else {}
+        options = {"row": row} if packed else {}
         output = self.net.model(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
         )
@@ -123,6 +123,18 @@ def sum_over_ranks(leaves) -> None:
         if leaf.grad is not None:
             dist.all_reduce(leaf.grad)
             leaf.grad /= dist.get_world_size()
+
+
+def reduce_gradients(trainee: Trainee, last: bool, every_row: bool) -> None:
+    """Say how the next backward pass reduces gradients over ranks. last: of the step.
+
+    Once a step moves the fewest bytes, but each rank holds the sums over its rows whole, in float32. With
+    every_row they stay sharded: reduced within a node after every row, and between nodes once a step.
+    """
+    if every_row:
+        trainee.set_requires_all_reduce(last)
+    else:
+        trainee.set_requires_gradient_sync(last)
 
 
 def device_mesh(ranks: Ranks):
