@@ -159,12 +159,15 @@ def add_execution_flags(parser) -> None:
                         help="activation checkpointing of every layer (default: on GPUs only)")
     parser.add_argument("--deterministic", action="store_true",
                         help="on GPUs: only kernels that give the same bits each time, slower")
+    parser.add_argument("--reduce", choices=("step", "row"), default="step",
+                        help="reduce gradients over ranks once a step, or after every packed row: more "
+                             "traffic, but no rank holds its rows' gradients whole")
     parser.add_argument("--save-minutes", type=cli.non_negative_float, default=20,
                         help="maximum minutes between checkpoints")
     parser.add_argument("--save-steps", type=cli.positive, help="also save every so many steps")
     parser.add_argument("--print-every", type=cli.positive, default=1,
                         help="steps between printed lines; metrics.jsonl has every step")
-    parser.add_argument("--plan", metavar="COUNTxDEVICE",
+    parser.add_argument("--plan", metavar="[NODESx]COUNTxDEVICE",
                         help=f"only print memory, FLOPs and time on {', '.join(budget.HARDWARE)}")
 
 

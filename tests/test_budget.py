@@ -153,7 +153,40 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
     alone = budget.step_cost(work, budget.Student(8), plan(1, 64), budget.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
-    assert budget.seconds(1.0, 3e12, cluster) == 10  # the links of an A100: 300 GB/s
+    assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
+
+
+def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
+    """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
+    work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
+    cluster, size = budget.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
+    once = budget.step_cost(work, None, plan(1, 64), cluster)
+    every = budget.step_cost(work, None, replace(plan(1, 64), reduce="row"), cluster)
+    assert once.rows == every.rows == 4
+    assert once.traffic == (4 * 4 + 4) * size.whole and every.traffic == (4 * 4 + 4 * 4) * size.whole
+    summed, sharded = (budget.memory(work, None, 2, 4096, whole) for whole in (True, False))
+    assert summed["gradients"] - sharded["gradients"] == 4 * size.whole / 2
+    for reduce, expected in (("step", summed), ("row", sharded)):
+        lines, _, _ = budget.report("sft", work, None, replace(plan(1, 64), reduce=reduce), cluster)
+        assert f"gradients {expected['gradients'] / 2**30:.3g}" in lines[1]
+
+
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
+    """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
+    work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
+    cluster, one = budget.parse_hardware(f"{nodes}x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
+    assert (cluster.nodes, cluster.world, cluster.device) == (nodes, 8, one.device)
+    batch = replace(plan(1, 64 * nodes), reduce="row")
+    step, alone = budget.step_cost(work, None, batch, cluster), budget.step_cost(work, None, plan(1, 64), one)
+    assert step.network == pytest.approx(2 * (nodes - 1) / nodes * 4 * 6_738_415_616 / 8) and not alone.network
+    assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
+    assert step.flops == nodes * alone.flops and step.seconds == pytest.approx(alone.seconds)
+    assert budget.seconds(1.0, 0, 25e10, cluster) == 10  # 200 Gb/s a device
+    lines, _, _ = budget.report("sft", work, None, batch, cluster)
+    assert f"{step.network / 2**30:.3g} GiB between nodes" in lines[2]
+    lines, _, _ = budget.report("sft", work, None, batch, one)
+    assert "between nodes" not in lines[2]
 
 
 def test_memory_is_that_of_the_weights_on_one_rank():
@@ -185,9 +218,10 @@ def test_all_phases_must_fit(capsys):
         budget.print_phases(phases, "1xA100-80GB")
 
 
-@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB"])
+@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB", "2x2x8xA100-80GB",
+                                  "0x8xA100-80GB", "x8xA100-80GB", ""])
 def test_hardware_that_is_not_known(text):
-    with pytest.raises(UserError, match="expected COUNTxDEVICE, a device of A100-40GB"):
+    with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         budget.parse_hardware(text)
 
 

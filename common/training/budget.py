@@ -6,6 +6,7 @@ transformers computes it. Buffers of the allocator, NCCL and CUDA are not counte
 
 import copy
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -21,21 +22,25 @@ LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator: dense bf16 FLOP/s, memory in GiB, bytes/s to its node's others in one direction."""
+    """One accelerator: dense bf16 FLOP/s, memory in GiB, and bytes/s in one direction.
+
+    link: to the others of its node; network: to other nodes.
+    """
 
     flops: float
     memory: float
     link: float
+    network: float
 
 
-HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation
-    "A100-40GB": Hardware(312e12, 40, 300e9),
-    "A100-80GB": Hardware(312e12, 80, 300e9),
-    "H100-80GB": Hardware(989e12, 80, 450e9),
-    "H200-141GB": Hardware(989e12, 141, 450e9),
-    "B200-180GB": Hardware(2250e12, 180, 900e9),
-    "L40S-48GB": Hardware(362e12, 48, 32e9),
-    "RTX4090-24GB": Hardware(165e12, 24, 32e9),
+HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a network port per device, as in DGX
+    "A100-40GB": Hardware(312e12, 40, 300e9, 25e9),
+    "A100-80GB": Hardware(312e12, 80, 300e9, 25e9),
+    "H100-80GB": Hardware(989e12, 80, 450e9, 50e9),
+    "H200-141GB": Hardware(989e12, 141, 450e9, 50e9),
+    "B200-180GB": Hardware(2250e12, 180, 900e9, 50e9),
+    "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
+    "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
 }
 
 
@@ -49,18 +54,23 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks that shard the weights, one device each."""
+    """Nodes that hold the weights each, sharded over `world` ranks with a device each."""
 
     world: int
     device: Hardware
+    nodes: int = 1
 
 
 def parse_hardware(text: str) -> Cluster:
-    """"8xA100-80GB" -> 8 ranks of that device. Raises UserError for anything else."""
-    count, _, name = text.partition("x")
-    if not count.isdecimal() or int(count) < 1 or name not in HARDWARE:
-        raise UserError(f"--plan: expected COUNTxDEVICE, a device of {', '.join(HARDWARE)}, found {text!r}")
-    return Cluster(int(count), HARDWARE[name])
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes.
+
+    Raises UserError for anything else.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
+    if not match or match[3] not in HARDWARE:
+        raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
+                        f"{', '.join(HARDWARE)}, found {text!r}")
+    return Cluster(int(match[2]), HARDWARE[match[3]], int(match[1] or 1))
 
 
 @dataclass(frozen=True)
@@ -161,12 +171,15 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(work: Workload, student: Student | None, world: int, row: int, compute: int = 2) -> dict:
-    """Peak bytes per rank in a step, by purpose; "total" is their sum.
-
-    student: None for plain fine-tuning, otherwise a frozen teacher of the same config is in memory, too;
-    world: ranks that shard the weights; row: tokens in a row; compute: bytes per number in the forward pass.
-    """
+def memory(
+    work: Workload,
+    student: Student | None,  # None for plain fine-tuning, otherwise a frozen teacher is in memory, too
+    world: int,  # ranks that shard the weights
+    row: int,  # tokens in a row
+    whole_gradients: bool = False,  # summed over several rows before they are reduced
+    compute: int = 2,  # bytes per number in the forward pass
+) -> dict:
+    """Peak bytes per rank in a step, by purpose; "total" is their sum."""
     config, layers = work.config, work.config.num_hidden_layers
     student_size, source = size(config, student), size(config)
     trained, largest = student_size.trained(student)
@@ -178,7 +191,7 @@ def memory(work: Workload, student: Student | None, world: int, row: int, comput
     parts = {
         "parameters": 4 * student_size.whole / world + compute * gathered_weights,
         # sharded, except for the one being reduced
-        "gradients": 4 * trained / world + (compute + 4) * largest,
+        "gradients": 4 * trained / (1 if whole_gradients else world) + (compute + 4) * largest,
         "optimizer": 8 * trained / world,
         "activations": activations,
         "teacher": teacher if student else 0,
@@ -187,9 +200,14 @@ def memory(work: Workload, student: Student | None, world: int, row: int, comput
     return parts | {"total": sum(parts.values())}
 
 
-def seconds(flops: float, traffic: float, cluster: Cluster) -> float:
-    """Expected seconds per step: compute at EFFICIENCY of peak or `traffic` bytes per rank, the longer."""
-    return max(flops / (cluster.world * cluster.device.flops * EFFICIENCY), traffic / cluster.device.link)
+def seconds(flops: float, traffic: float, network: float, cluster: Cluster) -> float:
+    """Expected seconds per step: the longest of three that overlap.
+
+    They are compute at EFFICIENCY of peak, and the bytes per rank within a node and between nodes.
+    """
+    device = cluster.device
+    compute = flops / (cluster.nodes * cluster.world * device.flops * EFFICIENCY)
+    return max(compute, traffic / device.link, network / device.network)
 
 
 @dataclass(frozen=True)
@@ -199,16 +217,17 @@ class Step:
     rows: int  # per rank
     row: int  # tokens in the longest row
     flops: float  # without recomputation
-    traffic: float  # bytes moved per rank
+    traffic: float  # bytes moved per rank within its node
+    network: float  # bytes moved per rank between nodes
     seconds: float
 
 
 def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -> Step:
     """The cost of a step of fine-tuning (student None) or distillation.
 
-    plan: an object with batch and tokens_per_microbatch.
+    plan: an object with batch, tokens_per_microbatch and reduce.
     """
-    count, world = len(work.lengths), cluster.world
+    count, ranks = len(work.lengths), cluster.world * cluster.nodes
     tokens = plan.batch * sum(work.lengths) / count
     predicted = tokens if student else plan.batch * sum(work.answers) / count
     attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
@@ -216,36 +235,41 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
     useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
     if student:
         useful += forward  # the teacher's
-    row = int(min(plan.tokens_per_microbatch, max(tokens / world, max(work.lengths))))
-    rows = max(1, math.ceil(tokens / world / plan.tokens_per_microbatch))
+    row = int(min(plan.tokens_per_microbatch, max(tokens / ranks, max(work.lengths))))
+    rows = max(1, math.ceil(tokens / ranks / plan.tokens_per_microbatch))
     student_size, source = size(work.config, student), size(work.config).whole
     trained, _ = student_size.trained(student)
-    moved = 2 * 2 * student_size.whole + 4 * trained  # gathered twice in bf16, gradients reduced in float32
-    if student:
-        moved += 2 * source  # the teacher is gathered once
-    traffic = rows * moved * (world > 1)
-    return Step(rows, row, useful, traffic, seconds(useful + forward * work.recompute, traffic, cluster))
+    gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
+    reductions = rows if plan.reduce == "row" else 1
+    traffic = (rows * gathered + reductions * 4 * trained) * (cluster.world > 1)  # reduced in float32
+    # a rank's shard of the gradients, once a step: a ring passes it round twice
+    network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.world
+    expected = seconds(useful + forward * work.recompute, traffic, network, cluster)
+    return Step(rows, row, useful, traffic, network, expected)
 
 
 def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple:
     """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
     step = step_cost(work, student, plan, cluster)
-    need = memory(work, student, cluster.world, step.row)
+    need = memory(work, student, cluster.world, step.row, step.rows > 1 and plan.reduce == "step")
     limit = USABLE * cluster.device.memory * 2**30
     fits, hours = need["total"] <= limit, plan.steps * step.seconds / 3600
     mean = sum(work.lengths) / len(work.lengths)
     gib = " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items())
+    moved = f"{step.traffic / 2**30:.3g} GiB moved per rank"
+    if cluster.nodes > 1:
+        moved += f", {step.network / 2**30:.3g} GiB between nodes"
     lines = [
         f"{title}: {plan.steps} steps of {plan.batch} samples, {mean:.0f} tokens each; "
         f"{step.rows} row(s) of up to {step.row} tokens per rank",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
-        f"  per step     | {step.flops / 1e12:.3g} TFLOP | {step.traffic / 2**30:.3g} GiB moved per rank | "
+        f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
         f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in total",
     ]
     if fits:
         return [*lines, "  fits"], hours, True
     if need["total"] - need["activations"] - need["loss"] > limit:
-        advice = "more ranks, or devices with more memory"
+        advice = "more ranks, devices with more memory, or --reduce row"
     else:
         advice = "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
     excess = (need["total"] - limit) / 2**30
@@ -274,7 +298,7 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     """
     tokens, attended = sum(work.lengths), sum(length * (length + 1) // 2 for length in work.lengths)
     flops = 2 * forward_flops(work.config, tokens, attended, tokens)  # of the student and the teacher
-    hours = times * seconds(flops, 0, parse_hardware(hardware)) / 3600
+    hours = times * seconds(flops, 0, 0, parse_hardware(hardware)) / 3600
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
           f"{hours:.2g} h in total")
     return hours

@@ -38,7 +38,7 @@ def set_defaults(args, demo: bool, positions: int) -> None:
 def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
     """The plans of both phases, "teacher" (if one is to be trained) and "student"."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
-              "save_minutes": args.save_minutes, "print_every": args.print_every,
+              "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
               "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
     plans = {}
     if args.teacher != SOURCE:
