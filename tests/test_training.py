@@ -24,6 +24,7 @@ import filelock
 import pytest
 import safetensors.torch
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.artifacts import write_record
 from common.cli import UserError
@@ -37,7 +38,7 @@ from common.training.checkpoints import steps_saved, whole_weights
 from common.training.distill import Settings, gqa_optimizer, masked_optimizer, start_masks
 from common.training.engine import STOPPED, Job, Plan, learning_rate
 from common.training.inputs import Pair, Pool, Run, samples_digest
-from common.training.packing import rows_of_step
+from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Trainee, build
 from conftest import (
     ROOT,
@@ -50,6 +51,7 @@ from conftest import (
     tiny_model,
 )
 from test_checkpoints import Attack, seal
+from test_heldout import gqa_job, masked_job
 
 STAGE = "05_prune_train.py"
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
@@ -153,6 +155,31 @@ def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(group_of_
                     parameter -= 1e-3 * learning_rate(step, plan) * parameter.grad
     for ours, theirs in zip(job.trainee.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations in a block, in order."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("make_job", [masked_job, gqa_job])
+def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path, make_job):
+    """On a GPU, float() of a tensor waits for all work before it: none until the gradients are complete."""
+    job, phase = make_job(group_of_one, tmp_path)
+    rows = [build_row(SAMPLES[:1], 2), build_row(SAMPLES[1:], 2)]
+    with Operations() as operations:
+        figures = engine.run_step(job, phase, rows, SAMPLES, plan_of(5, clip=1.0))
+    assert figures["loss"] > 0 and figures["tokens"] == 7
+    products = [number for number, name in enumerate(operations.names) if name == "aten.mm.default"]
+    reads = [number for number, name in enumerate(operations.names) if "_local_scalar_dense" in name]
+    assert len(products) > 50 and reads and reads[0] > products[-1]
 
 
 @pytest.mark.parametrize("final_share", [0.0, 0.1])

@@ -71,7 +71,8 @@ def switch_step(steps: int) -> int:
 
 def row_size(row, predicted: int) -> tuple[int, int, int]:
     """Tokens, (query, key) pairs and predicted tokens of a row, for budget's FLOPs."""
-    return row.input_ids.numel(), int((row.position_ids + 1).sum()), predicted
+    pairs = sum(length * (length + 1) // 2 for length in row.lengths)
+    return row.input_ids.numel(), pairs, predicted
 
 
 class Sft(Phase):
