@@ -12,7 +12,18 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from bench import alignment, decode, loss, merging, positions, recovery, step_plan, text_model, train_step
+from bench import (
+    alignment,
+    decode,
+    loss,
+    merging,
+    plans,
+    positions,
+    recovery,
+    step_plan,
+    text_model,
+    train_step,
+)
 from bench.machine import machine, timed
 from common.cli import UserError
 from common.data.samples import Sample
@@ -346,3 +357,17 @@ def test_decode_bench_of_a_random_pair():
     for cell in figures["cells"]:  # keys and values, 3 layers, 2 heads of 16, float32
         assert cell["kv_bytes"]["gqa"] == 2 * 3 * 2 * 16 * 4 * cell["context"] * cell["batch"]
         assert min(*cell["prefill_tokens_per_s"].values(), *cell["decode_tokens_per_s"].values()) > 0
+
+
+def test_plans_are_those_of_the_budget():
+    """LLaMA2-7B with a quarter of its kv heads: 6.74e9 parameters less three quarters of W_K and W_V."""
+    assert budget.size(plans.shape("7B")).whole == 6_738_415_616
+    pruned = 6_738_415_616 - 32 * 2 * 4096 * 4096 * 3 // 4
+    cells = dict(zip(plans.HEADER, plans.row("7B", "2x8xA100-80GB", "all"), strict=True))
+    assert (cells["model"], cells["machine"], cells["--train"]) == ("7B", "2x8xA100-80GB", "all")
+    assert float(cells["between nodes"]) == pytest.approx(4 * pruned / 8 / 2**30, rel=0.01)
+    assert float(cells["GiB moved"]) == pytest.approx((8 * pruned + 2 * 6_738_415_616) / 2**30, rel=0.01)
+    assert float(cells["hours"]) == pytest.approx(1e8 / 512 / 128 * float(cells["s a step"]) / 3600, rel=0.05)
+    assert cells["usable"] == "72" and 16 * pruned / 8 < float(cells["GiB needed"]) * 2**30 < 72 * 2**30
+    cells = dict(zip(plans.HEADER, plans.row("70B", "8xA100-80GB", "attention"), strict=True))
+    assert cells["GiB needed"].endswith("too much") and cells["between nodes"] == "0"

@@ -97,7 +97,10 @@ class Reads(list):
 
 
 def test_rows_are_built_one_step_ahead_by_a_thread():
-    samples, ranks = Reads(random_samples(20)), Ranks(1, 2, CPU)
+    ranks, counted = Ranks(1, 2, CPU), Reads(random_samples(20))
+    for step in range(3, 6):
+        rows_of_step(counted, step, plan(64), ranks)
+    samples = Reads(counted)
     batches = rows_ahead(samples, range(3, 6), plan(64), ranks)
     for step in range(3, 6):
         rows, expected = next(batches), rows_of_step(list(samples), step, plan(64), ranks)
@@ -106,6 +109,7 @@ def test_rows_are_built_one_step_ahead_by_a_thread():
                 ours = getattr(row, field.name)
                 assert torch.equal(torch.as_tensor(ours), torch.as_tensor(getattr(theirs, field.name)))
     assert next(batches, None) is None
+    assert len(samples.threads) == len(counted.threads)  # no step more than these
     assert threading.current_thread() not in samples.threads and len(set(samples.threads)) == 1
     assert not samples.threads[0].is_alive()
 
