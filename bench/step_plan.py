@@ -31,12 +31,13 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
     work = budget.Workload.of(config, samples, args.loss_chunk, recompute=cuda)
     student = student_of(config)
     longest = max(sum(row.lengths) for row in rows)
-    need = budget.memory(work, student, world, longest, compute=2 if cuda else 4)
+    need = budget.memory(work, student, world, longest, len(rows) > 1, 2 if cuda else 4)
     figures = {"memory_gib": round(need["total"] / 2**30, 2)}
     peak = budget.peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
         hardware = next(device for device in budget.HARDWARE.values() if device.flops == peak)
-        plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch)
+        plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
+                               reduce="step")
         cost = budget.step_cost(work, student, plan, budget.Cluster(world, hardware))
         figures["step_seconds"] = round(cost.seconds, 4)
     return figures

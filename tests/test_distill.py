@@ -116,7 +116,7 @@ def test_mask_gradient_is_that_of_equation_31(group_of_one, step):
     assert figures["mask_expected"] == pytest.approx(float(masks.expected(start).mean()), rel=1e-5)
     per_layer = {"mask_per_layer": masks.expected(start), "mask_mean_per_layer": masks.draw(start, 5, step)}
     for name, values in per_layer.items():
-        torch.testing.assert_close(torch.tensor(figures[name]), values.mean(1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(figures[name].float(), values.mean(1), rtol=0, atol=1e-5)
 
 
 def test_the_two_parts_of_the_mask_gradient_are_both_there(group_of_one):
