@@ -72,9 +72,10 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     work = budget.Workload.of(config, samples, 64, recompute=True)
     student, longest = budget.Student(2), max(row.input_ids.numel() for row in rows)
     figures = step_plan.expected(config, samples, rows, args, 1)
-    need = budget.memory(work, student, 1, longest, 2)["total"] / 2**30
+    need = budget.memory(work, student, 1, longest)["total"] / 2**30
     assert figures["memory_gib"] == pytest.approx(need, abs=0.006)
-    cost = budget.step_cost(work, student, args, budget.parse_hardware("1xH200-141GB"))
+    plan = argparse.Namespace(**vars(args), reduce="step")
+    cost = budget.step_cost(work, student, plan, budget.parse_hardware("1xH200-141GB"))
     assert figures["step_seconds"] == pytest.approx(cost.seconds, abs=1e-4)
 
 
