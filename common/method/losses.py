@@ -17,10 +17,15 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-def kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) over the vocabulary at temperature 1: logits [n, V], [n, V] -> [n] nats."""
+def kl(student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """KL(teacher || student) over the vocabulary: logits [n, V], [n, V] -> [n] nats.
+
+    At another temperature it is multiplied by its square, so that gradients keep their size.
+    """
+    if temperature != 1:
+        student, teacher = student / temperature, teacher / temperature
     student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1) * temperature**2
 
 
 def differences(logits: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,6 @@ class Distillation(Phase):
             teacher_hidden = self.teacher(row)
         teacher_head, kl_on_all = self.teacher.net.lm_head, self.settings.kl_on == "all"
         kl_weight = row.all_weight if kl_on_all else row.prompt_weight
-        temperature = self.settings.temperature
         parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
 
         def loss(part, at, student):  # student: logits [c, V] of the tokens `at`, all prompt or all answer
@@ -119,8 +118,7 @@ class Distillation(Phase):
             student = student.float()
             terms = {}
             if part == "prompt" or kl_on_all:
-                per_token = kl(student / temperature, teacher / temperature) * temperature**2
-                terms["kl"] = (per_token * kl_weight[at]).sum()
+                terms["kl"] = (kl(student, teacher, self.settings.temperature) * kl_weight[at]).sum()
             if part == "answer":
                 terms["bild"] = (bild(student, teacher) * row.answer_weight[at]).sum()
             for name, term in terms.items():
