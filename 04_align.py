@@ -17,11 +17,12 @@ source, aligned/ must match that model rounded to 16 bits, and its KL from the s
 fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge closed-form computes the best shared heads
-(common/method/merge.py), a start much closer to the source, best with 03_group.py --by energy; keys are
-merged with RoPE in mind for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O
-by least squares on the calibration text, for two forward passes over it. --refit attention goes on
-to train W_Q, W_K, W_V and W_O on the source layer's attention output, for seven passes in all.
+none it is the mean-pool baseline. --merge first retains the first head of each group (Section 4.4). --merge
+closed-form computes the best shared heads (common/method/merge.py), a start much closer to the source, best
+with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context tokens.
+--refit then re-solves each layer's W_O by least squares on the calibration text, for two forward passes over
+it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's attention output, for seven
+passes in all.
 """
 
 import os
@@ -45,7 +46,7 @@ from common.data.text import load_tokens, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.fuse import fuse_layer, mean_merge, merge_layer, merged_config
+from common.method.fuse import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.merge import closed_form_layer
 from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
@@ -53,6 +54,7 @@ from common.method.stats import LayerGrams
 from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
+PLAIN_MERGES = {"mean": mean_merge, "first": first_merge}
 STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
 
 
@@ -63,8 +65,9 @@ def parse():
     parser.add_argument("--rotate", choices=("none", "cos", "dist"), default="dist",
                         help="align unit-norm (cos) or raw (dist) vectors, or only reorder heads (none)")
     parser.section("merging")
-    parser.add_argument("--merge", choices=("mean", "closed-form"), default="mean",
-                        help="mean: as in the paper; closed-form: the best shared heads")
+    parser.add_argument("--merge", choices=("mean", "first", "closed-form"), default="mean",
+                        help="mean: as in the paper; first: the first head of each group, retained (an "
+                             "ablation of the paper); closed-form: the best shared heads")
     parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
                         help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive, default=None,
@@ -226,10 +229,12 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
                       args.refit == "attention", lambda batches: layers.store(batches, args.run))
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
-            merge = mean_merge(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
             if args.merge == "closed-form":
                 grams, groups = inputs.grams(index), inputs.groups[index]
                 merge = closed_form_layer(grams, groups, *rotations[index], inputs.context)
+            else:
+                plain = PLAIN_MERGES[args.merge]
+                merge = plain(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
             merged = merge_layer(layer, index, config, merge)
             if refit:
                 errors = refit.layer(layer, merged)

@@ -40,6 +40,7 @@ from common.data.tasks import (
     choice_samples,
     load_task,
     select_questions,
+    size_note,
 )
 from common.data.text import load_tokens, sequence_length
 from common.layers import Layers
@@ -179,7 +180,8 @@ def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
         selected = select_questions(len(examples), args.limit, args.seed)
         tasks[task] = {index: examples[index] for index in selected}
         repeated = sum(len(set(example.choices)) < len(example.choices) for example in tasks[task].values())
-        note = f", {repeated} of them with a duplicate choice" if repeated else ""
+        note = size_note(task, "validation", path, len(examples))
+        note += f", {repeated} of them with a duplicate choice" if repeated else ""
         print(f"reads   {path}: {len(selected)} of {len(examples)} questions{note}")
     return tasks
 

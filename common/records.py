@@ -81,8 +81,9 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 # one item per layer
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
+MERGES = ("mean", "first", "closed-form")
 # in train/, not in teacher/
-STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": ("mean", "closed-form")}
+STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": MERGES}
 STAGES = {  # stage -> fields of its record in addition to RECORD
     "01_calibrate.py": {
         "files": FILES,
@@ -105,7 +106,7 @@ STAGES = {  # stage -> fields of its record in addition to RECORD
         "files": FILES,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
-                    "merge": ("mean", "closed-form"), "refit": Optional(("output", "attention")),
+                    "merge": MERGES, "refit": Optional(("output", "attention")),
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
                     "calibration_tokens": COUNT,
                     "within_group_cosine": [COSINES], "max_logit_difference": POSITIVE, "kl": NUMBER,

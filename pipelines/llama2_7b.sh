@@ -13,11 +13,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 KV=${KV:-8}
 declare -A BUDGET=([16]=11530 [8]=23060 [4]=34590)
-[ -n "${BUDGET[$KV]:-}" ] || { echo "error: KV: expected 16, 8 or 4, found $KV" >&2; exit 2; }
-NAME=llama2-7b-gqa$KV MODEL=${MODEL:-meta-llama/Llama-2-7b-hf} HEADS=32
-STEPS=${BUDGET[$KV]} TEACHER_STEPS=2306
+NAME=llama2-7b-gqa$KV MODEL=${MODEL:-meta-llama/Llama-2-7b-hf} HEADS=32 TEACHER_STEPS=2306
 source pipelines/recipe.sh
 
-calibrate                              # minutes on one GPU
-convert value-dist value dist dist     # grouping and alignment take minutes, training days (see PLAN)
+calibrate                                    # minutes on one GPU
+convert value-dist "$KV" value dist dist     # grouping and alignment take minutes, training days (see PLAN)
 evaluate merged="$RUN/value-dist/merged" gqa="$RUN/value-dist/gqa"

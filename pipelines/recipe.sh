@@ -1,9 +1,10 @@
-# Shared by the recipes, which source it after setting NAME, MODEL, HEADS, KV, STEPS and TEACHER_STEPS.
+# Shared by the recipes, which source it after setting NAME, MODEL, HEADS, KV and TEACHER_STEPS, and BUDGET: the
+# published number of kv heads -> training steps.
 #
 #   PYTHON   interpreter (python)             RUN      run directory (runs/NAME)
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
-#   PLAN     e.g. 8xA100-80GB: print the cost of training on that hardware, and stop before training
+#   PLAN     e.g. 8xA100-80GB: print the cost of training on that hardware, and train nothing
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
@@ -11,15 +12,16 @@
 # Existing results are reused: after an interruption, run the same command.
 
 PYTHON=${PYTHON:-python}
+TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"
+for kv in $KV; do
+  [ -n "${BUDGET[$kv]:-}" ] || { echo "error: KV: expected some of ${!BUDGET[*]}, found $kv" >&2; exit 2; }
+done
 if [ -n "${SMALL:-}" ]; then
-  NAME=$NAME-small MODEL=demo KV=$((KV * 8 / HEADS)) NPROC=${NPROC:-2} TASKS=${TASKS:-runs/demo-model/tasks}
+  NAME=$NAME-small MODEL=demo NPROC=${NPROC:-2} TASKS=${TASKS:-runs/demo-model/tasks}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  LENGTH=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"})
-  LENGTH+=(${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
   CALIBRATE=(--model demo)
   EVALUATE=(--tasks "$TASKS" ${LIMIT:+--limit "$LIMIT"})
 else
-  LENGTH=(--steps "$STEPS" --teacher-steps "$TEACHER_STEPS")
   CALIBRATE=(--model "$MODEL" --text "${TEXT:-c4}" --sequences 128 --length 2048)
   EVALUATE=(--tasks "${TASKS:-hub}" --text "${HELDOUT:-c4}" --dtype bfloat16 ${LIMIT:+--limit "$LIMIT"})
 fi
@@ -42,17 +44,21 @@ calibrate() {
   make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
-# convert ROW BY CRITERION ROTATE: stages 3 to 6 in RUN/ROW, with RUN's calibration and teacher.
+# convert ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 to 6 in RUN/ROW, on RUN's calibration and teacher.
 convert() {
-  local row=$RUN/$1
+  local row=$RUN/$1 kv_heads=$2 length=(--steps "${BUDGET[$2]}" --teacher-steps "$TEACHER_STEPS")
+  if [ -n "${SMALL:-}" ]; then
+    kv_heads=$((kv_heads * 8 / HEADS)) length=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"}
+      ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
+  fi
   make_once "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
-    --similarity "$RUN/similarity.safetensors" --kv-heads "$KV" --by "$2" --criterion "$3"
-  make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$4"
-  local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" --text none
-    "${LENGTH[@]}")
+    --similarity "$RUN/similarity.safetensors" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
+  make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$5" \
+    --merge "${6:-mean}"
+  local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" --text none "${length[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
-    exit
+    return
   fi
   make_once "$row/train/stage.json" train "${settings[@]}"
   make_once "$row/gqa" "$PYTHON" 06_export.py --run "$row"
@@ -60,6 +66,31 @@ convert() {
 
 # evaluate NAME=CHECKPOINT...: one table, the teacher first. Printed again if it already exists.
 evaluate() {
+  [ -z "${PLAN:-}" ] || return 0
   if [ -e "$RUN/eval.md" ]; then cat "$RUN/eval.md"; return; fi
   "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATE[@]}" --model teacher="$RUN/teacher" "$@"
+}
+
+# table: the seven ROWS of each number of KV heads on one calibration and one teacher, then one evaluation.
+table() {
+  local rows checkpoints=() kv row
+  read -ra rows <<< "${ROWS:-$TABLE_ROWS}"
+  for row in "${rows[@]}"; do
+    [[ " $TABLE_ROWS retained " = *" $row "* ]] ||
+      { echo "error: ROWS: expected some of $TABLE_ROWS retained, found $row" >&2; exit 2; }
+  done
+  [ -z "${PLAN:-}" ] || rows=("${rows[0]}")  # the others cost the same
+  calibrate
+  for kv in $KV; do
+    for row in "${rows[@]}"; do
+      case $row in
+        baseline)  convert "gqa$kv-$row" "$kv" none dist none ;;
+        retained)  convert "gqa$kv-$row" "$kv" value dist dist first ;;
+        default-*) convert "gqa$kv-$row" "$kv" none "${row#*-}" "${row#*-}" ;;
+        *)         convert "gqa$kv-$row" "$kv" "${row%-*}" "${row#*-}" "${row#*-}" ;;
+      esac
+      checkpoints+=("gqa$kv-$row=$RUN/gqa$kv-$row/gqa")
+    done
+  done
+  [ -n "${ROWS:-}" ] || evaluate "${checkpoints[@]}"
 }

@@ -13,11 +13,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 KV=${KV:-4}
 declare -A BUDGET=([8]=13836 [4]=27672)
-[ -n "${BUDGET[$KV]:-}" ] || { echo "error: KV: expected 8 or 4, found $KV" >&2; exit 2; }
-NAME=sheared-llama-1.3b-gqa$KV MODEL=${MODEL:-princeton-nlp/Sheared-LLaMA-1.3B} HEADS=16
-STEPS=${BUDGET[$KV]} TEACHER_STEPS=3459
+NAME=sheared-llama-1.3b-gqa$KV MODEL=${MODEL:-princeton-nlp/Sheared-LLaMA-1.3B} HEADS=16 TEACHER_STEPS=3459
 source pipelines/recipe.sh
 
-calibrate                              # minutes on one GPU
-convert value-dist value dist dist     # grouping and alignment take minutes, training most of the time
+calibrate                                    # minutes on one GPU
+convert value-dist "$KV" value dist dist     # grouping and alignment take minutes, training most of the time
 evaluate merged="$RUN/value-dist/merged" gqa="$RUN/value-dist/gqa"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.method.fuse import Merge, fuse_layer, mean_merge, merge_model, merged_state
+from common.method.fuse import Merge, first_merge, fuse_layer, mean_merge, merge_model, merged_state
 from common.method.rope import rotate_pairs
 from conftest import tiny_model
 
@@ -91,6 +91,17 @@ def test_merge_is_the_mean_of_equations_25_and_26():
             torch.testing.assert_close(state[name], expected.float(), rtol=0, atol=1e-7)
         elif name in state:
             assert torch.equal(state[name], parameter)  # queries and outputs are as they were
+
+
+def test_the_first_head_of_a_group_is_retained():
+    attention = tiny_model(bias=True).model.layers[0].self_attn
+    state = merged_state(attention, first_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
+    for name, parameter in attention.named_parameters():
+        if name[0] in "kv":
+            first = parameter.detach().view(2, 4, 8, -1)[:, 0].reshape(state[name].shape)
+            assert torch.equal(state[name], first)
+        elif name in state:
+            assert torch.equal(state[name], parameter)
 
 
 def test_merging_equal_heads_changes_nothing():

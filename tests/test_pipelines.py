@@ -1,5 +1,6 @@
 """The recipes as a user runs them: bad settings and odd paths at once; end to end on the demo model, slow."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from conftest import ROOT
 from pipelines.smollm2 import STARTS
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
-RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh"]
+RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
 
 
 def recipe(name: str, **settings) -> subprocess.CompletedProcess:
@@ -48,10 +49,11 @@ def test_an_unpublished_budget_is_refused(name):
     assert done.stderr.endswith("found 5\n")
 
 
-def test_an_unknown_row_is_refused():
-    done = recipe("table1.sh", ROWS="key-cos keys-cos", PYTHON="false")
+@pytest.mark.parametrize("name", ["table1.sh", "table2.sh"])
+def test_an_unknown_row_is_refused(name):
+    done = recipe(name, ROWS="key-cos keys-cos", PYTHON="false")
     assert done.returncode == 2
-    assert done.stderr == f"error: ROWS: expected some of {' '.join(ROWS)}, found keys-cos\n"
+    assert done.stderr == f"error: ROWS: expected some of {' '.join(ROWS)} retained, found keys-cos\n"
 
 
 @pytest.mark.parametrize("small", ["", "1"])
@@ -67,15 +69,53 @@ def test_paths_with_blanks_quotes_and_brackets_stay_whole(name, small, recorded,
         assert "--tasks" not in words or after("--tasks", words) == "my [2] tasks"
 
 
-def test_table1_evaluates_the_teacher_and_every_row(recorded, tmp_path):
-    run = str(tmp_path / "a run")
-    *_, evaluation = recorded("table1.sh", RUN=run)
-    assert evaluation[0] == "07_eval.py"
-    models = evaluation[evaluation.index("--model") + 1:]
-    assert models == [f"teacher={run}/teacher", *(f"{row}={run}/{row}/gqa" for row in ROWS)]
+@pytest.mark.parametrize("name, blocks, options, epochs, teacher_epochs", [
+    ("table1.sh", [16, 8, 4], {}, [5, 10, 15], 2), ("table1.sh", [16, 8, 4], {"V1": 1}, [5, 15, 20], 2),
+    ("table1.sh", [8], {"KV": 8}, [10], 2), ("table2.sh", [8, 4], {}, [6, 12], 3),
+])  # fmt: skip
+def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, epochs, teacher_epochs):
+    """Every row on one calibration and one teacher, with the published epochs of 147,580 samples."""
+    run, budgets = str(tmp_path / "a run"), dict(zip(blocks, epochs, strict=True))
+    commands = recorded(name, RUN=run, **options)
+    stages = [[words for words in commands if stage in words]
+              for stage in ("01_calibrate.py", "02_similarity.py", "03_group.py", "04_align.py",
+                            "05_prune_train.py", "06_export.py", "07_eval.py")]
+    rows = list(itertools.product(blocks, ROWS))
+    assert [len(words) for words in stages] == [1, 1, *4 * [len(rows)], 1]
+    for (kv_heads, row), grouping, merge, training in zip(rows, *stages[2:5], strict=True):
+        home, (kind, _, criterion) = f"{run}/gqa{kv_heads}-{row}", row.partition("-")
+        assert after("--run", grouping) == after("--run", merge) == after("--run-dir", training) == home
+        assert after("--kv-heads", grouping) == str(kv_heads)
+        by = kind if kind in ("key", "value") else "none"
+        assert (after("--by", grouping), after("--criterion", grouping)) == (by, criterion or "dist")
+        assert after("--rotate", merge) == (criterion or "none") and after("--merge", merge) == "mean"
+        assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
+        assert after("--calibration", merge) == f"{run}/calibration"
+        assert after("--teacher", training) == f"{run}/teacher"
+        assert abs(int(after("--steps", training)) - budgets[kv_heads] * 147580 / 64) < 20
+        assert abs(int(after("--teacher-steps", training)) - teacher_epochs * 147580 / 128) < 3
+    models = stages[6][0][stages[6][0].index("--model") + 1:]
+    expected = [f"gqa{kv_heads}-{row}={run}/gqa{kv_heads}-{row}/gqa" for kv_heads, row in rows]
+    assert models == [f"teacher={run}/teacher", *expected]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+def test_some_rows_and_the_retained_head_are_trained_alone(recorded, tmp_path):
+    commands = recorded("table1.sh", RUN=tmp_path, KV="8 4", ROWS="retained")
+    merges = [words for words in commands if "04_align.py" in words]
+    chosen = [(after("--rotate", words), after("--merge", words)) for words in merges]
+    assert chosen == 2 * [("dist", "first")]
+    assert not [words for words in commands if "07_eval.py" in words]
+
+
+def test_a_plan_is_printed_for_each_number_of_kv_heads(recorded, tmp_path):
+    commands = recorded("table1.sh", RUN=tmp_path, PLAN="8xA100-80GB")
+    plans = [words for words in commands if "--plan" in words]
+    expected = [f"{tmp_path}/gqa{kv_heads}-baseline" for kv_heads in (16, 8, 4)]
+    assert [after("--run-dir", words) for words in plans] == expected
+    assert not [words for words in commands if "torch.distributed.run" in words or "07_eval.py" in words]
+
+
+@pytest.mark.parametrize("name", ["llama2_7b.sh", "sheared_llama_1.3b.sh"])
 def test_recipes_pass_the_published_budgets(name, recorded, tmp_path):
     """Epochs of 147,580 samples (Appendix A): 10 at a batch of 64 for 8 of 32 heads, 12 for 4 of 16."""
     epochs, teacher_epochs = (12, 3) if "1.3b" in name else (10, 2)
@@ -116,23 +156,25 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
 @pytest.mark.release
 def test_table1_end_to_end(tmp_path):
     run = tmp_path / "a [1] run"
-    small = {"SMALL": 1, "SMALL_STEPS": 20, "SMALL_TEACHER_STEPS": 10, "LIMIT": 20, "RUN": run}
+    small = {"SMALL": 1, "KV": 8, "SMALL_STEPS": 20, "SMALL_TEACHER_STEPS": 10, "LIMIT": 20, "RUN": run}
     planned = recipe("table1.sh", PLAN="8xA100-80GB", **small)
     assert planned.returncode == 0 and planned.stdout.count("  fits\n") == 2
     assert not (run / "teacher").exists()
     done = recipe("table1.sh", **small)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((run / "eval.json").read_text())["results"]
-    assert list(results) == ["teacher", *ROWS]
-    records = {row: json.loads((run / row / "train" / "stage.json").read_text()) for row in ROWS}
-    groups = {row: json.loads((run / row / "groups.json").read_text()) for row in ROWS}
+    assert list(results) == ["teacher", *(f"gqa8-{row}" for row in ROWS)]
+    homes = {row: run / f"gqa8-{row}" for row in ROWS}
+    records = {row: json.loads((home / "train" / "stage.json").read_text()) for row, home in homes.items()}
+    groups = {row: json.loads((home / "groups.json").read_text()) for row, home in homes.items()}
     for row in ROWS:
-        assert results[row]["kv_heads"] == 2 and set(results[row]["tasks"]) == set(TASKS)
+        figures = results[f"gqa8-{row}"]
+        assert figures["kv_heads"] == 2 and set(figures["tasks"]) == set(TASKS)
         assert records[row]["inputs"].keys() == records["baseline"]["inputs"].keys()
         # one teacher, one calibration
         assert records[row]["summary"]["teacher"] == records["baseline"]["summary"]["teacher"]
         assert groups[row]["inputs"] == groups["baseline"]["inputs"]
-        aligned = json.loads((run / row / "aligned" / "stage.json").read_text())["arguments"]
+        aligned = json.loads((homes[row] / "aligned" / "stage.json").read_text())["arguments"]
         kind, _, criterion = row.partition("-")
         assert groups[row]["summary"]["by"] == ("none" if kind in ("baseline", "default") else kind)
         assert aligned["rotate"] == (criterion or "none")
@@ -140,7 +182,7 @@ def test_table1_end_to_end(tmp_path):
     assert groups["baseline"]["groups"] != groups["key-cos"]["groups"]
     before = (run / "eval.json").read_bytes()
     again = recipe("table1.sh", **small)  # everything exists: the table is shown again, nothing is made
-    assert again.returncode == 0 and "| baseline" in again.stdout
+    assert again.returncode == 0 and "| gqa8-baseline" in again.stdout
     assert (run / "eval.json").read_bytes() == before
 
 

@@ -17,6 +17,7 @@ from common.data.tasks import (
     choice_samples,
     example_from_row,
     load_task,
+    size_note,
     tokenize,
 )
 from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
@@ -176,6 +177,18 @@ def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypat
 def test_both_schemas_give_the_same_example(task):
     for row in task_rows(6, 0)[task]:
         assert example_from_row(task, row) == example_from_row(task, on_the_hub(task, row))
+
+
+def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
+    """Table 4; files of one's own may have any size."""
+    sizes = {"train": (147_580, [9427, 16113, 39905, 40398, 1119, 2251, 4957, 33410]),
+             "validation": (19_740, [3270, 1838, 10042, 1267, 299, 570, 500, 1954])}
+    for split, (total, counts) in sizes.items():
+        for task, count in zip(TASKS, counts, strict=True):
+            assert size_note(task, split, "hub:x", count) == ""
+            assert size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
+            assert size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
+        assert sum(counts) == total
 
 
 def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):

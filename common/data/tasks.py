@@ -41,7 +41,7 @@ HUB = {
     "siqa": ("lighteval/siqa", None),
 }
 TASKS = tuple(HUB)
-PUBLISHED_SIZES = {  # Table 4: task -> questions for training, and of the evaluation
+PUBLISHED_SIZES = {  # Table 4: task -> rows of its train and validation split
     "boolq": (9427, 3270), "piqa": (16113, 1838), "hellaswag": (39905, 10042), "winogrande": (40398, 1267),
     "arc_challenge": (1119, 299), "arc_easy": (2251, 570), "openbookqa": (4957, 500), "siqa": (33410, 1954),
 }  # fmt: skip
@@ -197,6 +197,16 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
         except ValueError as error:
             raise UserError(f"{path} {place}: not a row of {task}: {error}") from error
     return examples, path
+
+
+def size_note(task: str, split: str, path: str, count: int) -> str:
+    """What to add to the line about a set of the hub whose size is not that of Table 4; otherwise "".
+
+    path: as load_task returns it.
+    """
+    published = PUBLISHED_SIZES[task][split == "validation"]
+    differs = path.startswith("hub:") and count != published
+    return f" (Table 4 of the paper: {published})" if differs else ""
 
 
 def has_split(task: str, split: str, source: str) -> bool:

@@ -78,6 +78,14 @@ def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
     return Merge(eye / shape[1], eye, eye / shape[1], eye)
 
 
+def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """Shared heads are the first of their groups, retained; W_Q and W_O do not change."""
+    mean = mean_merge(source_kv_heads, kv_heads, head_dim)
+    first = torch.zeros_like(mean.value_in)
+    first[:, 0] = torch.eye(head_dim)
+    return Merge(first, mean.value_out, first, mean.key_out)
+
+
 @torch.no_grad()
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""

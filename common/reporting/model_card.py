@@ -18,6 +18,7 @@ GROUPING = {
 }
 MERGING = {
     "mean": "the mean of the rotated heads of a group (generalized Procrustes)",
+    "first": "the first of the rotated heads of a group (generalized Procrustes), retained",
     "closed-form": "the best shared head in closed form",
 }
 REFIT = {

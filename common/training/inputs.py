@@ -15,7 +15,7 @@ from common.artifacts import check_input, read_record, sha256, verify_files
 from common.cli import Clock, UserError
 from common.data.chat import load_chats
 from common.data.samples import Sample
-from common.data.tasks import check_lengths, has_split, load_task, tokenize
+from common.data.tasks import check_lengths, has_split, load_task, size_note, tokenize
 from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
@@ -36,7 +36,7 @@ class Pair:
     merged: str
     model: dict  # description of the source model
     kv_heads: int
-    merge: str  # "mean" or "closed-form"
+    merge: str  # "mean", "first" or "closed-form"
     blended: tuple[str, ...]  # projections that merging changed
 
     @property
@@ -116,7 +116,8 @@ def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) 
                 raise UserError(f"{origin} row {number}: expected at most {positions} tokens (the model's "
                                 f"positions), found {len(sample)}")
             samples.append(sample)
-        ranks.say(f"reads   {origin}: {len(examples)} samples")
+        note = size_note(task, "train", origin, len(examples))
+        ranks.say(f"reads   {origin}: {len(examples)} samples{note}")
     return samples
 
 
