@@ -63,18 +63,16 @@ def fit_layers(config, samples: list, args, memory: float):
     return config
 
 
-def resident(trainee, optimizer) -> int:
-    """Bytes of a student's weights and optimizer state on this rank."""
-    tensors = list(trainee.parameters())
-    for state in optimizer.state.values():
+def resident(job) -> int:
+    """Bytes of a student's weights and optimizer state on this rank, between two steps."""
+    tensors = list(job.trainee.parameters())
+    for state in job.optimizer.state.values():
         tensors += [tensor for tensor in state.values() if torch.is_tensor(tensor)]
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    return sum(tensor.nbytes for tensor in local)
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
 
 
-def peak_memory(step, others: list[tuple]) -> float:
-    """GiB on the GPU at most during step(), without those of the other (trainee, optimizer) pairs."""
+def peak_memory(step, others: int) -> float:
+    """GiB on the GPU at most during step(), without the bytes that `others` hold meanwhile."""
     torch.cuda.reset_peak_memory_stats()
     step()
-    others = sum(resident(*other) for other in others)
     return round((torch.cuda.max_memory_allocated() - others) / 2**30, 2)

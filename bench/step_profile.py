@@ -46,7 +46,7 @@ def shares(events: list, seconds: float, cuda: bool) -> dict[str, float]:
     loss = merged([interval(event) for event in events if event.name == LOSS and on_host(event)])
     spent = dict.fromkeys((*CATEGORIES, OTHER), 0.0)  # microseconds
     for event in events:
-        if on_host(event) and not event.is_async:
+        if on_host(event):
             spent[category(event, loss)] += own_time(event, cuda)
     busy = sum(spent.values())
     if cuda:

@@ -217,8 +217,8 @@ def measure(args, ranks) -> dict:
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
         figures["mfu"] = round(flops / seconds["masked"] / peak, 3)
+    others = sum(step_plan.resident(models.jobs[trainee]) for trainee in (models.plain, models.gqa))
     if cuda:
-        others = [(trainee, models.optimizers[trainee]) for trainee in (models.plain, models.gqa)]
         figures["memory_gib"] = step_plan.peak_memory(ways["masked"], others)
     figures["planned"] = step_plan.expected(config, samples, packed, args, ranks.world)
     events, profiled_seconds = step_profile.profiled(ways["masked"], cuda)

@@ -99,13 +99,19 @@ def test_as_many_layers_as_a_gpu_holds():
         step_plan.fit_layers(shape, samples, args, need(1) - 1e3)
 
 
-def test_bytes_of_a_student_and_its_optimizer():
+def test_memory_of_a_step_is_without_the_other_students(monkeypatch):
+    """Twelve bytes per parameter, and four for Adam's step; the peak is that of this step alone."""
     model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters())
+    job = argparse.Namespace(trainee=model, optimizer=torch.optim.AdamW(model.parameters()))
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.sum().backward()
-    optimizer.step()
-    tensors = len(list(model.parameters()))
-    assert step_plan.resident(model, optimizer) == 12 * model.num_parameters() + 4 * tensors  # 4: its steps
+    job.optimizer.step()
+    held = step_plan.resident(job)
+    assert held == 12 * model.num_parameters() + 4 * len(list(model.parameters()))
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: calls.append("read") or 3 * 2**30 + held)
+    assert step_plan.peak_memory(lambda: calls.append("step"), held) == 3
+    assert calls == ["reset", "step", "read"]
 
 
 def test_relative_difference_is_of_the_largest_element():

@@ -431,6 +431,14 @@ def test_flags_out_of_range_are_refused_when_parsed(words):
         flags(*words.split())
 
 
+def test_deterministic_kernels_are_chosen_on_request(aligned_run, inputs, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    for asked in ([], ["--deterministic"]):
+        run(STAGE, *train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *asked))
+    assert chosen == [False, True, False]  # run() restores it each time
+
+
 def train_arguments(home, inputs, *arguments) -> list:
     return ["--run", home, "--tasks", inputs["tasks"], *TRAINING, *arguments]
 
