@@ -27,10 +27,10 @@ Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask 
 --masks off trains merged/ directly, without masks or L0 term: for a merged/ that starts near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one. SIGTERM and Ctrl-C finish the step, save and exit with 75 (torchrun
-itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout
-600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; a
-teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs with --deterministic). SIGTERM and Ctrl-C finish the step, save
+and exit with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save:
+pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...)
+and starts over; a teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; where it is silent, the
