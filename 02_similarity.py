@@ -4,7 +4,8 @@ Reads   RUN/calibration/
 Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
         the source's H key/value heads; with --energy also energy: minus the share of the layer's energy that
         merging the pair in closed form loses, for 03_group.py --by energy
-        RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2)
+        RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2); RUN/pairs.png: the
+        cosines of all pairs of heads in every layer, before alignment (Figure 2 of the paper's version 1)
 
     python 02_similarity.py --run runs/llama2-7b --energy
     python 02_similarity.py                       # a second on a CPU for the demo model
@@ -82,6 +83,20 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
               f"{-float(means['energy'].mean()):.4f}")
 
 
+def draw(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
+    """similarity.png, of the layers `drawn`, and pairs.png, of all."""
+    rows, cosines = {}, {}
+    for head in ("key", "value"):
+        before = similarity[f"{head}.cos.before"]
+        first, second = torch.triu_indices(*before.shape[1:], 1)
+        cosines[f"{head}s"] = before[:, first, second].tolist()
+        for when in ("before", "after"):
+            rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
+    title = "Similarity of heads before and after alignment"
+    plots.heatmaps(os.path.join(run, "similarity.png"), rows, drawn, title)
+    plots.pairs(os.path.join(run, "pairs.png"), cosines, "Similarity of all pairs of heads before alignment")
+
+
 def main():
     args, clock = parse(), Clock()
     source = args.calibration or os.path.join(args.run, "calibration")
@@ -109,12 +124,7 @@ def main():
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
     write_tensors(output, similarity, record("02_similarity.py", args, model, [source], summary, clock()))
     print(f"wrote   {output}")
-    rows = {}
-    for head in ("key", "value"):
-        for when in ("before", "after"):
-            rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
-    title = "Similarity of heads before and after alignment"
-    plots.heatmaps(os.path.join(args.run, "similarity.png"), rows, drawn, title)
+    draw(args.run, similarity, drawn)
     print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")

@@ -148,6 +148,23 @@ def test_heatmaps_show_each_matrix_in_its_place():
         assert axis.images[0].get_clim() == (0, 1)  # one scale for all, or colours could not be compared
 
 
+def test_negative_similarities_have_colours_of_their_own():
+    matrices = {"keys before": [np.array([[1.0, -0.25], [-0.25, 1.0]])], "keys after": [np.eye(2)]}
+    figure = figure_of(plots.heatmaps, matrices, [3], "Similarity of heads")
+    assert [axis.images[0].get_clim() for axis in figure.axes[:2]] == 2 * [(-0.25, 1)]
+
+
+def test_pairs_show_the_absolute_cosine_of_every_pair_in_every_layer():
+    cosines = {"keys": [[0.5, -0.25], [0.125, 0.0]], "values": [[-1.0, 1.0], [0.75, 0.5]]}
+    figure = figure_of(plots.pairs, cosines, "Pairs")
+    expected = {"keys": [0.5, 0.25, 0.125, 0.0], "values": [1.0, 1.0, 0.75, 0.5]}
+    for axis, (name, values) in zip(figure.axes, expected.items(), strict=True):
+        assert (axis.get_title(), axis.get_xlabel()) == (name, "layer")
+        (points,) = axis.lines
+        assert (list(points.get_xdata()), list(points.get_ydata())) == ([0, 0, 1, 1], values)
+        assert points.get_linestyle() == "None" and axis.get_ylim() == (-0.03, 1.03)
+
+
 def test_starts_show_a_line_per_way_and_the_source():
     losses = {"mean, masks": {0: [9.0], 10: [5.0, 6.0], 100: [3.0]}, "mean, no masks": {0: [8.0], 100: [2.5]},
               "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}}

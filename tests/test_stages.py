@@ -162,9 +162,10 @@ def test_similarities_can_be_recomputed_from_the_sampled_vectors(aligned_run):
 
 
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
-    """Figure 2: the cosines of evenly spaced layers, or of those asked for."""
+    """Figure 2: the cosines of evenly spaced layers, or of those asked for; of version 1: of all pairs."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
-    pictures = []
+    pictures, points = [], []
+    monkeypatch.setattr(plots, "pairs", lambda path, cosines, title: points.append(cosines))
     monkeypatch.setattr(plots, "heatmaps", lambda path, rows, layers, title: pictures.append((rows, layers)))
     calibration = ["--calibration", aligned_run / "calibration"]
     run("02_similarity.py", "--run", tmp_path / "all", *calibration)
@@ -180,6 +181,9 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
     expect_error("--layers-drawn: expected layers from 0 to 2, found 3", "02_similarity.py",
                  "--run", tmp_path / "none", *calibration, "--layers-drawn", 3)
     above = np.triu_indices(HEADS, 1)
+    for head in ("key", "value"):
+        stored = similarity.get_tensor(f"{head}.cos.before")
+        assert np.array_equal(points[0][f"{head}s"], [matrix[above] for matrix in stored])
     summary = read(tmp_path / "all" / "similarity.json")["summary"]
     for name, mean in summary.items():
         matrices = similarity.get_tensor(name)

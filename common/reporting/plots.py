@@ -52,19 +52,40 @@ def heatmaps(
     layers: list[int],  # the layer of each column
     title: str,
 ):
-    """Pairwise similarity of heads before and after alignment: the paper's Figure 2."""
+    """Pairwise similarity of heads before and after alignment: the paper's Figure 2.
+
+    One scale for all: from 0, or from the least similarity if that is negative, to 1.
+    """
+    least = min(0.0, *(float(image.min()) for images in matrices.values() for image in images))
     figure, axes = plt.subplots(
         len(matrices), len(layers), squeeze=False, layout="constrained",
         figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4),
     )
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
         for axis, image in zip(row, images, strict=True):
-            drawn = axis.imshow(image, vmin=0, vmax=1, cmap="viridis")
+            drawn = axis.imshow(image, vmin=least, vmax=1, cmap="viridis")
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(label)
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
     figure.colorbar(drawn, ax=axes, shrink=0.6, label="mean cosine of the two heads")
+    figure.suptitle(title)
+    return figure
+
+
+@drawing
+def pairs(
+    plt,
+    cosines: dict[str, list],  # panel title -> the mean cosine of each pair of heads, a list per layer
+    title: str,
+):
+    """The mean cosine of every pair of heads in every layer, as absolute values: version 1's Figure 2."""
+    figure, axes = plt.subplots(1, len(cosines), figsize=(5.2 * len(cosines), 3.8), layout="constrained",
+                                squeeze=False)
+    for axis, (name, layers) in zip(axes.flat, cosines.items(), strict=True):
+        places = [layer for layer, values in enumerate(layers) for _ in values]
+        axis.plot(places, [abs(value) for values in layers for value in values], ".", markersize=3, alpha=0.5)
+        axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair", ylim=(-0.03, 1.03))
     figure.suptitle(title)
     return figure
 
