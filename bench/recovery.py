@@ -2,10 +2,10 @@
 
     python -m bench.recovery                                # the starts of make smollm2, which comes first
     python -m bench.recovery --masks l0 --starts paper      # adds rows to the same table
-    python -m bench.recovery --budgets 100000 --lr 1e-4 --out runs/recovery-slow
+    python -m bench.recovery --budgets 500000 --text more.jsonl --out runs/recovery-more
 
 Each start RUN/NAME/merged is distilled from the source by 05_prune_train.py --tasks none on the first half of
-the text, RUN/text/calibration.txt, which stages 1 and 4 have seen too. Perplexity and top-1 agreement with
+the text, RUN/text/calibration.txt, which stages 1 and 4 have seen too, and on any --text. Perplexity and top-1 agreement with
 the source are stage 5's own held-out figures after the last step, on sequences of the second half. A budget
 is a run of its own: the learning rate falls to zero within it. Writes OUT/recovery.json after every run, then
 recovery.md and recovery.png. What is measured already is kept.
@@ -46,6 +46,7 @@ def parse():
     parser.add_argument("--masks", choices=MASKS, default="off", help="as --masks of 05_prune_train.py")
     parser.add_argument("--budgets", type=positive, nargs="+", default=[100_000, 500_000, 1_000_000],
                         metavar="TOKENS")
+    parser.add_argument("--text", nargs="+", default=[], help="more to train on, as --text of stage 5")
     parser.add_argument("--batch", type=positive, default=8, help="samples of --length tokens per step")
     parser.add_argument("--length", type=positive, default=512)
     parser.add_argument("--heldout-sequences", type=positive, default=16)
@@ -58,14 +59,15 @@ def training_flags(args, steps: int) -> list[str]:
     """Flags of stage 5."""
     text = os.path.join(args.run, "text")
     flags = {
-        "tasks": "none", "text": os.path.join(text, "calibration.txt"), "text-length": args.length,
+        "tasks": "none", "text-length": args.length,
         "heldout-text": os.path.join(text, "heldout.txt"), "heldout-sequences": args.heldout_sequences,
         "heldout-every": steps, "masks": args.masks, "steps": steps, "batch": args.batch, "lr": args.lr,
         "warmup": max(1, steps // 10), "dtype": args.dtype, "print-every": max(1, steps // 10),
         # masks travel 15 units of log alpha at mask-lr a step, so a short budget needs a larger rate
         "mask-lr": max(0.5, 20 / steps), "l0-weight": 30, "save-minutes": 60,
     }  # fmt: skip
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    words = ["--text", os.path.join(text, "calibration.txt"), *args.text]
+    return words + [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 def train(args, start: str, tokens: int) -> dict:
