@@ -5,10 +5,10 @@
     python -m bench.recovery --budgets 500000 --text more.jsonl --out runs/recovery-more
 
 Each start RUN/NAME/merged is distilled from the source by 05_prune_train.py --tasks none on the first half of
-the text, RUN/text/calibration.txt, which stages 1 and 4 have seen too, and on any --text. Perplexity and top-1 agreement with
-the source are stage 5's own held-out figures after the last step, on sequences of the second half. A budget
-is a run of its own: the learning rate falls to zero within it. Writes OUT/recovery.json after every run, then
-recovery.md and recovery.png. What is measured already is kept.
+the text, RUN/text/calibration.txt, which stages 1 and 4 have seen too, and on any --text. Perplexity and
+top-1 agreement with the source are stage 5's own held-out figures after the last step, on sequences of the
+second half. A budget is a run of its own: the learning rate falls to zero within it. Writes OUT/recovery.json
+after every run, then recovery.md and recovery.png. What is measured already is kept.
 """
 
 import argparse
