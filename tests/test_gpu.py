@@ -28,6 +28,7 @@ from common.method.procrustes import polar
 from common.method.stats import LayerGrams, group_blocks
 from common.models import load_model
 from common.training.checkpoints import steps_saved
+from common.training.engine import backward, clip_gradients, run_step
 from common.training.packing import build_row
 from common.training.sharding import Trainee, init_ranks
 from conftest import (
@@ -41,6 +42,7 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
+from test_heldout import PLAN, gqa_job, masked_job
 from test_packing import random_samples
 from test_training import (
     STAGE,
@@ -346,6 +348,24 @@ def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned, inputs, tmp
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=BF16_MEAN)
     for exact, rounded in zip(*losses, strict=True):
         assert rounded == pytest.approx(exact, rel=BF16_STEP)
+
+
+@pytest.mark.parametrize("make_job", [masked_job, gqa_job])
+def test_a_step_is_queued_without_waiting_for_the_gpu(group_of_one, tmp_path, make_job):
+    """torch raises an error where the host would wait; the first step still allocates and picks kernels."""
+    job, phase = make_job(group_of_one, tmp_path)
+    rows = [build_row(random_samples(3, seed), 6) for seed in (0, 1)]
+    rows = rows if DEVICE == "cpu" else [row.pinned() for row in rows]
+    run_step(job, phase, rows, [], PLAN)
+    refuse_waits = (lambda mode: None) if DEVICE == "cpu" else torch.cuda.set_sync_debug_mode
+    refuse_waits("error")
+    try:
+        phase.begin_step(1)
+        totals = backward(job, phase, rows, PLAN)
+        norm = clip_gradients(job.trainee, PLAN.clip)
+    finally:
+        refuse_waits("default")
+    assert float(totals["loss"]) > 0 and float(norm) > 0 and totals["loss"].device.type == DEVICE
 
 
 def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_path, monkeypatch):
