@@ -284,7 +284,7 @@ def test_packed_attention_is_that_of_flash_attention_2(kv_heads):
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
-    """KL, BiLD and cross-entropy of the same numbers; gradients for the hidden states and the head."""
+    """KL, cross-entropy and, without ties among logits, BiLD; gradients of the hidden states and the head."""
     generator, results = torch.Generator().manual_seed(0), []
     hidden, head, teacher = (torch.randn(shape, generator=generator).to(dtype)
                              for shape in ((40, 16), (100, 16), (40, 100)))
@@ -299,7 +299,8 @@ def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
             return {"kl": kl, "bild": bild}[kind](logits, expected[at]).sum()
 
         positions = torch.arange(40, device=device)
-        pieces = [("kl", positions[:20]), ("bild", positions[20:30]), ("sft", positions[30:])]
+        pieces = [("kl", positions[:20]), ("sft", positions[30:])]
+        pieces += [("bild", positions[20:30])] if dtype == torch.float32 else []
         total = chunked(loss, pieces, *leaves)
         total.backward()
         results.append([total.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])

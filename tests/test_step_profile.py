@@ -76,6 +76,7 @@ def test_the_kernels_of_a_step_on_a_gpu():
 
 def test_overlapping_intervals_count_once():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (5, 5.5)]) == [(0, 4), (5, 6)]
+    assert merged([(1, 2), (0, 4), (3, 3.5)]) == [(0, 4)]
     assert merged([]) == []
 
 

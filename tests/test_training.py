@@ -692,7 +692,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
 
 def start(home, inputs, *arguments, processes: int = 2, **options) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher = launcher if processes else []
+    launcher = [*launcher, "--local-addr", "127.0.0.1"] if processes else []
     command = [sys.executable, *launcher, str(ROOT / "05_prune_train.py"), "--run-dir", str(home)]
     command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
