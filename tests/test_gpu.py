@@ -248,20 +248,23 @@ def test_layer_by_layer_alignment_writes_the_same_bytes(calibrated, tmp_path):
 
 
 WINDOW = {"model_type": "mistral", "sliding_window": 12}
+NO_FLASH = not (torch.cuda.is_available() and is_flash_attn_2_available())
+FLASH = pytest.param("flash_attention_2", torch.bfloat16,
+                     marks=pytest.mark.skipif(NO_FLASH, reason="needs flash-attn"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention, dtype", [("packed", torch.float32), ("packed", torch.bfloat16), FLASH])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 2}, WINDOW], ids=["mha", "gqa", "window"])
-def test_packed_attention_is_that_of_one_sample_at_a_time(dtype, options):
+def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(attention, dtype, options):
     """Hidden states and gradients, against eager attention to each sample alone in float32: at most twice as
     far off as the same in this dtype. Attention across samples is an error of 1.
     """
     samples = random_samples(5)
     model = {"head_dim": 32, "hidden_size": 64} | options  # a size that every fused kernel takes
     results = []
-    for attention, chosen in (("packed", dtype), ("eager", dtype), ("eager", torch.float32)):
-        trainee = Trainee(tiny_model(attn_implementation=attention, **model)).to(DEVICE, chosen)
-        groups = [samples] if attention == "packed" else [[sample] for sample in samples]
+    for name, chosen in ((attention, dtype), ("eager", dtype), ("eager", torch.float32)):
+        trainee = Trainee(tiny_model(attn_implementation=name, **model)).to(DEVICE, chosen)
+        groups = [samples] if name == attention else [[sample] for sample in samples]
         rows = [trainee(build_row(group, len(samples)).to(DEVICE)) for group in groups]
         hidden = torch.cat(rows).float()
         weights = torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)
@@ -269,17 +272,6 @@ def test_packed_attention_is_that_of_one_sample_at_a_time(dtype, options):
         results.append([hidden.detach(), *(p.grad.float() for p in trainee.net.model.parameters())])
     for packed, rounded, exact in zip(*results, strict=True):
         assert relative_error(packed, exact) <= max(2 * relative_error(rounded, exact), 1e-5)
-
-
-@pytest.mark.skipif(not (torch.cuda.is_available() and is_flash_attn_2_available()),
-                    reason="needs flash-attn")
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_packed_attention_is_that_of_flash_attention_2(kv_heads):
-    row, results = build_row(random_samples(5), 5).to(DEVICE), []
-    for attention in ("packed", "flash_attention_2"):
-        model = tiny_model(attn_implementation=attention, num_key_value_heads=kv_heads)
-        results.append(Trainee(model).to(DEVICE, torch.bfloat16)(row).detach().float())
-    assert relative_error(*results) < 0.1
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
