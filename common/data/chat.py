@@ -16,31 +16,32 @@ FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 
 
 def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
-    """A sample per chat, and a one-line description of what was read.
+    """Samples of chats, and a one-line description of what was read.
 
     path: a .jsonl, .json.gz or .parquet file with a column "messages", a list of {"role": ..., "content":
     ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most `longest`
     of them. Its answers are what the template renders for assistant messages after a generation prompt, end
-    of turn included; the rest, an assistant message that opens the chat included, is prompt. Raises UserError
-    for a row that is not a chat with an answer, and for a tokenizer whose template is missing, refuses the
-    chat, or renders it differently once it goes on.
+    of turn included; the rest, an assistant message that opens the chat included, is prompt. A chat is one
+    sample, or one per answer if the template rewrites earlier turns as the chat goes on. Raises UserError for
+    a row that is not a chat with an answer, and for a tokenizer without a template, or whose template refuses
+    the chat.
     """
     template = _template(path, tokenizer)
-    samples, cut = [], 0
+    samples, chats, cut = [], 0, 0
     for place, row in tqdm(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
+        chats += 1
         try:
-            segments = tokenize(render(_messages(row), tokenizer, template), tokenizer)
+            for segments in render_all(_messages(row), tokenizer, template):
+                sample = Sample(*tokenize(segments, tokenizer))
+                cut += len(sample) > longest
+                samples.append(truncate(sample, longest))
         except ValueError as error:
             raise UserError(f"{path} {place}: {error}") from error
-        sample = Sample(*segments)
-        if len(sample) > longest:
-            sample = truncate(sample, longest)
-            cut += 1
-        samples.append(sample)
     if not samples:
         raise UserError(f"{path}: expected at least one chat, found none")
     answers = sum(len(sample.segments) // 2 for sample in samples)
-    return samples, f"{path}: {len(samples)} chats, {answers} answers; {cut} chats cut to {longest} tokens"
+    split = f" in {len(samples)} samples" if len(samples) > chats else ""
+    return samples, f"{path}: {chats} chats{split}, {answers} answers; {cut} cut to {longest} tokens"
 
 
 def _template(path: str, tokenizer) -> str:
@@ -75,16 +76,33 @@ def _messages(row: dict) -> list[dict]:
     return messages
 
 
-def render(messages: list[dict], tokenizer, template: str) -> list[str]:
-    """A chat as text in segments, prompt and answer in turn, whose concatenation is the rendered chat.
+class Rewritten(ValueError):
+    """A template renders the first messages of a chat differently once the chat goes on."""
 
-    Raises ValueError if there is no answer, if the template refuses the chat, or if what it renders for the
-    first messages is not how it renders the chat.
+
+def render_all(messages: list[dict], tokenizer, template: str) -> list[list[str]]:
+    """A chat as text: one list of segments as render gives them or, if the template rewrites earlier turns,
+    one for the messages up to each answer, which alone is an answer there.
+
+    Qwen3's drops the reasoning of earlier turns: that is how the model sees them when it answers. Raises
+    ValueError if there is no answer, or if the template refuses the chat.
     """
     roles = [message["role"] for message in messages]
     answers = [index for index in range(1, len(roles)) if roles[index] == "assistant"]
     if not answers:
         raise ValueError(f"expected an assistant message after another one, found roles {abbreviated(roles)}")
+    try:
+        return [render(messages, answers, tokenizer, template)]
+    except Rewritten:
+        return [render(messages[: index + 1], [index], tokenizer, template) for index in answers]
+
+
+def render(messages: list[dict], answers: list[int], tokenizer, template: str) -> list[str]:
+    """A chat as text in segments, prompt and answer in turn, whose concatenation is the rendered chat.
+
+    answers: indices of the messages that are answers. Raises ValueError if the template refuses the chat, and
+    Rewritten if what it renders for the first messages is not how it renders the chat.
+    """
     stops = []
     for index in answers:
         stops += [(index, True), (index + 1, False)]
@@ -99,8 +117,8 @@ def render(messages: list[dict], tokenizer, template: str) -> list[str]:
             raise ValueError(f"messages 1 to {stop}: refused by the tokenizer's chat template: "
                              f"{first_line(error)}") from error
         if not longer.startswith(rendered):
-            raise ValueError(f"messages 1 to {stop}: expected a chat template that adds to what it rendered "
-                             "for fewer messages, found one that changes it; end chats with the first answer")
+            raise Rewritten(f"messages 1 to {stop}: expected a chat template that adds the answer to its "
+                            "generation prompt, found one that changes it")
         segments.append(longer[len(rendered) :])
         rendered = longer
     return segments
