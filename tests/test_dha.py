@@ -27,6 +27,7 @@ from related.dha import (
     fuse,
     fusion,
     grouping,
+    pool,
     pretrain,
     records,
     search,
@@ -336,6 +337,10 @@ def test_cka_is_as_printed_and_finds_a_rotated_head():
     )
 
 
+def test_a_single_head_repeats_nothing():
+    assert similarity.redundancy(torch.ones(1, 1)) == 0
+
+
 def test_head_similarity_compares_the_heads_of_each_kind():
     model = tiny_model()
     matrices, redundancies = similarity.head_similarity(model, 8)
@@ -371,6 +376,20 @@ def test_fused_heads_are_the_averaged_model_and_its_cache_holds_them_alone(optio
     assert geometry(fused.config).kv_heads == 14 // (2 * 3)
     attention = fused.model.layers[0].self_attn
     assert attention.key_map == [0, 1, 0, 1, 1, 0, 1, 0] and attention.value_map == [0] * 8
+
+
+def test_without_fusion_heads_are_the_means_of_their_groups():
+    source = tiny_model(bias=True)
+    pooled = pool.pooled_model(source.config, source.state_dict(), GROUPS)
+    for kind, name in fusion.PROJECTIONS.items():
+        for layer, (before, after) in enumerate(zip(source.model.layers, pooled.model.layers, strict=True)):
+            for part in ("weight", "bias"):
+                heads = getattr(before.self_attn.get_submodule(name), part).unflatten(0, (8, 8))
+                means = [heads[group].mean(0) for group in GROUPS[kind][layer]]
+                torch.testing.assert_close(getattr(after.self_attn.get_submodule(name), part),
+                                           torch.cat(means), rtol=1e-6, atol=1e-7)
+    assert torch.equal(source.model.layers[1].self_attn.q_proj.weight,
+                       pooled.model.layers[1].self_attn.q_proj.weight)
 
 
 def test_decoding_with_the_cache_equals_the_whole_pass():
@@ -726,15 +745,17 @@ def example_records() -> dict[str, dict]:
             "loss_ended": 4.0,
             "loss_fused": 4.1,
         },
-        records.PRETRAIN: {"steps": 9, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]]},
+        records.PRETRAIN: {"steps": 9, "batch": 2, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]]},
     }
+    summaries[records.POOL] = {"steps_so_far": 3}
     summaries[records.FUSE]["data"] = data
     summaries[records.PRETRAIN] |= {"cache_bytes_per_token": 64.0, "data": data}
     made = {}
     for stage, summary in summaries.items():
         made[stage] = json.loads(json.dumps(record | {"stage": stage, "summary": summary}))
     made[records.SEARCH]["groups"] = groups
-    made[records.FUSE]["files"] = made[records.PRETRAIN]["files"] = {}
+    for stage in (records.FUSE, records.POOL, records.PRETRAIN):
+        made[stage]["files"] = {}
     return made
 
 
@@ -759,7 +780,7 @@ def replace(record: dict, place: str, value) -> dict:
         record[last] = value
 
 
-@pytest.mark.parametrize("stage", [records.SEARCH, records.FUSE, records.PRETRAIN])
+@pytest.mark.parametrize("stage", [records.SEARCH, records.FUSE, records.POOL, records.PRETRAIN])
 def test_valid_records_are_read_as_they_are(stage, tmp_path):
     record = example_records()[stage]
     assert records.read(save_record(tmp_path, stage, record), stage) == record
@@ -781,6 +802,7 @@ def test_valid_records_are_read_as_they_are(stage, tmp_path):
     (records.FUSE, "summary.steps_so_far", 7.5),
     (records.FUSE, "summary.fusion_loss", float("nan")),
     (records.FUSE, "files", {"../model": "0" * 64}),
+    (records.POOL, "summary.steps_so_far", ...),
     (records.PRETRAIN, "summary.heldout", []),
     (records.PRETRAIN, "summary.heldout", [[0, 5.0], [288]]),
     (records.PRETRAIN, "summary.heldout", [[288, 4.0], [0, 5.0]]),
@@ -808,13 +830,24 @@ def test_names_that_lead_out_of_the_run_or_onto_its_other_results_are_refused(na
 
 def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
     assert pretrain.read_start(str(tmp_path)) is None and pretrain.steps_before(None) == 0
-    for stage, steps in ((records.FUSE, 7), (records.PRETRAIN, 0)):
+    for stage, steps in ((records.FUSE, 7), (records.POOL, 3), (records.PRETRAIN, 0)):
         (tmp_path / "stage.json").write_text(json.dumps(example_records()[stage]))
         assert pretrain.steps_before(pretrain.read_start(str(tmp_path))) == steps
     for text in ("[1]", "{", '{"stage": null}', '{"stage": "related/dha/fuse.py"}'):
         (tmp_path / "stage.json").write_text(text)
         with pytest.raises(UserError, match="stage.json: "):
             pretrain.read_start(str(tmp_path))
+
+
+@pytest.mark.parametrize("batch, steps", [(None, 12), (2, 12), (8, 3), (1, 24)])
+def test_a_larger_batch_takes_fewer_steps_for_the_same_tokens(batch, steps):
+    data = example_records()[records.SEARCH]["summary"]["data"]
+    args = SimpleNamespace(steps=19, batch=batch, warmup=0.1, print_every=1)
+    plan = pretrain.make_plan(args, data, 7)
+    assert (plan.steps, plan.batch) == (steps, batch or 2) and plan.steps * plan.batch == 24
+    args.batch = 5
+    with pytest.raises(UserError, match="--batch: expected a divisor of the 24 sequences left, found 5"):
+        pretrain.make_plan(args, data, 7)
 
 
 def test_tokens_of_search_and_fusion_count_before_those_of_training(tmp_path):
@@ -845,7 +878,7 @@ def test_the_table_shows_losses_near_the_quarters_of_all_tokens():
 
 
 @pytest.mark.parametrize(
-    "field, value", [("tokens", 320), ("data", {"length": 3}), ("cache_bytes_per_token", 65.0)]
+    "field, value", [("tokens", 320), ("data", {"length": 3}), ("batch", 8), ("cache_bytes_per_token", 65.0)]
 )
 def test_rows_that_cannot_be_compared_are_refused(field, value, tmp_path, monkeypatch):
     rows = comparable_rows()
@@ -904,12 +937,17 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     expect_error("search and fusion", "related/dha/pretrain.py", "--run", home, "--steps", 4)
     expect_error("expected a directory name", "related/dha/pretrain.py", "--run", home, "--name", "../x")
     run("related/dha/pretrain.py", "--run", home, "--steps", total, "--heldout-every", 2)
-    pool = tmp_path / "pool"
-    merge_model(AutoModelForCausalLM.from_pretrained(inputs["model"]), 2).save_pretrained(pool)
-    byte_tokenizer().save_pretrained(pool)
-    baseline = ["--name", "mean-pool", "--start", pool, "--heldout-every", 50]
+    pooled = tmp_path / "pooled"
+    merge_model(AutoModelForCausalLM.from_pretrained(inputs["model"]), 2).save_pretrained(pooled)
+    byte_tokenizer().save_pretrained(pooled)
+    baseline = ["--name", "mean-pool", "--start", pooled, "--heldout-every", 50]
     run("related/dha/pretrain.py", "--run", home, "--steps", total, *baseline)
-    done = run("related/dha/compare.py", "--run", home, "--names", "mean-pool", "dha")
+    for weights, name in pool.NAMES.items():
+        run("related/dha/pool.py", "--run", home, "--weights", weights)
+        start = ["--name", name, "--start", home / f"start-{name}", "--heldout-every", 50]
+        run("related/dha/pretrain.py", "--run", home, "--steps", total, *start)
+    names = ["mean-pool", "cold", "unfused", "dha"]
+    done = run("related/dha/compare.py", "--run", home, "--names", *names)
     assert "lowest held-out loss" in done.stdout
     rows = json.loads((home / "compare.json").read_text())["summary"]["rows"]
     assert (
@@ -919,6 +957,9 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     )
     assert rows["dha"]["heldout"][0][0] == fused["steps_so_far"] * 4 * 32
     assert rows["mean-pool"]["heldout"][0][0] == 0
+    assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
+    assert rows["cold"]["heldout"][0][0] == rows["unfused"]["heldout"][0][0] == 4 * 4 * 32
+    assert (home / "cka-fused.png").exists()
     assert rows["dha"]["heldout"][-1][0] == rows["mean-pool"]["heldout"][-1][0] == total * 4 * 32
 
     record = home / "mean-pool" / "stage.json"
@@ -990,5 +1031,7 @@ def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
     assert [call[1] for call in aligned] == [f"--run={home}/start-{name}" for name in rows]
     assert all(call[2] == f"--calibration={home}/calibration" for call in aligned)
     names = [call[call.index("--name") + 1] for call in calls if "--name" in call]
-    assert names == [*rows, "source"]
+    assert names == ["cold", "unfused", *rows, "source"]
+    pools = [call for call in calls if call[1] == "related.dha.pool"]
+    assert [call[2:] for call in pools] == [[f"--run={home}", "--weights", weights] for weights in pool.NAMES]
     assert calls[-1] == ["-m", "related.dha.compare", f"--run={home}"]

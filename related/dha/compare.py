@@ -1,4 +1,4 @@
-"""DHA beside mean-pooled, aligned and closed-form GQA with as large a cache: held-out loss over tokens.
+"""DHA, with and without fusion, beside GQA with as large a cache: held-out loss over tokens.
 
 Reads   RUN/search.json, RUN/search/, RUN/fusion/, RUN/fused/, and the rows of pretrain.py: RUN/NAME/
 Writes  RUN/compare.json, compare.md, compare.png
@@ -32,7 +32,7 @@ def parse():
         "--names",
         nargs="+",
         type=row_name,
-        default=[SOURCE, "mean-pool", "aligned", "closed-form", DHA],
+        default=[SOURCE, "mean-pool", "aligned", "closed-form", "cold", "unfused", DHA],
         metavar="NAME",
         help="rows; source, the uncompressed model trained on, may have a larger cache",
     )
@@ -67,7 +67,7 @@ def uncompressed_curve(run: str, searched: dict, fused: dict) -> list[list[float
     per_step = fused["data"]["batch"] * fused["data"]["length"]
     for phase, summary in (("search", searched), ("fusion", fused)):
         lines = read_metrics(os.path.join(run, phase, "metrics.jsonl"))
-        points += training.heldout_curve(lines, before, per_step)
+        points += training.heldout_curve(lines, before * per_step, per_step)
         before += summary["steps"]
     return [*points, [before * per_step, fused["loss_ended"]]]
 
@@ -77,7 +77,7 @@ def read_rows(run: str, names: list[str]) -> dict[str, dict]:
     rows = {name: read(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
     reference = rows[names[-1]]
     for name, row in rows.items():
-        fields = ["tokens", "data"]
+        fields = ["tokens", "data", "batch"]
         if name != SOURCE:
             fields.append("cache_bytes_per_token")
         for field in fields:

@@ -3,6 +3,7 @@
 Reads   RUN/search.json, RUN/searched/
 Writes  RUN/fusion/   training checkpoints and metrics.jsonl
         RUN/fused/    the DHA checkpoint, which holds the fused heads alone
+        RUN/cka-fused.png   their similarity, to be held against RUN/cka.png (Figures 9, 13)
 
     python -m related.dha.fuse                                                  # after related/dha/search.py
     torchrun --nproc-per-node 8 -m related.dha.fuse --run-dir runs/dha-7b --steps 1000 --margin-steps 200 \\
@@ -12,8 +13,9 @@ Every head starts to read itself again, now within its group: min over weights a
 L_lm + lambda max(L_fusion - t, 0), where t falls from 1 to 0 over --margin-steps (Eq. 8). Every --check-steps
 steps L_fusion is compared with 1e-3; below that, fusion ends. The factors of a group's heads are then
 averaged and its keys (values) fused into one, and the effect of averaging is measured and printed. Published:
-at most 1000 steps, t over 200, learning rates 1e-2 for factors and lambda, as in the second command; a small
-model with few steps needs a lambda that grows faster.
+t over 200 steps; at most 1000 steps with learning rates 1e-2 for factors and lambda in Section 5.1, as in the
+second command, but 800 steps with 0.05 for both in Table 4. A small model with few steps needs a lambda that
+grows faster.
 
 If keys and values share groups and all layers keep the same number of heads (search.py --kv-heads 1, say),
 the result is a stock LlamaForCausalLM; otherwise related/dha/modeling.py is saved with the weights, for
@@ -41,7 +43,7 @@ from common.models import load_config, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
-from related.dha import export, fusion, training
+from related.dha import export, fusion, similarity, training
 from related.dha.records import FUSE, SEARCH, read
 
 FUSED = 1e-3  # L_fusion below which fusion ends
@@ -58,7 +60,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
     parser.add_argument(
-        "--steps", type=positive, default=240, help="largest number of steps (published: 1000)"
+        "--steps", type=positive, default=240, help="largest number of steps (published: 1000, or 800)"
     )
     parser.add_argument(
         "--margin-steps",
@@ -77,10 +79,11 @@ def parse():
         "--operator-lr",
         type=non_negative_float,
         default=1e-2,
-        help="learning rate of the fusion operators (published: 1e-2)",
+        help="learning rate of the fusion operators (published: 1e-2, or 0.05 in Table 4)",
     )
     parser.add_argument(
-        "--lambda-lr", type=non_negative_float, default=1.0, help="learning rate of lambda (published: 1e-2)"
+        "--lambda-lr", type=non_negative_float, default=1.0,
+        help="learning rate of lambda (published: 1e-2, or 0.05)",
     )
     training.add_logging_flags(parser, warmup=0.1, print_every=20)
     return parser.parse_args()
@@ -145,6 +148,9 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
         search_path = os.path.join(args.run, "search.json")
         write_record(aside, record(FUSE, args, searched["model"], [search_path], summary, clock()))
     first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
+    matrices, redundancies = similarity.head_similarity(fused, config.head_dim)
+    title = f"{searched['model']['name']}: similarity of fused heads, and the redundancy of each layer"
+    similarity.cka_heatmaps(os.path.join(args.run, "cka-fused.png"), matrices, redundancies, title)
     print_result(summary)
     print(f"wrote   {output}: {type(fused).__name__}")
     print(

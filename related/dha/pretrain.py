@@ -8,9 +8,10 @@ Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.j
     python -m related.dha.pretrain --name mean-pool --start runs/dha/start-mean-pool/merged       # a baseline
     torchrun --nproc-per-node 8 -m related.dha.pretrain --run-dir runs/dha-7b --steps 5000 --warmup 0.03
 
---steps counts from the source model: the steps of search and fusion are subtracted. Next-token loss on all
-parameters; the learning rate warms up over --warmup of the steps, then follows a cosine down to 10% of its
-peak (published: 3%, 5000 steps of 1M tokens at 1e-4). Run the same command again to resume.
+--steps counts from the source model, in batches of search: those of search and fusion are subtracted, and a
+larger --batch takes fewer steps for the same tokens. Next-token loss on all parameters; the learning rate
+warms up over --warmup of the steps, then follows a cosine down to 10% of its peak (published: 3%, 5000 steps
+of 256 x 4096 tokens at 1e-4; fusion has batches of 64). Run the same command again to resume.
 """
 
 import json
@@ -29,7 +30,7 @@ from common.training.engine import STOPPED
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
-from related.dha.records import FUSE, PRETRAIN, SEARCH, read, row_name
+from related.dha.records import FUSE, POOL, PRETRAIN, SEARCH, read, row_name
 
 
 def parse():
@@ -41,6 +42,10 @@ def parse():
     parser.add_argument("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
     parser.add_argument(
         "--steps", type=positive, default=400, help="steps from the source model, search and fusion included"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=None,
+        help="sequences per step of this phase (default: as in search; published: 4 times as many)",
     )
     training.add_logging_flags(parser, warmup=0.03, print_every=50)
     return parser.parse_args()
@@ -56,28 +61,41 @@ def read_start(checkpoint: str) -> dict | None:
             stage = str(json.load(file)["stage"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
-    return read(checkpoint, FUSE) if stage == FUSE else read_record(checkpoint, stage)
+    return read(checkpoint, stage) if stage in (FUSE, POOL) else read_record(checkpoint, stage)
 
 
 def steps_before(record: dict | None) -> int:
-    """Training steps behind a checkpoint: those of search and fusion for fused/, 0 for any other."""
-    return record["summary"]["steps_so_far"] if record and record["stage"] == FUSE else 0
+    """Steps of search and fusion behind a checkpoint, 0 for any but those of fuse.py and pool.py."""
+    return record["summary"]["steps_so_far"] if record and record["stage"] in (FUSE, POOL) else 0
+
+
+def make_plan(args, data: dict, before: int):
+    """The steps that are left after `before` steps of search and fusion, in this phase's own batches."""
+    if args.steps <= before:
+        raise UserError(
+            f"--steps: expected more than the {before} steps of search and fusion, found {args.steps}"
+        )
+    batch = args.batch or data["batch"]
+    sequences = (args.steps - before) * data["batch"]
+    if sequences % batch:
+        raise UserError(f"--batch: expected a divisor of the {sequences} sequences left, found {batch}")
+    return training.make_plan(data | {"batch": batch}, sequences // batch, args.warmup, args.print_every)
 
 
 def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
     """Write the trained checkpoint with its held-out losses; called on the first rank."""
     output = os.path.join(args.run, args.name)
     directory, per_step = output + ".train", plan.batch * data["length"]
-    before = args.steps - plan.steps
+    tokens = args.steps * data["batch"] * data["length"]
     model = AutoModelForCausalLM.from_config(load_config(start), dtype=torch.float32).eval()
     model.load_state_dict(training.last_weights(directory)[0])
     lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
-    losses = training.heldout_curve(lines, before, per_step) + [[args.steps * per_step, last_loss]]
+    losses = training.heldout_curve(lines, tokens - plan.steps * per_step, per_step) + [[tokens, last_loss]]
     cached_bytes = cache_bytes_per_token(model, torch.zeros(data["length"], dtype=torch.long))
     summary = {
         "steps": plan.steps,
-        "steps_before": before,
-        "tokens": args.steps * per_step,
+        "batch": plan.batch,
+        "tokens": tokens,
         "heldout": losses,
         "cache_bytes_per_token": cached_bytes,
         "data": data,
@@ -104,16 +122,13 @@ def pretrain(args, clock, ranks) -> bool:
     before, tokenizer = steps_before(start_record), load_tokenizer(start)
     if ranks.first and start_record and "files" in start_record:
         verify_files(start, start_record)
-    if args.steps <= before:
-        raise UserError(
-            f"--steps: expected more than the {before} steps of search and fusion, found {args.steps}"
-        )
-    plan = training.make_plan(data, args.steps - before, args.warmup, args.print_every)
+    plan = make_plan(args, data, before)
     ranks.say(f"reads   {start}")
     samples, heldout = training.load_data(data, tokenizer, ranks)
     ranks.say(f"trains  {plan.steps} steps of {plan.batch} x {data['length']} tokens, after {before} steps")
     training.open_directory(directory, args.force, ranks)
-    settings = data | {"start": fingerprint(start), "steps": plan.steps, "warmup": plan.warmup}
+    settings = data | {"start": fingerprint(start), "batch": plan.batch}
+    settings |= {"steps": plan.steps, "warmup": plan.warmup}
     job = training.begin(directory, settings, start, ranks, (data["lr"],))
     phase = training.LanguageModel(job, plan, heldout, args.heldout_every)
     if job.step < plan.steps and not training.train(job, phase, samples, plan):

@@ -15,7 +15,7 @@ from common.artifacts import read_record, sidecar_path
 from common.cli import UserError, run_stage, stage_parser
 from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STRING, Number, mismatch
 
-SEARCH, FUSE = "related/dha/search.py", "related/dha/fuse.py"
+SEARCH, FUSE, POOL = (f"related/dha/{name}.py" for name in ("search", "fuse", "pool"))
 PRETRAIN, COMPARE = "related/dha/pretrain.py", "related/dha/compare.py"
 RESERVED = ("search", "searched", "fusion", "fused", "calibration")  # other directories in RUN
 DATA_FLAGS = {  # flags of search that hold for everything that is compared
@@ -52,10 +52,12 @@ FIELDS = {  # stage -> what its record holds beside the fields of every record
             "data": DATA,
         },
     },
+    POOL: {"files": FILES, "summary": {"steps_so_far": COUNT}},
     PRETRAIN: {
         "files": FILES,
         "summary": {
             "steps": COUNT,
+            "batch": COUNT,
             "tokens": COUNT,
             "heldout": [[NUMBER]],
             "cache_bytes_per_token": POSITIVE,

@@ -25,6 +25,13 @@ make_once "$RUN/search.json" dha search "$@"
 make_once "$RUN/fused"       dha fuse "${FUSE_FLAGS[@]}"
 make_once "$RUN/dha"         dha pretrain --steps "$STEPS"
 
+pooled() {  # pooled NAME WEIGHTS: DHA's groups without fusion
+  make_once "$RUN/start-$1" dha pool --weights "$2"
+  make_once "$RUN/$1"       dha pretrain --steps "$STEPS" --name "$1" --start="$RUN/start-$1"
+}
+pooled cold    source
+pooled unfused searched
+
 # the baselines: stages 1 to 4 on the same text, then the same training
 MODEL=$(dha records --print model)
 SOURCE=$(dha records --print path)

@@ -14,7 +14,9 @@ def cka(heads: torch.Tensor) -> torch.Tensor:
 
 
 def redundancy(similarity: torch.Tensor) -> float:
-    """Mean of [H, H] similarities over the pairs of different heads."""
+    """Mean of [H, H] similarities over the pairs of different heads, 0 for a single head."""
+    if len(similarity) == 1:
+        return 0.0
     first, second = torch.triu_indices(*similarity.shape, 1)
     return float(similarity[first, second].mean())
 

@@ -214,12 +214,12 @@ def train_until(done, job: Job, phase: Phase, samples: list, plan: Plan, every: 
     return True
 
 
-def heldout_curve(lines: list[dict], steps_before: int, tokens_per_step: int) -> list[list[float]]:
+def heldout_curve(lines: list[dict], tokens_before: int, tokens_per_step: int) -> list[list[float]]:
     """[tokens since the source model, held-out loss] points from metrics.jsonl."""
     points = []
     for line in lines:
         if "heldout" in line:
-            points.append([(steps_before + line["step"] - 1) * tokens_per_step, line["heldout"]])
+            points.append([tokens_before + (line["step"] - 1) * tokens_per_step, line["heldout"]])
     return points
 
 
