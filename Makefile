@@ -3,7 +3,7 @@
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
-# make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-DEVICE.md, in nine minutes, no .venv
+# make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-DEVICE.md; .venv only if it is there
 # make mutants       check that the tests notice faults: mutate one line at a time
 # make lint          ruff
 PYTHON ?= python3
@@ -24,7 +24,7 @@ smollm2: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/smollm2.sh
 
 gpu:
-	PYTHON=$(PYTHON) bash pipelines/gpu.sh
+	PYTHON=$(or $(wildcard .venv/bin/python),$(PYTHON)) bash pipelines/gpu.sh
 
 test: .venv/ready
 	$(PYTEST)

@@ -15,6 +15,10 @@ OUT=${OUT:-runs/gpu}
 LIMIT=${LIMIT:-520}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 
+for package in torch transformers pytest; do
+  "$PYTHON" -c "import $package" 2> /dev/null ||
+    { echo "error: $PYTHON: expected the package $package, found none" >&2; exit 2; }
+done
 "$PYTHON" -m bench.gpu check || exit 2
 rm -rf "$OUT"
 mkdir -p "$OUT"

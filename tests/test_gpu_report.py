@@ -52,6 +52,15 @@ def test_without_a_gpu_there_is_one_line_and_exit_code_2(tmp_path):
     assert (done.stdout, done.stderr) == ("", message)
 
 
+def test_without_a_package_there_is_one_line_and_exit_code_2(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[ "$*" != "-c import pytest" ]\n')
+    python.chmod(0o755)
+    done = script(PYTHON=str(python), OUT=str(tmp_path / "out"))
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert (done.stdout, done.stderr) == ("", f"error: {python}: expected the package pytest, found none\n")
+
+
 @pytest.fixture
 def pretended(tmp_path):
     """pretended(SETTINGS): the script's rows with an interpreter that fails in the decode row alone."""
