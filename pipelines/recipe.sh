@@ -44,17 +44,24 @@ calibrate() {
   make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
-# convert ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 to 6 in RUN/ROW, on RUN's calibration and teacher.
-convert() {
-  local row=$RUN/$1 kv_heads=$2 length=(--steps "${BUDGET[$2]}" --teacher-steps "$TEACHER_STEPS")
-  if [ -n "${SMALL:-}" ]; then
-    kv_heads=$((kv_heads * 8 / HEADS)) length=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"}
-      ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
-  fi
+# transform ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 and 4 in RUN/ROW, on RUN's calibration.
+transform() {
+  local row=$RUN/$1 kv_heads=$2
+  [ -z "${SMALL:-}" ] || kv_heads=$((kv_heads * 8 / HEADS))
   make_once "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
     --similarity "$RUN/similarity.safetensors" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
   make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$5" \
     --merge "${6:-mean}"
+}
+
+# convert: as transform, then stages 5 and 6 with RUN's teacher.
+convert() {
+  local row=$RUN/$1 length=(--steps "${BUDGET[$2]}" --teacher-steps "$TEACHER_STEPS")
+  if [ -n "${SMALL:-}" ]; then
+    length=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"}
+      ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
+  fi
+  transform "$@"
   local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" --text none "${length[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"

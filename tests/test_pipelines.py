@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from common.data.tasks import TASKS
 from conftest import ROOT
+from pipelines import table6
 from pipelines.smollm2 import STARTS
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
@@ -105,6 +107,32 @@ def test_some_rows_and_the_retained_head_are_trained_alone(recorded, tmp_path):
     chosen = [(after("--rotate", words), after("--merge", words)) for words in merges]
     assert chosen == 2 * [("dist", "first")]
     assert not [words for words in commands if "07_eval.py" in words]
+
+
+def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
+    *commands, last = recorded("table6.sh", RUN=tmp_path, KV="16 4")
+    groupings = [words for words in commands if "03_group.py" in words]
+    asked = [(after("--run", words), after("--kv-heads", words), after("--by", words)) for words in groupings]
+    assert asked == [(f"{tmp_path}/gqa{kv_heads}-{row}", kv_heads, by) for kv_heads in ("16", "4")
+                     for row, by in (("grouped", "value"), ("default", "none"))]
+    assert len([words for words in commands if "04_align.py" in words]) == 4
+    assert not [words for words in commands if "05_prune_train.py" in words]
+    assert last == ["-m", "pipelines.table6", "--run", str(tmp_path), "--kv-heads", "16", "4"]
+
+
+def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
+    seconds = {"01_calibrate.py calibration": 9.0, "02_similarity.py similarity.safetensors": 3.0,
+               "03_group.py gqa8-grouped/groups.json": 1.0, "04_align.py gqa8-grouped/aligned": 0.5,
+               "03_group.py gqa8-default/groups.json": 0.25, "04_align.py gqa8-default/aligned": 0.5}
+
+    def read_record(path, stage):
+        return {"seconds": seconds[f"{stage} {Path(path).relative_to(tmp_path)}"], "model": {"name": "m"}}
+
+    monkeypatch.setattr(table6, "read_record", read_record)
+    lines = table6.table(tmp_path, [8]).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert rows[0] == ["m", "", "seconds"] and rows[2:] == [
+        ["calibration", "", "9.0"], ["GQA-8", "w/ grouping", "4.5"], ["GQA-8", "w/o grouping", "0.8"]]
 
 
 def test_a_plan_is_printed_for_each_number_of_kv_heads(recorded, tmp_path):
