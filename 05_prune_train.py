@@ -68,9 +68,10 @@ def parse():
     parser.add_argument("--teacher", metavar="DIR",
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
-    parser.add_argument("--masks", choices=(*distill.MASKED, "off"), default="l0",
-                        help="l0: as in the paper; l0-released: as in the authors' code, which moves them "
-                             "towards their target by hand; off: train merged/ directly")
+    parser.add_argument("--masks", choices=(*distill.MASKED, "off"),
+                        help="l0-released: as in the authors' code, which moves them towards their target by "
+                             "hand; l0: by Eq. 29 alone; off: train merged/ directly (default: l0-released; "
+                             "for the demo model: l0)")
     parser.add_argument("--train", choices=("all", "attention"), default="all",
                         help="the student's weights to train; attention: no gradients and optimizer state "
                              "of the others")

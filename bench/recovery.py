@@ -22,6 +22,7 @@ import sys
 import time
 
 from bench.machine import machine
+from bench.merging import mask_settings
 from common.artifacts import write_text
 from common.cli import UserError, positive, run_stage
 from common.reporting import plots
@@ -63,9 +64,9 @@ def training_flags(args, steps: int) -> list[str]:
         "heldout-text": os.path.join(text, "heldout.txt"), "heldout-sequences": args.heldout_sequences,
         "heldout-every": steps, "masks": args.masks, "steps": steps, "batch": args.batch, "lr": args.lr,
         "warmup": max(1, steps // 10), "dtype": args.dtype, "print-every": max(1, steps // 10),
-        # masks travel 15 units of log alpha at mask-lr a step, so a short budget needs a larger rate
-        "mask-lr": max(0.5, 20 / steps), "l0-weight": 30, "save-minutes": 60,
+        "save-minutes": 60,
     }  # fmt: skip
+    flags |= {name.replace("_", "-"): value for name, value in mask_settings(args.masks, steps).items()}
     words = ["--text", os.path.join(text, "calibration.txt"), *args.text]
     return words + [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 

@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
 TRAINING = """--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2
-              --warmup 1 --save-steps 3""".split()
+              --warmup 1 --save-steps 3 --masks l0""".split()
 GROUPING = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
 CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
            "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}

@@ -25,11 +25,11 @@ EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the tr
 TEACHER_EPOCHS = 2
 PUBLISHED_SETTINGS = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                       "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16,
-                      "beta2": 0.95, "weight_decay": 1e-4}  # the last two: of the authors' code
+                      "beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}  # as in the authors' code
 # The demo's masks must close within hundreds of steps, not ten thousand: hence the higher rate and weight.
 DEMO_SETTINGS = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup": 20,
                  "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20,
-                 "beta2": 0.999, "weight_decay": 0.0}
+                 "beta2": 0.999, "weight_decay": 0.0, "masks": "l0"}
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 
 
