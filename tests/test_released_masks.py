@@ -149,7 +149,7 @@ def test_a_step_pulls_draws_and_settles(group_of_one):
     (sum(distillation_terms(reference, teacher).values()) + 0.3 * (gap.abs() + gap**2)).backward()
     torch.testing.assert_close(phase.log_alpha.grad, log_alpha.grad, rtol=1e-3, atol=1e-6)
     assert figures["mask_mean"] == pytest.approx(float(drawn.detach().mean()), rel=1e-5)
-    torch.testing.assert_close(torch.tensor(figures["mask_mean_per_layer"]), drawn.detach().mean(1),
+    torch.testing.assert_close(figures["mask_mean_per_layer"].float(), drawn.detach().mean(1),
                                rtol=0, atol=1e-5)
 
     with torch.no_grad():
