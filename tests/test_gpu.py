@@ -25,7 +25,7 @@ from common.method import masks
 from common.method.align import align_layer, key_overlap, value_overlap
 from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import polar
-from common.method.stats import LayerGrams, group_blocks
+from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
 from common.training.checkpoints import steps_saved
 from common.training.engine import backward, clip_gradients, run_step
@@ -140,6 +140,18 @@ def test_grams_are_those_of_the_cpu(calibrated):
         assert actual.keys() == grams.keys()
         for name, tensor in grams.items():
             assert_near(actual[name].double(), tensor.double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grams_are_exact_sums_of_the_vectors_in_any_dtype(dtype):
+    """16-bit vectors go through a GPU's matrix units."""
+    vectors = torch.randn(600, 8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums, exact = LayerStats(8, 16, DEVICE), vectors.double()
+    for part in vectors.to(DEVICE).split(256):
+        sums.update_values(part)
+    grams = LayerGrams(sums.tensors(), 8)
+    for kind, heads in (("raw", exact), ("unit", exact / exact.norm(dim=-1, keepdim=True))):
+        assert_near(grams.value(kind), torch.einsum("nia,njb->ijab", heads, heads), 1e-5)
 
 
 def test_layer_by_layer_calibration_writes_the_same_bytes(inputs, tmp_path):

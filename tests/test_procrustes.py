@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from common.method import stats
 from common.method.procrustes import (
     agreement,
     align_keys,
@@ -113,11 +114,11 @@ def test_unit_norm_vectors_and_a_zero_vector_that_stays_zero(heads):
 
 
 def test_statistics_in_batches_equal_one_product(heads):
-    stats = LayerStats(H, D)
+    sums = LayerStats(H, D)
     for part in heads.split(70):
-        stats.update_keys(part)
-        stats.update_values(part)
-    grams = LayerGrams(stats.tensors(), H)
+        sums.update_keys(part)
+        sums.update_values(part)
+    grams = LayerGrams(sums.tensors(), H)
     float32 = {"rtol": 1e-5, "atol": 1e-3}  # batch products are float32, sums of 300 terms of size ~10
     torch.testing.assert_close(grams.value("raw"), value_gram(heads), **float32)
     torch.testing.assert_close(grams.key("raw"), complex_gram(heads), **float32)
@@ -130,14 +131,37 @@ def test_statistics_in_batches_equal_one_product(heads):
     torch.testing.assert_close(grams.key("unit"), complex_gram(directions), **unit)
 
 
+def test_grams_of_16_bit_vectors_by_a_gpus_matrix_units(heads, monkeypatch):
+    """With torch.mm as on a GPU: 16-bit factors, exact products, sums in the dtype that is asked for."""
+    multiply, dtypes = torch.mm, []
+
+    def on_gpu(left, right, out_dtype):
+        dtypes.append((left.dtype, right.dtype))
+        return multiply(left.double(), right.double()).to(out_dtype)
+
+    monkeypatch.setattr(stats, "has_exact_products", lambda vectors: vectors.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", on_gpu)
+    rounded, sums = heads.bfloat16(), LayerStats(H, D)
+    for part in rounded.split(70):
+        sums.update_keys(part)
+        sums.update_values(part)
+    assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
+    grams, exact = LayerGrams(sums.tensors(), H), rounded.double()
+    for gram in (grams.value("raw"), grams.full_key):
+        torch.testing.assert_close(gram, value_gram(exact), rtol=1e-6, atol=1e-4)
+    unit = exact / exact.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(grams.value("unit"), value_gram(unit), rtol=0, atol=1e-3)  # in 8 bits: 3e-2
+    torch.testing.assert_close(grams.key("unit"), complex_gram(unit), rtol=1e-5, atol=1e-5)
+
+
 def test_query_and_output_grams_are_sums_over_the_query_heads_of_a_key_value_head():
     queries = torch.randn(30, 6, D, dtype=torch.float64)
-    stats = LayerStats(2, D)
+    sums = LayerStats(2, D)
     for part in queries.split(20):
-        stats.update_queries(part)
+        sums.update_queries(part)
     grams = torch.einsum("nia,nib->iab", queries, queries)
     expected = torch.stack([grams[:3].sum(0), grams[3:].sum(0)])
-    torch.testing.assert_close(stats.sums["query.gram"], expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums.sums["query.gram"], expected, rtol=1e-5, atol=1e-4)
     weight = torch.randn(20, 6 * D)
     columns = [weight[:, D * head : D * head + D].double() for head in range(6)]
     grams = [column.T @ column for column in columns]

@@ -32,15 +32,46 @@ def to_unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors / norm.where(norm > 0, 1)
 
 
-def gram_half(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors [n, H, d] -> blocks i <= j of their Gram, [H(H+1)/2, d, d], at little over half its cost."""
+def has_exact_products(vectors: torch.Tensor) -> bool:
+    """Whether a GPU's 16-bit matrix units sum the products of these vectors in float32, exact each.
+
+    That is several times faster than the float32 products of the same numbers.
+    """
+    return vectors.is_cuda and vectors.dtype in (torch.bfloat16, torch.float16)
+
+
+def gram_half(vectors: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+    """Vectors [n, H, d] -> blocks i <= j of their Gram, [H(H+1)/2, d, d], at little over half its cost.
+
+    others: the second factors, [n, H, d], where they are not the vectors themselves.
+    """
     _, heads, size = vectors.shape
-    flat, half = vectors.flatten(1), []
+    options = {"out_dtype": torch.float32} if has_exact_products(vectors) else {}
+    left, half = vectors.flatten(1), []
+    right = left if others is None else others.flatten(1)
     for first in range(0, heads, STRIP):
-        rows = flat[:, first * size : (first + STRIP) * size].T @ flat[:, first * size :]
+        rows = torch.mm(left[:, first * size : (first + STRIP) * size].T, right[:, first * size :], **options)
         strip = rows.view(-1, size, heads - first, size).transpose(1, 2)
         half += [blocks[row:] for row, blocks in enumerate(strip)]
     return torch.cat(half)
+
+
+def raw_gram(vectors: torch.Tensor) -> torch.Tensor:
+    """gram_half of vectors [n, H, d] of any dtype, with products in float32."""
+    return gram_half(vectors if has_exact_products(vectors) else vectors.float())
+
+
+def unit_gram(vectors: torch.Tensor) -> torch.Tensor:
+    """gram_half of vectors [n, H, d] scaled to unit norm, with products in float32.
+
+    16-bit vectors on a GPU as three exact products: each is the sum of two bfloat16 numbers, to 16 bits.
+    """
+    unit = to_unit(vectors.float())
+    if not has_exact_products(vectors):
+        return gram_half(unit)
+    high = unit.bfloat16()
+    low = (unit - high).bfloat16()
+    return gram_half(torch.cat((high, low, high)), torch.cat((high, high, low)))
 
 
 def key_gram(keys: torch.Tensor) -> torch.Tensor:
@@ -95,16 +126,14 @@ class LayerStats:
 
     def update_values(self, values: torch.Tensor) -> None:
         """Add the output of v_proj, [n, H, d]."""
-        values = values.float()
-        self.sums["value.raw"] += gram_half(values)
-        self.sums["value.unit"] += gram_half(to_unit(values))
+        self.sums["value.raw"] += raw_gram(values)
+        self.sums["value.unit"] += unit_gram(values)
 
     def update_keys(self, keys: torch.Tensor) -> None:
         """Add the output of k_proj (before RoPE), [n, H, d]."""
-        keys = keys.float()
         self.tokens += len(keys)
-        self.sums["key.raw"] += gram_half(keys)
-        self.sums["key.unit"] += key_gram(to_unit(keys))
+        self.sums["key.raw"] += raw_gram(keys)
+        self.sums["key.unit"] += key_gram(to_unit(keys.float()))
         self.sums["key.sum"] += keys.sum(0, dtype=torch.float64)
 
     def update_queries(self, queries: torch.Tensor) -> None:
