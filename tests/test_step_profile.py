@@ -28,8 +28,8 @@ def test_the_time_of_a_step_on_a_cpu_falls_into_categories():
     events, seconds = profiled(step, cuda=False)
     parts = shares(events, seconds, cuda=False)
     assert parts.keys() == {*CATEGORIES, OTHER, HOST} and list(parts)[-1] == HOST
-    assert parts["communication"] == 0 and min(parts["loss"], parts["attention"], parts["optimizer"]) > 0.005
-    assert parts["loss"] > parts["attention"] > parts["matmul"]  # the logits' products are the loss's
+    assert parts["communication"] == parts["matmul"] == 0  # all products are attention's and the loss's
+    assert min(parts["loss"], parts["attention"], parts["optimizer"]) > 0
     assert sum(parts.values()) == pytest.approx(1, abs=0.02)
     assert f"loss          | {parts['loss']:.1%}" in table(parts)
 
