@@ -2,8 +2,10 @@
 # A checkpoint in llama.cpp: converted to GGUF, run there, and compared with transformers token by token.
 #
 #   bash pipelines/gguf.sh runs/demo/gqa                        # -> runs/demo/gqa.f32.gguf
-#   OUTTYPE=q8_0 bash pipelines/gguf.sh runs/demo/gqa out.gguf  # f32, f16, bf16 or q8_0
+#   OUTTYPE=q4_0 bash pipelines/gguf.sh runs/demo/gqa out.gguf  # quantized by llama.cpp
 #
+#   OUTTYPE  f32 (default), f16, bf16, q8_0, q4_0 or q4_k_m; the last two by way of f32
+#   TEXT     text file: the perplexity of its first SEQUENCES (16) x 512 tokens, in llama.cpp and transformers
 #   PYTHON   interpreter (python), with requirements.txt
 #   PRE      llama.cpp's name of the pre-tokenizer to assume when its converter does not know the tokenizer.
 #            For the demo model superbpe: it splits at digits only, and the model's merges never mix letters
@@ -23,8 +25,8 @@ engine=$home/.gguf/llama_cpp_python-$VERSION
 [ -f "$1/config.json" ] ||
   { echo "error: $1: expected a checkpoint directory, found no config.json in it" >&2; exit 2; }
 case $OUTTYPE in
-  f32|f16|bf16|q8_0) ;;
-  *) echo "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found $OUTTYPE" >&2; exit 2 ;;
+  f32|f16|bf16|q8_0|q4_0|q4_k_m) ;;
+  *) echo "error: OUTTYPE: expected f32, f16, bf16, q8_0, q4_0 or q4_k_m, found $OUTTYPE" >&2; exit 2 ;;
 esac
 
 if [ ! -d "$engine/installed" ]; then
@@ -43,4 +45,5 @@ fi
 
 out=${2:-${1%/}.$OUTTYPE.gguf}
 PYTHONPATH=$home:$engine/installed:$engine/vendor/llama.cpp "$PYTHON" -m pipelines.gguf_check "$1" "$out" \
-  --outtype "$OUTTYPE" ${PRE:+--pre "$PRE"} ${TOKENS:+--tokens "$TOKENS"} ${PROMPTS:+--prompts "$PROMPTS"}
+  --outtype "$OUTTYPE" ${PRE:+--pre "$PRE"} ${TOKENS:+--tokens "$TOKENS"} ${PROMPTS:+--prompts "$PROMPTS"} \
+  ${TEXT:+--text "$TEXT"} ${SEQUENCES:+--sequences "$SEQUENCES"}

@@ -4,14 +4,15 @@ Both read the token ids of the checkpoint's own tokenizer, keep keys and values 
 greedily; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first
 that differs, and logits are compared as far as both have read the same tokens. Printed beside them is the
 smallest lead of transformers' likeliest token over its second: where it is no larger than the difference of
-the logits, rounding decides between the two. llama.cpp reads a Mistral's whole context, whatever its
-sliding window: keep prompts within the window.
+the logits, rounding decides between the two. --text adds the perplexity of both. llama.cpp reads a
+Mistral's whole context, whatever its sliding window: keep prompts within the window.
 
 Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, or if a token of an f32
 file differs.
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import re
@@ -24,7 +25,9 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from common import evaluate
 from common.cli import UserError, positive, run_stage
+from common.data.text import load_tokens
 from common.models import geometry, load_config, load_model, load_tokenizer
 
 PROMPTS = (
@@ -35,6 +38,11 @@ PROMPTS = (
     "Übergrößenträger, naïve café, 北京, привет",
     "import os\nimport sys\n\nclass",
 )
+QUANTIZED = {  # types that the converter cannot write, but llama.cpp's quantizer
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
+TEXT_LENGTH = 512  # tokens in a sequence of --text
 ALL_F32 = "0"  # value of general.file_type
 ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
@@ -51,11 +59,45 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("checkpoint", help="checkpoint directory")
     parser.add_argument("out", help="GGUF file; if it already exists, it is compared as it is")
-    parser.add_argument("--outtype", default="f32", help="of the converter: f32, f16, bf16 or q8_0")
+    parser.add_argument("--outtype", default="f32", help="f32, f16, bf16, q8_0, q4_0 or q4_k_m")
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer for a tokenizer unknown to its converter")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens generated per prompt")
     parser.add_argument("--prompts", help="text file, one prompt per line")
+    parser.add_argument("--text", help="text file, to measure perplexity on")
+    parser.add_argument("--sequences", type=positive, default=16,
+                        help=f"sequences of {TEXT_LENGTH} tokens of --text")
     return parser.parse_args()
+
+
+def write_gguf(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
+    """Convert, and quantize if the converter cannot write that type."""
+    if outtype not in QUANTIZED:
+        convert(checkpoint, out, outtype, pre)
+        return
+    unquantized = out + ".f32"
+    try:
+        convert(checkpoint, unquantized, "f32", pre)
+        quantize(unquantized, out, outtype)
+    finally:
+        if os.path.exists(unquantized):
+            os.remove(unquantized)
+
+
+def quantize(path: str, out: str, outtype: str) -> None:
+    """llama.cpp's own quantizer, without an importance matrix."""
+    llama_cpp.llama_log_set(keep_log, None)
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = QUANTIZED[outtype], torch.get_num_threads()
+    if llama_cpp.llama_model_quantize(path.encode(), out.encode(), ctypes.byref(settings)):
+        raise UserError(f"{path}: llama.cpp cannot quantize it to {outtype}: {first_error('no reason')}")
+    fallback = re.search(r"\d+ of \d+ tensor\(s\) required fallback", "\n".join(text for _, text in log))
+    if fallback:
+        print(f"{outtype}: {fallback[0]} quantization, as their rows are no multiple of 256 numbers")
+
+
+def first_error(otherwise: object) -> object:
+    """llama.cpp's first error message, if there is one."""
+    return next((text for level, text in log if level == ERROR), otherwise)
 
 
 def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
@@ -127,14 +169,18 @@ def llama_cpp_step(engine: llama_cpp.Llama):
 def load_engine(path: str, context: int) -> llama_cpp.Llama:
     """llama.cpp on the CPU, its cache in float32 instead of the default float16."""
     llama_cpp.llama_log_set(keep_log, None)
+    defaults = llama_cpp.llama_model_default_params()
+    # no AMX: built by GCC 12, whose _tile_loadconfig drops most of the tiles' configuration, its kernels for
+    # quantized weights are illegal instructions
+    defaults.use_extra_bufts = False
+    llama_cpp.llama_cpp.llama_model_default_params = lambda: defaults
     try:
         return llama_cpp.Llama(
             path, n_ctx=context, n_batch=context, logits_all=True, verbose=False,
             n_threads=torch.get_num_threads(), type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
         )
     except ValueError as error:
-        reason = next((text for level, text in log if level == ERROR), error)
-        raise UserError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        raise UserError(f"{path}: llama.cpp cannot load it: {first_error(error)}") from error
 
 
 def read_prompts(path: str | None) -> list[str]:
@@ -145,6 +191,12 @@ def read_prompts(path: str | None) -> list[str]:
     if not prompts:
         raise UserError(f"{path}: expected prompts, one per line, found none")
     return prompts
+
+
+def engine_perplexity(engine: llama_cpp.Llama, tokens: torch.Tensor) -> float:
+    """llama.cpp's perplexity of tokens [n, T], a row at a time."""
+    rows = (torch.from_numpy(llama_cpp_step(engine)(row)) for row in tokens.tolist())
+    return evaluate.perplexity_of(rows, tokens)
 
 
 def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> int:
@@ -191,7 +243,7 @@ def main() -> None:
         print(f"{args.out} already exists: compared as it is")
     else:
         converted += ".tmp"
-        convert(args.checkpoint, converted, args.outtype, args.pre)
+        write_gguf(args.checkpoint, converted, args.outtype, args.pre)
 
     tokenizer = load_tokenizer(args.checkpoint)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -199,9 +251,13 @@ def main() -> None:
     expected = []
     for prompt in tqdm(prompts, desc="transformers", leave=False):
         expected.append(greedy(transformers_step(model), prompt, args.tokens))
+    if args.text:
+        text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH)
+        expected_perplexity = evaluate.perplexity(model, text_tokens)
     del model  # a large model need not be in memory twice
 
-    engine = load_engine(converted, max(map(len, prompts)) + args.tokens)
+    context = max(max(map(len, prompts)) + args.tokens, TEXT_LENGTH if args.text else 0)
+    engine = load_engine(converted, context)
     kv_heads = check_shape(args.out, args.checkpoint, engine, config)
     os.replace(converted, args.out)
     cache = re.search(r"size = +([\d.]+ MiB) \( *(\d+) cells", "\n".join(text for _, text in log))
@@ -217,6 +273,10 @@ def main() -> None:
               f"{os.path.getsize(args.out) / 2**20:.1f} MiB")
     if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total:
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
+    if args.text:
+        print(f"perplexity of {text_tokens.numel()} tokens of {args.text}: "
+              f"{engine_perplexity(engine, text_tokens):.3f} in llama.cpp, "
+              f"{expected_perplexity:.3f} in transformers")
     print(f"gguf: {result}")
 
 

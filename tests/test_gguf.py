@@ -5,6 +5,7 @@ tokens of every family. The first of those tests builds llama.cpp.
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -61,7 +62,8 @@ def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEAD
 @pytest.mark.parametrize(("arguments", "settings", "message"), [
     ((), {}, "error: expected CHECKPOINT [OUT.gguf], found 0 arguments"),
     (("nowhere",), {}, "error: nowhere: expected a checkpoint directory, found no config.json in it"),
-    (("home",), {"OUTTYPE": "int3"}, "error: OUTTYPE: expected f32, f16, bf16 or q8_0, found int3"),
+    (("home",), {"OUTTYPE": "int3"},
+     "error: OUTTYPE: expected f32, f16, bf16, q8_0, q4_0 or q4_k_m, found int3"),
 ])
 def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, message, tmp_path):
     (tmp_path / "config.json").write_text("{}")
@@ -104,11 +106,17 @@ def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
 
 
 @pytest.mark.release
-def test_tokens_that_quantization_changes_are_counted(tmp_path):
+@pytest.mark.parametrize(("outtype", "share"), [("f32", 1.2), ("q8_0", 0.5), ("q4_0", 0.4)])
+def test_what_quantization_changes_is_counted(outtype, share, tmp_path):
     (tmp_path / "prompts.txt").write_text("import random\n\ndef choice(self, seq):\n")
-    settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": "q8_0"}
-    done = gguf(save_gqa(tmp_path / "gqa"), **settings)
+    settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": outtype}
+    text = shutil.copy(random.__file__, tmp_path / "text.txt")
+    done = gguf(save_gqa(tmp_path / "gqa"), **settings, TEXT=str(text), SEQUENCES="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", done.stdout)
+    perplexities = re.search(r"perplexity of 1024 tokens of \S+: (\S+) in llama.cpp, (\S+) in", done.stdout)
+    quantized, expected = map(float, perplexities.groups())
+    assert quantized == pytest.approx(expected, rel=1e-4 if outtype == "f32" else 0.3)
     weights = (tmp_path / "gqa" / "model.safetensors").stat().st_size
-    assert (tmp_path / "gqa.q8_0.gguf").stat().st_size < 0.5 * weights
+    assert (tmp_path / f"gqa.{outtype}.gguf").stat().st_size < share * weights
+    assert [path.name for path in tmp_path.glob("*.gguf*")] == [f"gqa.{outtype}.gguf"]
