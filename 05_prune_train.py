@@ -152,7 +152,8 @@ def add_execution_flags(parser) -> None:
                         help="tokens per packed row (default: 4096; 2048 on a CPU)")
     parser.add_argument("--loss-chunk", type=cli.positive, default=512, help="tokens per chunk of logits")
     parser.add_argument("--attention", choices=ATTENTIONS, default="packed",
-                        help="packed: torch's fused kernel, sample by sample; the others are transformers'")
+                        help="packed: torch's fused kernels on samples as they are packed; the others are "
+                             "transformers'")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the computation; weights and optimizer state are float32 (default: bfloat16 "
                              "on GPUs, float32 on CPUs)")
