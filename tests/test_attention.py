@@ -109,12 +109,35 @@ def test_the_kernel_is_called_within_its_limits(monkeypatch, applies, changes):
     assert varlen_applies(SimpleNamespace(**query)) == applies
 
 
-def test_a_kernel_without_windows_or_fewer_kv_heads_is_not_used(monkeypatch):
-    """torch 2.10 has varlen_attn, but neither option."""
+@pytest.fixture
+def kernel_of_torch(monkeypatch):
+    """kernel_of_torch(FUNCTION): varlen_kernel() where that is torch's varlen_attn."""
+
+    def choose(function):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        attention.varlen_kernel.cache_clear()
+        return attention.varlen_kernel()
+
+    yield choose
     attention.varlen_kernel.cache_clear()
-    assert attention.varlen_kernel() is varlen_attn
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn",
-                        lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None)
-    attention.varlen_kernel.cache_clear()
-    assert attention.varlen_kernel() is None
-    attention.varlen_kernel.cache_clear()
+
+
+def test_a_kernel_without_windows_is_not_used(kernel_of_torch):
+    """torch 2.10's."""
+    assert kernel_of_torch(varlen_attn) is varlen_attn
+    older = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None  # noqa: E731
+    assert kernel_of_torch(older) is None
+
+
+def test_a_kernel_without_fewer_kv_heads_gets_repeated_ones(kernel_of_torch):
+    """torch 2.11's."""
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                              window_size=window_size)
+
+    row, generator = build_row(random_samples(6), 6), torch.Generator().manual_seed(1)
+    total = row.input_ids.numel()
+    states = [torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2)]
+    expected = varlen_attention(varlen_formula, states, row, 5, 0.3)
+    torch.testing.assert_close(varlen_attention(kernel_of_torch(older), states, row, 5, 0.3), expected)

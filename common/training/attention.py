@@ -41,8 +41,17 @@ def varlen_kernel():
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
-    needed = {"scale", "window_size", "enable_gqa"}  # the last of them came with torch 2.13
-    return varlen_attn if needed <= inspect.signature(varlen_attn).parameters.keys() else None
+    takes = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= takes.keys():
+        return None
+    return varlen_attn if "enable_gqa" in takes else functools.partial(with_repeated_heads, varlen_attn)
+
+
+def with_repeated_heads(kernel, query, key, value, *arguments, enable_gqa=True, **options):
+    """A call of a kernel that needs as many key and value heads as query heads: torch 2.11's."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    return kernel(query, key, value, *arguments, **options)
 
 
 def varlen_applies(query: torch.Tensor) -> bool:
