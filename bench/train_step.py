@@ -55,6 +55,7 @@ def parse():
     parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
     parser.add_argument("--loss-chunk", type=int, default=512)
     parser.add_argument("--layers", type=int, help="instead of the shape's; fewer if a GPU cannot hold them")
+    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     parser.add_argument("--singles", type=int, default=16, help="samples per step of one sample per row")
     return parser.parse_args()
 
@@ -111,7 +112,8 @@ class Models:
     def __init__(self, args, ranks, config):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
-        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention)
+        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention,
+                              compiled=args.compile)
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)

@@ -49,5 +49,6 @@ row transform  60 -m bench.transform --device cuda $layer --threads "$OMP_NUM_TH
                   --head-pairs 20 --calibrate-tokens 8192 --dtype bfloat16
 row decode     60 -m bench.decode --device cuda $layer --dtype bfloat16 --contexts 2048 8192 --batches 1 16
 row loss       40 -m bench.loss --device cuda --dtype bfloat16 --hidden 4096
+row compiled  120 $step --shape 1.3b --batch 64 --compile
 
 "$PYTHON" -m bench.gpu report "$OUT"

@@ -80,8 +80,9 @@ def pretended(tmp_path):
 def test_a_failure_does_not_stop_the_rows_after_it(pretended):
     code, rows = pretended()
     assert code == 1
-    assert [row.name for row in rows] == ["tests", "step-1.3b", "step-7b", "transform", "decode", "loss"]
-    assert [row.code for row in rows] == [0, 0, 0, 0, 3, 0]
+    assert [row.name for row in rows] == ["tests", "step-1.3b", "step-7b", "transform", "decode", "loss",
+                                        "compiled"]
+    assert [row.code for row in rows] == [0, 0, 0, 0, 3, 0, 0]
     assert rows[4].log == ["no"] and rows[4].verdict == "failed, exit code 3"
     assert all(row.log == [row.command] for row in rows if row.name != "decode")
 

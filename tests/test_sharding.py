@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
+from common.method import masks
 from common.models import load_config
-from common.training import sharding
+from common.training import distill, sharding
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
 from conftest import ROOT, save_tiny, tiny_model
@@ -177,6 +179,27 @@ def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of
         gradients.append(weight.grad.to_local().clone())
         assert trainee.net.model.layers[0].gradient_checkpointing == recompute
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
+    """Of a masked student, for rows of different lengths and new masks at each."""
+    source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
+    for compiled in (False, True):
+        sources = distill.start_of_masked(source, save_tiny(tmp_path / "merged", num_hidden_layers=1,
+                                                            num_key_value_heads=2))
+        trainee = build(load_config(source), group_of_one, Execution(compiled=compiled), sources,
+                        lambda model: masks.patch(model, 2), distill.start_masks(1, 8))
+        assert all((layer._compiled_call_impl is not None) == compiled for layer in trainee.net.model.layers)
+        z = torch.linspace(0.1, 0.9, 8)[None].requires_grad_()
+        for share, start in ((1, 0), (0.5, 1), (0.25, 0)):
+            masks.set_masks(trainee.net, z * share)
+            trainee(build_row(SAMPLES[start:], 3)).square().sum().backward()
+        gradients.append([z.grad, *(parameter.grad.full_tensor() for parameter in trainee.net.parameters()
+                                    if parameter.grad is not None)])
+    for compiled, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4 * float(eager.abs().max()))
 
 
 def test_a_trainee_without_replicated_parameters_has_none():
