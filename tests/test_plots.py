@@ -163,6 +163,7 @@ def test_pairs_show_the_absolute_cosine_of_every_pair_in_every_layer():
         (points,) = axis.lines
         assert (list(points.get_xdata()), list(points.get_ydata())) == ([0, 0, 1, 1], values)
         assert points.get_linestyle() == "None" and axis.get_ylim() == (-0.03, 1.03)
+        assert all(tick == round(tick) for tick in axis.get_xticks())  # layers
 
 
 def test_starts_show_a_line_per_way_and_the_source():

@@ -86,6 +86,7 @@ def pairs(
         places = [layer for layer, values in enumerate(layers) for _ in values]
         axis.plot(places, [abs(value) for values in layers for value in values], ".", markersize=3, alpha=0.5)
         axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair", ylim=(-0.03, 1.03))
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title)
     return figure
 
