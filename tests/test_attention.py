@@ -13,9 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from common.training import attention
 from common.training.attention import packed_attention, varlen_applies, varlen_attention
 from common.training.packing import build_row
-from common.training.sharding import Trainee
 from conftest import tiny_model
-from test_families import FAMILIES
+from test_families import FAMILIES, assert_packed_is_eager
 from test_packing import random_samples
 
 
@@ -58,17 +57,9 @@ def formula_as_kernel(monkeypatch):
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_one_kernel_for_all_samples_is_the_familys_own_attention(changes, formula_as_kernel):
-    """Hidden states and gradients, with windows and fewer kv heads, against transformers' eager attention."""
-    row, results = build_row(random_samples(5), 5), []
-    for name in ("packed", "eager"):
-        trainee = Trainee(tiny_model(attn_implementation=name, **changes))
-        hidden = trainee(row)
-        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-        gradients = [parameter.grad for parameter in trainee.parameters() if parameter.grad is not None]
-        results.append([hidden.detach(), *gradients])
-    assert len(formula_as_kernel) == trainee.net.config.num_hidden_layers  # once a layer
-    for packed, eager in zip(*results, strict=True):
-        torch.testing.assert_close(packed, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
+    """With windows and fewer kv heads."""
+    assert_packed_is_eager(changes)
+    assert len(formula_as_kernel) == tiny_model(**changes).config.num_hidden_layers  # once a layer
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])

@@ -205,6 +205,11 @@ def test_running_layer_after_layer_is_the_model(changes):
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_packed_attention_is_the_familys_own(changes):
+    assert_packed_is_eager(changes)
+
+
+def assert_packed_is_eager(changes: dict) -> None:
+    """Hidden states and gradients of a row, packed against transformers' eager attention."""
     row, results = build_row(random_samples(5), 5), []
     assert max(row.lengths) > 12  # longer than the window
     for attention in ("packed", "eager"):
