@@ -33,7 +33,7 @@ pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher
 and starts over; a teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
-replicated across nodes. Flags left out default to the published values (Appendix A; where it is silent, the
+replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
 authors' code), or for the demo model to values that suit its size.
 """
 
