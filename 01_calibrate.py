@@ -56,6 +56,9 @@ def parse():
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
+    parser.add_argument("--bos", action="store_true",
+                        help="begin every sequence with the tokenizer's begin-of-sequence token, as in the "
+                             "authors' code")
     parser.section("output")
     parser.add_argument("--sample-tokens", type=positive, default=256,
                         help="number of evenly spaced tokens whose raw head vectors are kept")
@@ -141,14 +144,14 @@ def main():
         path = resolve_model(args.model)
     config = load_config(path)
     require_convertible(path, config)
-    length = sequence_length(args.length, LENGTH, config.max_position_embeddings)
+    length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = describe(path, args.model), geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), one_by_one=args.layerwise)
     if args.text is None:  # resolved here because stage 4 takes it from the record
         args.text = DEMO if args.model == DEMO else "c4"
-    tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length)
+    tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length, bos=args.bos)
     print(f"reads   {text}; {tokens.numel()} tokens")
 
     with write_directory(output) as aside:

@@ -139,12 +139,14 @@ def read_inputs(args) -> Inputs:
     tokenizer, calibrated = load_tokenizer(path), calibration["summary"]
     text, default = calibration["arguments"]["text"], max(2, min(512, calibrated["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
-    tokens, description = load_tokens(args.text or text, tokenizer, args.sequences, length, split="heldout")
+    bos = calibration["arguments"].get("bos") is True
+    source_text = args.text or text
+    tokens, description = load_tokens(source_text, tokenizer, args.sequences, length, "heldout", bos)
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
-        refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"])
+        refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     context = None
     if args.merge == "closed-form" and args.merge_keys == "rope":

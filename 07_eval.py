@@ -14,8 +14,8 @@ Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
 
 Exact match, as published: greedy generation, stripped, equals the text of the right answer. Likelihood: the
 right choice has the highest log-probability, summed over its tokens. Averages are micro over questions, the
-paper's "Avg.", and macro over tasks, ± standard error. Prompts, answers and text are tokenized without a
-beginning-of-sequence token, as in training.
+paper's "Avg.", and macro over tasks, ± standard error. As in training, prompts and text have no
+begin-of-sequence token, unless --bos adds one.
 """
 
 import importlib
@@ -77,6 +77,9 @@ def parse():
                         help="use the first N questions of each task (default: all)")
     parser.add_argument("--seed", type=cli.seed, default=None,
                         help="with --limit: draw the N questions with this random seed instead")
+    parser.add_argument("--bos", action="store_true",
+                        help="begin every prompt and sequence of text with the tokenizer's begin-of-sequence "
+                             "token, as in the authors' code")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or "
@@ -196,11 +199,11 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description = None, ""
     if text != "none":
-        tokens, description = load_tokens(text, tokenizer, args.sequences, length, split="heldout")
+        tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
         print(f"reads   {description}")
     samples = {}
     for task, questions in tasks.items():
-        samples[task] = [choice_samples(example, tokenizer) for example in questions.values()]
+        samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]
         for index, choices in zip(questions, samples[task], strict=True):
             check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
     return Inputs(tokenizer, length, tokens, description, samples)
@@ -302,7 +305,7 @@ def main():
     reference, device = next(iter(checkpoints)), pick_device(args.device)
     if args.harness:
         print(harness.write_tasks(args.harness, tasks, inputs[reference].tokenizer))
-        harness.write_command(args.harness, checkpoints, args.batch, device, args.dtype)
+        harness.write_command(args.harness, checkpoints, args.batch, device, args.dtype, args.bos)
 
     results, outcomes = {}, []
     for name in checkpoints:
@@ -313,13 +316,14 @@ def main():
         outcomes += model_outcomes
 
     table = results_table(results)
-    note = caption(results[reference], source, args.limit, args.seed, f"{device}, {args.dtype}")
+    hardware = f"{device}, {args.dtype}"
+    note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
     lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
     write_text(os.path.join(args.run, "eval.jsonl"), lines)
     write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{table}\n")
     summary = {"peak_memory_gib": cli.peak_memory()}
     written = record("07_eval.py", args, described[reference], [], summary, clock())
-    write_json(output, written | {"device": device, "begin_of_sequence": False, "results": results})
+    write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}

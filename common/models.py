@@ -233,6 +233,14 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
+def bos_prefix(tokenizer) -> list[int]:
+    """The begin-of-sequence token. Raises UserError if the tokenizer has none."""
+    if tokenizer.bos_token_id is None:
+        raise UserError(f"--bos: expected a tokenizer with a begin-of-sequence token, found none in "
+                        f"{tokenizer.name_or_path}")
+    return [tokenizer.bos_token_id]
+
+
 def save_tokenizer(path: str, directory: str) -> None:
     """Copy the tokenizer of the checkpoint at `path` into another directory."""
     tokenizer = load_tokenizer(path)

@@ -8,6 +8,7 @@
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
+#   BOS=1    begin calibration and evaluation sequences with the BOS token, as in the authors' code
 #
 # Existing results are reused: after an interruption, run the same command.
 
@@ -20,11 +21,13 @@ if [ -n "${SMALL:-}" ]; then
   NAME=$NAME-small MODEL=demo NPROC=${NPROC:-2} TASKS=${TASKS:-runs/demo-model/tasks}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   CALIBRATE=(--model demo)
-  EVALUATE=(--tasks "$TASKS" ${LIMIT:+--limit "$LIMIT"})
+  EVALUATE=(--tasks "$TASKS")
 else
   CALIBRATE=(--model "$MODEL" --text "${TEXT:-c4}" --sequences 128 --length 2048)
-  EVALUATE=(--tasks "${TASKS:-hub}" --text "${HELDOUT:-c4}" --dtype bfloat16 ${LIMIT:+--limit "$LIMIT"})
+  EVALUATE=(--tasks "${TASKS:-hub}" --text "${HELDOUT:-c4}" --dtype bfloat16)
 fi
+CALIBRATE+=(${BOS:+--bos})
+EVALUATE+=(${LIMIT:+--limit "$LIMIT"} ${BOS:+--bos})
 RUN=${RUN:-runs/$NAME}
 
 make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...

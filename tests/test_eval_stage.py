@@ -360,7 +360,7 @@ HOSTILE = "a|b\n<!-- /scores -->"
 def test_names_break_neither_the_table_nor_the_card(tmp_path):
     """A second evaluation must find the place of the first, with nothing of the first left behind."""
     reference = figures(perplexity=7.0, perplexity_text=HOSTILE)
-    note = caption(reference, HOSTILE, None, None, "cpu, float32")
+    note = caption(reference, HOSTILE, None, None, "cpu, float32", bos=False)
     table = results_table({HOSTILE: reference})
     assert "\n" not in note and {line.count(" | ") for line in table.splitlines()[2:]} == {2}
     assert len(table.splitlines()) == 16

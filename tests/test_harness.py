@@ -65,15 +65,16 @@ def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimit
 
 def test_the_command_quotes_paths_and_keeps_names_inside(tmp_path):
     home = tmp_path / "a b"
-    harness.write_command(str(home), {"../x": "it's here", "y": "there"}, 4, "cpu", "float32")
+    harness.write_command(str(home), {"../x": "it's here", "y": "there"}, 4, "cpu", "float32", bos=True)
     script = (home / "lm_eval.sh").read_text()
     subprocess.run(["bash", "-n", home / "lm_eval.sh"], check=True)
     words = shlex.split(script.replace("\\\n", ""))
     outputs = [words[i + 1] for i, word in enumerate(words) if word == "--output_path"]
     assert outputs == [f"{home}/samples/%2E%2E%2Fx", f"{home}/samples/y"]
-    assert any(word.startswith(f"pretrained={ROOT.cwd()}/it's here,dtype=float32") for word in words)
+    arguments = f"pretrained={ROOT.cwd()}/it's here,dtype=float32,softmax_dtype=float32,add_bos_token=True"
+    assert arguments in words
     with pytest.raises(UserError, match="expected a checkpoint path without a comma, found a,b"):
-        harness.write_command(str(home), {"x": "a,b"}, 4, "cpu", "float32")
+        harness.write_command(str(home), {"x": "a,b"}, 4, "cpu", "float32", bos=False)
 
 
 def imitate(home, results: dict, outcomes: list[dict]) -> None:

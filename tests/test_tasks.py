@@ -96,7 +96,7 @@ def test_prompts_of_table_5(task, row, prompt, answer):
 class BeginningTokenizer:
     """A tokenizer that opens a text with a begin-of-sequence token (id 1) unless it is told not to."""
 
-    eos_token_id = 2
+    bos_token_id, eos_token_id = 1, 2
 
     def __call__(self, text, add_special_tokens=True):
         ids = [ord(character) for character in text]
@@ -111,6 +111,15 @@ def test_tokens_are_prompt_then_answer_then_end_without_a_beginning():
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
     assert choice_samples(example, BeginningTokenizer()) == expected
     assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
+
+
+def test_a_beginning_comes_before_the_prompt_where_it_is_asked_for():
+    example = example_from_row("arc_easy", LISTED)
+    prompt = (1, *map(ord, example.prompt))
+    expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
+    assert choice_samples(example, BeginningTokenizer(), bos=True) == expected
+    with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
+        choice_samples(example, byte_tokenizer(), bos=True)
 
 
 def test_lengths_are_checked_against_the_positions():

@@ -68,6 +68,18 @@ def test_no_special_tokens_are_added(tmp_path):
     assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 2, 2)[0].tolist() == [[97, 98], [99, 2]]
 
 
+def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "^"
+    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=31, bos=True)  # "d" has 30 characters
+    assert tokenizer.batch_decode(tokens) == ["^" + "b" * 30, "^" + "d" * 30]
+    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=40, bos=True)
+    packed = ["^" + "a" * 20 + "<eos>" + "b" * 18, "^" + "b" * 32 + "<eos>" + "c" * 6]
+    assert tokenizer.batch_decode(tokens) == packed
+    with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
+        load_tokens(documents, byte_tokenizer(), sequences=2, length=31, bos=True)
+
+
 def test_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('\n{"text": "xy"}\n\n \t\r\n{"text": ""}\n{"text": "zw"}\n\n')

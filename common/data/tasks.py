@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from common.cli import UserError
 from common.data.jsonl import abbreviated, checked_text, column, read_rows, text_column
 from common.data.samples import Sample
+from common.models import bos_prefix
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,14 @@ def tokenize(example: Example, tokenizer) -> Sample:
     return Sample(_ids(example.prompt, tokenizer), answer)
 
 
-def choice_samples(example: Example, tokenizer) -> list[Sample]:
-    """One sample per choice: the prompt with the choice as its answer."""
+def choice_samples(example: Example, tokenizer, bos: bool = False) -> list[Sample]:
+    """One sample per choice: the prompt with the choice as its answer.
+
+    bos: begin the prompt with the begin-of-sequence token. Raises UserError if the tokenizer has none.
+    """
     prompt, end = _ids(example.prompt, tokenizer), tokenizer.eos_token_id
+    if bos:
+        prompt = (*bos_prefix(tokenizer), *prompt)
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 

@@ -14,7 +14,7 @@ from common.artifacts import temporary_name
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.samples import Sample
-from common.models import DEMO, DEMO_HOME
+from common.models import DEMO, DEMO_HOME, bos_prefix
 
 C4 = "allenai/c4"
 C4_FILES = {  # file name, number of files
@@ -47,25 +47,28 @@ def load_tokens(
     sequences: int,
     length: int,
     split: str = "train",
+    bos: bool = False,
 ) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
     with a column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same
-    text for both.
+    text for both. bos: begin every sequence with the begin-of-sequence token, one of its `length` tokens.
 
     As published: the first `sequences` documents of at least `length` tokens, each truncated to it. If there
     are too few, documents are packed instead: concatenated in order, separated by end-of-sequence, and cut
-    into sequences. Raises UserError if that gives too few tokens, and for text that cannot be read.
+    into sequences. Raises UserError if that gives too few tokens, for text that cannot be read, and for bos
+    if the tokenizer has none.
     """
-    source = _located(source, split)
+    source, prefix = _located(source, split), bos_prefix(tokenizer) if bos else []
+    length -= len(prefix)  # tokens of text per sequence
     whole, packed, documents = [], [], 0
     with tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for text in _documents(source, split):
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             documents += 1
             if len(ids) >= length:
-                whole.append(ids[:length])
+                whole.append(prefix + ids[:length])
                 bar.update()
                 if len(whole) == sequences:
                     description = f"{source}: first {sequences} documents of at least {length} tokens"
@@ -77,7 +80,8 @@ def load_tokens(
         raise UserError(f"{source}: expected {sequences} x {length} = {needed} tokens, found {len(packed)}")
     description = (f"{source}: packed ({len(whole)} of {documents} documents have {length} tokens, "
                    f"{sequences} needed)")
-    return torch.tensor(packed[:needed]).view(sequences, length), description
+    rows = [prefix + packed[start : start + length] for start in range(0, needed, length)]
+    return torch.tensor(rows), description
 
 
 class TextSamples(Sequence):

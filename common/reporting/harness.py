@@ -42,7 +42,7 @@ task: [{tasks}]
 aggregate_metric_list: [{{metric: acc, weight_by_size: false}}]
 """
 COMMAND = """\
-lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=float32,add_bos_token=False \\
+lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=float32,add_bos_token={bos} \\
   --device {device} --include_path {directory} --tasks {group} --batch_size {batch} --log_samples \\
   --output_path {output}
 """
@@ -95,8 +95,13 @@ def write_tasks(directory: str, tasks: dict[str, dict[int, Example]], tokenizer)
             f"run  bash {os.path.join(directory, 'lm_eval.sh')}")
 
 
-def write_command(directory: str, models: dict[str, str], batch: int, device: str, dtype: str) -> None:
-    """Write lm_eval.sh, which runs lm_eval on the tasks in `directory`. models: name -> checkpoint path."""
+def write_command(
+    directory: str, models: dict[str, str], batch: int, device: str, dtype: str, bos: bool
+) -> None:
+    """Write lm_eval.sh, which runs lm_eval on the tasks in `directory`.
+
+    models: name -> checkpoint path. bos: whether prompts begin with a begin-of-sequence token.
+    """
     directory = os.path.abspath(directory)
     commands = ["set -e\n"]
     for model, path in models.items():
@@ -105,7 +110,7 @@ def write_command(directory: str, models: dict[str, str], batch: int, device: st
                             "lm_eval splits its arguments there")
         commands.append(COMMAND.format(
             path=shlex.quote(os.path.abspath(path)), dtype=dtype, device=device, group=GROUP, batch=batch,
-            directory=shlex.quote(directory), output=shlex.quote(_output(directory, model))))
+            bos=bos, directory=shlex.quote(directory), output=shlex.quote(_output(directory, model))))
     write_text(os.path.join(directory, "lm_eval.sh"), "".join(commands))
 
 

@@ -46,13 +46,16 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
     return title, f"{100 * columns[0][chance]:.1f}", *cells
 
 
-def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str) -> str:
+def caption(
+    reference: dict, source: str, limit: int | None, seed: int | None, hardware: str, bos: bool
+) -> str:
     """One line that says what the figures are and how they were measured.
 
     reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
-    were selected. hardware: device and dtype.
+    were selected. hardware: device and dtype. bos: whether prompts and text had a begin-of-sequence token.
     """
     text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
+    beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
     if not reference["tasks"]:
         line = f"Layer by layer on {hardware}, without tasks and speed.{text}"
         return " ".join(line.split())  # file names may contain newlines
@@ -62,7 +65,7 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
         selection = f", {limit} per task drawn with seed {seed}"
     line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
             f"± standard error: {questions} validation questions ({source}{selection}), averaged over "
-            "questions (micro, the paper's Avg.) and over tasks (macro), no begin-of-sequence token."
+            f"questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
             f"{text} Speeds: one sequence on {hardware}.")
     return " ".join(line.split())
 
