@@ -59,6 +59,14 @@ def test_an_unknown_row_is_refused(name):
 
 
 @pytest.mark.parametrize("small", ["", "1"])
+def test_a_beginning_is_for_calibration_and_evaluation_alone(small, recorded, tmp_path):
+    for setting in ("", "1"):
+        commands = recorded("llama2_7b.sh", RUN=tmp_path / "run", SMALL=small, KV=16, BOS=setting)
+        beginning = {words[0] for words in commands if "--bos" in words}
+        assert beginning == ({"01_calibrate.py", "07_eval.py"} if setting else set())
+
+
+@pytest.mark.parametrize("small", ["", "1"])
 @pytest.mark.parametrize("name", ["demo.sh", *RECIPES])
 def test_paths_with_blanks_quotes_and_brackets_stay_whole(name, small, recorded, tmp_path):
     run = f"{tmp_path}/it's a [1] \"run\" $x *"
