@@ -5,7 +5,7 @@ Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads ro
         RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, untrained
 
     python 04_align.py --run runs/llama2-7b --merge closed-form --refit
-    python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 6 GiB of memory
+    python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 3 GiB of memory
     python 04_align.py                                       # seconds on a CPU for the demo model
 
 Generalized Procrustes (Algorithm 1, by a faster update) finds the rotations from each group's Grams, in

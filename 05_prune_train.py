@@ -97,16 +97,16 @@ def add_data_flags(parser) -> None:
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--text", nargs="+", metavar="SOURCE",
-                        help="c4, demo, .txt, .jsonl, .json.gz or .parquet files with a column text, or none "
-                             "(default: none; for the demo model: demo)")
+                        help="c4, demo, .txt, .jsonl, .json, .json.gz or .parquet files with a column text, "
+                             "or none (default: none; for the demo model: demo)")
     parser.add_argument("--text-length", type=cli.positive, metavar="N",
                         help=f"tokens per sample of text (default: {TEXT_LENGTH}, or the model's limit if "
                              "lower)")
     parser.add_argument("--text-tokens", type=cli.positive, metavar="N",
                         help="tokens to take of each source (default: all; c4 needs this flag)")
     parser.add_argument("--chat", nargs="+", default=[], metavar="FILE",
-                        help=".jsonl or .parquet files with a column messages, for the tokenizer's chat "
-                             "template; chats are cut at the model's limit")
+                        help=".jsonl, .json, .json.gz or .parquet files with a column messages, for the "
+                             "tokenizer's chat template; chats are cut at the model's limit")
 
 
 def add_training_flags(parser) -> None:
@@ -135,8 +135,8 @@ def add_training_flags(parser) -> None:
 def add_heldout_flags(parser) -> None:
     parser.section("held-out measurement: KL to the teacher, next-token loss, top-1 agreement")
     parser.add_argument("--heldout-text", metavar="SOURCE",
-                        help="c4 or demo (their held-out parts), a .txt, .jsonl, .json.gz or .parquet file, "
-                             "or none (default: c4 if --text has it; demo for the demo model; else none)")
+                        help="c4 or demo (their held-out parts), a file as for --text, or none (default: c4 "
+                             "if --text has it; demo for the demo model; else none)")
     parser.add_argument("--heldout-sequences", type=cli.positive, default=32,
                         help="number of texts, of --text-length tokens each")
     parser.add_argument("--heldout-questions", type=cli.non_negative,

@@ -12,10 +12,10 @@ Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
     python 07_eval.py --report                   # evaluate nothing: RUN/report.html from the stages' records
     python 07_eval.py                            # the demo model, under a minute on two cores
 
-Exact match, as published: greedy generation, stripped, equals the text of the right answer. Likelihood: the
-right choice has the highest log-probability, summed over its tokens. Averages are micro over questions, the
-paper's "Avg.", and macro over tasks, ± standard error. As in training, prompts and text have no
-begin-of-sequence token, unless --bos adds one.
+Exact match, as in the authors' code: greedy generation, stripped, equals the text of the right answer.
+Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
+questions, the paper's "Avg.", and macro over tasks, ± standard error. As in training, prompts and text have
+no begin-of-sequence token, unless --bos adds one.
 """
 
 import importlib

@@ -17,5 +17,5 @@ NAME=llama2-7b-gqa$KV MODEL=${MODEL:-meta-llama/Llama-2-7b-hf} HEADS=32 TEACHER_
 source pipelines/recipe.sh
 
 calibrate                                    # minutes on one GPU
-convert value-dist "$KV" value dist dist     # grouping and alignment take minutes, training days (see PLAN)
+convert value-dist "$KV" value dist dist     # grouping and alignment take minutes, training hours (PLAN)
 evaluate merged="$RUN/value-dist/merged" gqa="$RUN/value-dist/gqa"

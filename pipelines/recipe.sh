@@ -4,13 +4,14 @@
 #   PYTHON   interpreter (python)             RUN      run directory (runs/NAME)
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
-#   PLAN     e.g. 8xA100-80GB: print the cost of training on that hardware, and train nothing
+#   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
 #   BOS=1    begin calibration and evaluation sequences with the BOS token, as in the authors' code
 #
-# Existing results are reused: after an interruption, run the same command.
+# Existing results are reused: after an interruption, run the same command. An existing RUN/eval.md is printed
+# as it is: remove it to evaluate more rows.
 
 PYTHON=${PYTHON:-python}
 TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"

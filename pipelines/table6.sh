@@ -3,7 +3,7 @@
 # kv heads. Trains nothing.
 #
 #   bash pipelines/table6.sh                                             # LLaMA2-7B, on one GPU
-#   MODEL=princeton-nlp/Sheared-LLaMA-1.3B HEADS=16 KV="8 4" bash pipelines/table6.sh
+#   RUN=runs/table6-1.3b MODEL=princeton-nlp/Sheared-LLaMA-1.3B HEADS=16 KV="8 4" bash pipelines/table6.sh
 #   SMALL=1 bash pipelines/table6.sh                                     # the demo model, minutes on two cores
 #
 # Grouping is that by value and distance. The other settings are listed in pipelines/recipe.sh.

@@ -55,10 +55,10 @@ def load_tokens(
     with a column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same
     text for both. bos: begin every sequence with the begin-of-sequence token, one of its `length` tokens.
 
-    As published: the first `sequences` documents of at least `length` tokens, each truncated to it. If there
-    are too few, documents are packed instead: concatenated in order, separated by end-of-sequence, and cut
-    into sequences. Raises UserError if that gives too few tokens, for text that cannot be read, and for bos
-    if the tokenizer has none.
+    As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
+    it. If there are too few, documents are packed instead: concatenated in order, separated by
+    end-of-sequence, and cut into sequences. Raises UserError if that gives too few tokens, for text that
+    cannot be read, and for bos if the tokenizer has none.
     """
     source, prefix = _located(source, split), bos_prefix(tokenizer) if bos else []
     length -= len(prefix)  # tokens of text per sequence

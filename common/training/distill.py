@@ -21,7 +21,7 @@ UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the auth
 MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
 RELEASED_MASK_ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}  # 1e-8 on 1e-3 log alpha there
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
-EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Appendix A)
+EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Table 1)
 TEACHER_EPOCHS = 2
 PUBLISHED_SETTINGS = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                       "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16,
