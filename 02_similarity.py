@@ -99,6 +99,8 @@ def draw(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> Non
 
 def main():
     args, clock = parse(), Clock()
+    if args.key_context and not args.energy:
+        raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity.safetensors")
     claim("02_similarity.py", args, output)

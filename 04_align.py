@@ -93,6 +93,8 @@ def parse():
     if args.key_context and (args.merge, args.merge_keys) != ("closed-form", "rope"):
         raise UserError("--key-context: expected --merge closed-form --merge-keys rope with it, found "
                         f"--merge {args.merge} --merge-keys {args.merge_keys}")
+    if args.merge_keys == "pairs" and args.merge != "closed-form":
+        raise UserError(f"--merge-keys pairs: expected --merge closed-form with it, found {args.merge}")
     return args
 
 
@@ -140,9 +142,11 @@ def read_inputs(args) -> Inputs:
     text, default = calibration["arguments"]["text"], max(2, min(512, calibrated["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     bos = calibration["arguments"].get("bos") is True
-    source_text = args.text or text
-    tokens, description = load_tokens(source_text, tokenizer, args.sequences, length, "heldout", bos)
+    checked = args.text or text
+    tokens, description = load_tokens(checked, tokenizer, args.sequences, length, "heldout", bos)
     print(f"reads   {description}, for the equivalence check")
+    if os.path.isfile(checked) and checked == text:
+        print("note    the calibration text: perplexity on other text (--text) may be higher")
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)

@@ -22,8 +22,8 @@ Answers, in a chat the assistant's turns, get BiLD and are what SFT learns; all 
 text, get the KL. With --tasks none the teacher is the untouched source. Every --heldout-every steps student
 and teacher are compared on held-out text and questions.
 
-After 80% of the steps every mask is 0: the student is saved, rebuilt as a plain GQA model and trained on.
-Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
+After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
+on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
 --masks off trains merged/ directly, without masks or L0 term: for a merged/ that starts near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from common import cli
 from common.artifacts import RECORD, claim, move_aside, record, write_record
-from common.cli import Clock, run_stage, stage_parser
+from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
@@ -86,7 +86,10 @@ def parse():
     add_training_flags(parser)
     add_heldout_flags(parser)
     add_execution_flags(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.plan and args.dtype == "float32":
+        raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
+    return args
 
 
 def add_data_flags(parser) -> None:
@@ -215,10 +218,12 @@ def train_student(run: Run, plan: Plan) -> bool:
         phase = distill.MASKED[args.masks](job.trainee, teacher, plan.steps, settings)
         if not train(job, phase, run.pool, plan, switch, run.heldout):
             return False
+        size = phase.mean_mask()
         del job, phase
         free_memory(ranks)
         start, saved = switch, checkpoints.steps_saved(run.directory)[-1]
-        ranks.say(f"switch  after step {switch}: every mask is 0; rebuilt with {pair.kv_heads} kv heads")
+        ranks.say(f"switch  after step {switch}: masks, {size:.3f} on average, set to 0; rebuilt with "
+                  f"{pair.kv_heads} kv heads")
 
     job = distill.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
     phase = distill.Distillation(job.trainee, teacher, settings)
@@ -255,12 +260,11 @@ def prune_train(args, clock: Clock, ranks) -> int:
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
     run = Run(args, ranks, pair, pool, execution, clock, load_heldout(args, source, ranks))
-    plans = make_plans(args, pair, pool, cuda)
+    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving anything
+    plans = make_plans(args, pair, pool, cuda, has_teacher)
     if args.plan:
         print_plan(run, plans)
         return 0
-
-    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving anything
     if args.force:
         start_anew(run)
     if has_teacher:

@@ -145,6 +145,9 @@ def main():
                             f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
         loaded = Layers(aside, torch.float32, "cpu", one_by_one=True)
         stored = max_difference(expected, loaded.logits(tokens))
+        if dtype == torch.float32 and not stored <= allowed:
+            raise UserError("the export, loaded back, differs from the student: max |logit difference| "
+                            f"expected <= {allowed:.0e}, found {stored:.2e}; nothing was written")
         summary = {
             "kv_heads": kv_heads,
             "dtype": str(dtype),

@@ -57,6 +57,7 @@ from common.models import (
 )
 from common.reporting import harness, report
 from common.reporting.scores import caption, results_table, write_scores
+from common.training.inputs import SOURCE, STAGE
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
@@ -67,7 +68,8 @@ def parse():
     parser = stage_parser(__doc__)
     parser.section("checkpoints and tasks")
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
-                        help="checkpoints; the first is the reference (default: RUN's teacher, merged, gqa)")
+                        help="checkpoints; the first is the reference (default: the student's teacher, and "
+                             "merged and gqa in RUN)")
     parser.add_argument("--tasks", default=None, metavar="DIR",
                         help="directory of TASK.validation.jsonl or .parquet files, or hub (default: hub; "
                              "the demo's tasks for the demo)")
@@ -134,11 +136,23 @@ def register(modules) -> None:
             raise UserError(f"--register {module}: cannot be imported: {error}") from error
 
 
+def default_checkpoints(run: str) -> dict[str, str]:
+    """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
+    paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
+    if os.path.exists(os.path.join(directory, RECORD)):
+        trained = read_record(directory, STAGE)
+        teacher = trained["arguments"].get("teacher")
+        if teacher == SOURCE:
+            paths = {SOURCE: trained["model"]["path"]} | paths
+        elif teacher:
+            paths["teacher"] = str(teacher)
+    return paths
+
+
 def choose_checkpoints(args) -> dict[str, str]:
     """Column name -> checkpoint directory."""
     if args.model is None:
-        paths = {name: os.path.join(args.run, name) for name in CHECKPOINTS}
-        present = {name: path for name, path in paths.items() if os.path.isdir(path)}
+        present = {name: path for name, path in default_checkpoints(args.run).items() if os.path.isdir(path)}
         if not present:
             raise UserError(f"{args.run}: expected one of {', '.join(CHECKPOINTS)}, found none; "
                             "run the earlier stages or pass --model")

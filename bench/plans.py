@@ -43,7 +43,7 @@ def row(model: str, machine: str, train: str) -> list[str]:
     batch = BATCH * cluster.nodes
     plan = SimpleNamespace(batch=batch, tokens_per_microbatch=4096, reduce="step")
     step = budget.step_cost(work, student, plan, cluster)
-    need = budget.memory(work, student, cluster.world, step.row, step.rows > 1)["total"] / 2**30
+    need = budget.memory(work, student, cluster.ranks_per_node, step.row, step.rows > 1)["total"] / 2**30
     usable = budget.USABLE * cluster.device.memory
     hours = TOKENS / LENGTH / batch * step.seconds / 3600
     cells = [f"{need:.0f}{'' if need <= usable else ', too much'}", f"{usable:.0f}", f"{step.seconds:.2g}",

@@ -35,7 +35,7 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
     figures = {"memory_gib": round(need["total"] / 2**30, 2)}
     peak = budget.peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
-        hardware = next(device for device in budget.HARDWARE.values() if device.flops == peak)
+        hardware = next(device for device in budget.HARDWARE.values() if device.flops_per_s == peak)
         plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                reduce="step")
         cost = budget.step_cost(work, student, plan, budget.Cluster(world, hardware))

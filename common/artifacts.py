@@ -306,8 +306,8 @@ def read_calibration(path: str) -> dict:
     record = read_record(path, "01_calibrate.py")
     verify_files(path, record)
     model = record["model"]
-    heads, size = model["kv_heads"], model["head_dim"]
-    expected = [heads * (heads + 1) // 2, size, size]
+    kv_heads, size = model["kv_heads"], model["head_dim"]
+    expected = [kv_heads * (kv_heads + 1) // 2, size, size]
     for index in range(model["layers"]):
         shape = open_tensors(os.path.join(path, layer_file(index))).get_slice("key.raw").get_shape()
         if shape != expected:

@@ -151,6 +151,14 @@ def stage_parser(doc: str) -> StageParser:
     return parser
 
 
+def speaks_for(error: Exception) -> bool:
+    """Whether this rank prints an error: every rank of a node raises the same UserError, but any rank may be
+    the only one to run out of memory or disk.
+    """
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("RANK", "0")
+    return rank == "0" or not isinstance(error, UserError)
+
+
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
@@ -159,11 +167,11 @@ def run_stage(main) -> None:
     try:
         code = main() or 0
     except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
+        if speaks_for(error):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted: no partial output was kept", file=sys.stderr)
+        print("interrupted: unfinished output was removed, checkpoints are kept", file=sys.stderr)
         code = 130
     finally:
         cleanup.close()

@@ -156,6 +156,13 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
 
 
+def test_a_sample_longer_than_a_row_has_one_to_itself():
+    """16 samples of 16,384 tokens and 16 of 1024, in rows of 4096 on four ranks."""
+    work = budget.Workload(LLAMA2_7B, lengths=[16384, 1024], answers=[1, 1], chunk=512, recompute=True)
+    step = budget.step_cost(work, None, plan(1, 32), budget.parse_hardware("4xA100-80GB"))
+    assert (step.rows, step.row) == ((16 + 16 / 4) / 4, 16384)
+
+
 def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
     """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
@@ -176,7 +183,7 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
     """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
     cluster, one = budget.parse_hardware(f"{nodes}x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
-    assert (cluster.nodes, cluster.world, cluster.device) == (nodes, 8, one.device)
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (nodes, 8, one.device)
     batch = replace(plan(1, 64 * nodes), reduce="row")
     step, alone = budget.step_cost(work, None, batch, cluster), budget.step_cost(work, None, plan(1, 64), one)
     assert step.network == pytest.approx(2 * (nodes - 1) / nodes * 4 * 6_738_415_616 / 8)

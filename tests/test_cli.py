@@ -171,6 +171,19 @@ def test_only_the_first_rank_speaks(monkeypatch, capsys):
     assert exits == [2, 2]
 
 
+def test_the_first_rank_of_every_node_speaks(monkeypatch):
+    monkeypatch.setenv("RANK", "8")
+    for local, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert cli.speaks_for(cli.UserError("of a file that this node lacks")) == speaks
+
+
+def test_any_rank_may_run_out_of_memory_or_disk(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert cli.speaks_for(OSError("full")) and cli.speaks_for(MemoryError())
+    assert not cli.speaks_for(cli.UserError("the same on every rank"))
+
+
 def test_suggest():
     known = ("runs/demo", "meta-llama/Llama-2-7b-hf", "--tokens-per-microbatch", "arc_easy")
     assert cli.suggest("meta-lama/llama2-7b-hf", known) == "; did you mean meta-llama/Llama-2-7b-hf?"

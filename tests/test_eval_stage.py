@@ -1,5 +1,6 @@
 """Stage 7 as a command: the files it writes, recomputed from its answers; what it refuses before any work."""
 
+import argparse
 import contextlib
 import json
 import math
@@ -144,6 +145,22 @@ def test_a_run_directory_without_checkpoints_is_one_line(inputs, tmp_path):
     message = f"{tmp_path}/run: expected one of teacher, merged, gqa, found none"
     expect_error(message, "07_eval.py", "--run", tmp_path / "run", *evaluate_arguments(inputs))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("teacher", ["source", "shared", None])
+def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tmp_path, teacher):
+    home = copy_run(finished_run, tmp_path / "run")
+    shared, path = str(tmp_path / "shared"), home / "train" / "stage.json"
+    (home / "teacher").rename(home / "teacher" if teacher is None else shared)
+    record = json.loads(path.read_text())
+    record["arguments"]["teacher"] = shared if teacher == "shared" else teacher
+    path.write_text(json.dumps(record))
+    checkpoints = runpy.run_path(str(ROOT / "07_eval.py"))["choose_checkpoints"](
+        argparse.Namespace(model=None, run=str(home)))
+    first = {"source": ("source", record["model"]["path"]), "shared": ("teacher", shared),
+             None: ("teacher", str(home / "teacher"))}[teacher]
+    assert list(checkpoints.items())[0] == first
+    assert list(checkpoints)[1:] == ["merged", "gqa"]
 
 
 def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs, tmp_path):

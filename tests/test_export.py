@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common.artifacts import digest, sha256, write_record
-from common.layers import CheckpointWriter
+from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.training.checkpoints import DIGESTS, TrainedWeights
 from conftest import byte_tokenizer, copy_run, expect_error, run
@@ -48,6 +48,13 @@ def refuse(home, message: str) -> None:
     before = (home / "gqa" / "stage.json").read_bytes()
     expect_error(message, "06_export.py", "--run", home, "--force")
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
+
+
+def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch):
+    """Logits of the checkpoint loaded back; float32 stores what was computed."""
+    home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
+    monkeypatch.setattr(Layers, "logits", lambda self, tokens: [rows + 1e-2 for rows in logits(self, tokens)])
+    refuse(home, "the export, loaded back, differs from the student")
 
 
 def test_a_student_that_masks_do_not_make_gqa_is_refused(finished_run, tmp_path, monkeypatch):

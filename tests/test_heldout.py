@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from common.data.samples import Sample
-from common.data.tasks import TASKS as TASK_NAMES
-from common.data.tasks import load_task, tokenize
+from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
@@ -26,7 +25,7 @@ from common.models import DEMO, load_config, load_model, load_tokenizer
 from common.training import budget, checkpoints, distill, engine, schedule
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.engine import Job, Plan
-from common.training.heldout import TASKS, TEXT, Heldout
+from common.training.heldout import TASK_SET, TEXT_SET, Heldout
 from common.training.inputs import NONE, load_heldout
 from common.training.metrics import METRICS, read_metrics
 from common.training.sharding import Execution, Ranks, build
@@ -50,7 +49,7 @@ def heldout_sets() -> dict[str, list[Sample]]:
     texts = [Sample(random_ids(draw, 20, 40)) for _ in range(5)]
     tasks = [Sample(random_ids(draw, 5, 30), random_ids(draw, 2, 6)) for _ in range(6)]
     chat = Sample(*(random_ids(draw, 2, 9) for _ in range(4)))
-    return {TEXT: texts, TASKS: [*tasks, chat]}
+    return {TEXT_SET: texts, TASK_SET: [*tasks, chat]}
 
 
 HELDOUT = Heldout(heldout_sets(), every=2)
@@ -111,7 +110,7 @@ def figures_by_sample(student, teacher) -> dict[str, float]:
         for sample in samples:
             ids = torch.tensor([id for segment in sample.segments for id in segment])
             parts = [index % 2 for index, segment in enumerate(sample.segments) for _ in segment]
-            wanted = torch.tensor(parts[1:]).bool() | (prefix == TEXT)
+            wanted = torch.tensor(parts[1:]).bool() | (prefix == TEXT_SET)
             ours, theirs = (m(ids[None]).logits[0, :-1].double().log_softmax(-1) for m in (student, teacher))
             columns["kl"] += (theirs.exp() * (theirs - ours)).sum(-1)[wanted].tolist()
             for name, model in (("loss", ours), ("teacher_loss", theirs)):
@@ -139,8 +138,8 @@ def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path):
     watch = Watch(phase.student)
     measured(phase, group_of_one)
     assert max(watch.tokens) == SETTINGS.loss_chunk and not any(watch.with_gradients)
-    predicted = [sum(map(len, HELDOUT.sets[TEXT])) - len(HELDOUT.sets[TEXT]),
-                 sum(sample.answer_tokens for sample in HELDOUT.sets[TASKS])]
+    predicted = [sum(map(len, HELDOUT.sets[TEXT_SET])) - len(HELDOUT.sets[TEXT_SET]),
+                 sum(sample.answer_tokens for sample in HELDOUT.sets[TASK_SET])]
     assert sum(watch.tokens) == sum(predicted)
     assert all(isinstance(parameter, DTensor) for parameter in phase.student.parameters())  # sharded again
 
@@ -171,7 +170,7 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job)
         assert engine.train(job, phase, TRAINING, PLAN, heldout=heldout)
         lines.append(read_metrics(str(tmp_path / name / METRICS)))
         weights.append(whole_weights(steps_saved(job.directory)[-1]))
-    steps = [line["step"] for line in lines[1] if f"{TEXT}_kl" in line]
+    steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
     assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
     for line, other in zip(*lines, strict=True):
         kept = {name for name in other if not name.startswith("heldout")} - TIMING
@@ -193,11 +192,11 @@ def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
 def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp_path, capsys):
     job, phase = gqa_job(group_of_one, tmp_path)
     assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
-    lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT}_kl" in line]
+    lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT_SET}_kl" in line]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines) == 4
     for line, shown in zip(lines, printed, strict=True):
-        for prefix in (TEXT, TASKS):
+        for prefix in (TEXT_SET, TASK_SET):
             figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in NAMES]
             assert f" | {prefix} {' '.join(figures)} | " in shown
     events = EventAccumulator(str(tmp_path / "train" / "tensorboard")).Reload()
@@ -297,12 +296,12 @@ def test_what_is_held_out(group_of_one, inputs):
     tokenizer = load_tokenizer(inputs["model"])
     args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
     heldout = load_heldout(args, inputs["model"], group_of_one)
-    assert heldout.every == 7 and list(heldout.sets) == [TEXT, TASKS]
+    assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 3, 64, "heldout")
-    assert [sample.segments for sample in heldout.sets[TEXT]] == [(row,) for row in tokens.tolist()]
+    assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens.tolist()]
     examples = [example for task in ("piqa", "siqa")
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
-    assert heldout.sets[TASKS] == [tokenize(example, tokenizer) for example in examples]
+    assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
 
 
 @pytest.mark.parametrize("changes, count", [
@@ -312,14 +311,14 @@ def test_what_is_held_out(group_of_one, inputs):
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
     heldout = load_heldout(arguments(inputs, **changes), inputs["model"], group_of_one)
-    assert count == (len(heldout.sets[TASKS]) if heldout else 0)
+    assert count == (len(heldout.sets[TASK_SET]) if heldout else 0)
 
 
 def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
     args = arguments(inputs, tasks=str(tmp_path))
-    assert len(load_heldout(args, inputs["model"], group_of_one).sets[TASKS]) == 5
+    assert len(load_heldout(args, inputs["model"], group_of_one).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
     assert load_heldout(args, inputs["model"], group_of_one) is None
 
@@ -364,30 +363,30 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--steps", "3", "--masks", "off",
         "--heldout-text", inputs["text"], "--heldout-sequences", "4", "--heldout-every", "2")
     lines = read_metrics(str(home / "train" / METRICS))
-    assert [line["step"] for line in lines if f"{TEXT}_loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
     student.load_state_dict(whole_weights(steps_saved(str(home / "train"))[-1]))
     tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 4, 256, "heldout")
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
-    assert math.exp(lines[-1][f"{TEXT}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
-    figures = [f"{prefix}_{name}" for prefix in (TEXT, TASKS) for name in NAMES]
+    assert math.exp(lines[-1][f"{TEXT_SET}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
+    figures = [f"{prefix}_{name}" for prefix in (TEXT_SET, TASK_SET) for name in NAMES]
     assert {name: summary[name] for name in figures} == {name: lines[-1][name] for name in figures}
 
 
 def test_masked_steps_are_measured_too(finished_run):
     """By default: some of each task's validation questions, after the first and the last step of ten."""
     lines = read_metrics(str(finished_run / "train" / METRICS))
-    assert [line["step"] for line in lines if f"{TASKS}_kl" in line] == [1, 10]
+    assert [line["step"] for line in lines if f"{TASK_SET}_kl" in line] == [1, 10]
     assert "mask_mean" in lines[0] and "mask_mean" not in lines[9]
-    assert not any(f"{TEXT}_kl" in line for line in lines)
+    assert not any(f"{TEXT_SET}_kl" in line for line in lines)
 
 
 def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     """Forward passes of both models over all tokens."""
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
-    args = arguments(inputs, only=TASK_NAMES, heldout_questions=2)
-    samples = load_heldout(args, inputs["model"], RANKS).sets[TASKS]
+    args = arguments(inputs, only=TASKS, heldout_questions=2)
+    samples = load_heldout(args, inputs["model"], RANKS).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

@@ -118,6 +118,15 @@ def test_a_whole_head_is_blended_where_merging_changed_it():
     torch.testing.assert_close(output(heads), outputs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
+def test_every_weight_is_trained(names):
+    """AdamW has no state for a parameter without a gradient, and a resumed run expects some for each."""
+    _, _, student = patched(bias=True, names=names)
+    masks.set_masks(student, torch.full((3, 8), 0.5))
+    student(TOKENS).logits.square().sum().backward()
+    assert not [name for name, parameter in student.named_parameters() if parameter.grad is None]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
 def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, names):

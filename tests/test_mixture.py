@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -100,6 +101,23 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
     other = load_pool(args, inputs["model"], group_of_one)
     assert other.description() != first.description() and len(written) == 2
     assert os.listdir(tmp_path / "run" / "tokens") == [os.path.basename(written[1])]
+    args.text *= 2
+    assert len(load_pool(args, inputs["model"], group_of_one)) > len(other) and len(written) == 3
+    model = shutil.copytree(inputs["model"], tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 259, "content": "the"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    load_pool(args, str(model), group_of_one)
+    assert len(written) == 4
+
+
+def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
+    """Longer than the half hour after which a barrier gives up."""
+    timeouts, new_group = [], training_inputs.dist.new_group
+    monkeypatch.setattr(training_inputs.dist, "new_group", lambda **options: (
+        timeouts.append(options["timeout"]) or new_group(**options)))
+    load_pool(flags(tmp_path / "run", text=[inputs["text"]]), inputs["model"], group_of_one)
+    assert [timeout.total_seconds() > 3600 for timeout in timeouts] == [True]
 
 
 def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_path, monkeypatch):
@@ -109,6 +127,9 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     assert done.returncode == 0 and not (home / "teacher").exists(), done.stderr
     lines = metrics(home)
     assert lines[0]["kl"] < 1e-3 < lines[-1]["kl"] and all(line["bild"] == 0 for line in lines)
+    left = re.search(r"switch  after step \d+: masks, (\S+) on average, set to 0; rebuilt", done.stdout)[1]
+    drawn = [line["mask_mean"] for line in lines if "mask_mean" in line]  # with noise
+    assert float(left) == pytest.approx(drawn[-1], abs=0.1)
     record = json.loads((home / "train" / "stage.json").read_text())
     assert record["inputs"].keys() == {"aligned/stage.json", "merged/stage.json"}
     assert record["summary"]["texts"] > 0

@@ -13,8 +13,8 @@ MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 3
          "kv_heads": 4, "head_dim": 16, "hidden": 128}
 ALIGNMENT = {
     "model": MODEL,
-    "summary": {"by": "value", "criterion": "dist", "merge": "mean", "refit": None, "key_context": None,
-                "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
+    "summary": {"by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean", "refit": None,
+                "key_context": None, "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
     "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 3], [1, 2]]],
 }
 TRAINING = {"summary": {"steps": 320, "batch": 16, "tokens": 322330, "lr": 2e-05, "masks": "l0",
@@ -79,7 +79,7 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
     card = words(write(tmp_path, records))
     for text in (
         "Grouping: similarity of values after alignment (dist).",
-        "Merging: the mean of the rotated heads of a group (generalized Procrustes).",
+        "Merging: the mean of the heads, rotated by generalized Procrustes, of a group.",
         "perplexity rose from 7.123 to 9.988 on the text of stage 4",
         "320 steps of 16 samples (322,330 tokens) of",
         "L0 masks moved each head from its own projections to its group's. Last loss: 0.1171.",
@@ -87,6 +87,8 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
         "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2",
     ):
         assert text in card, text
+    records[0]["summary"] |= {"merge": "first", "rotate": "none"}
+    assert "Merging: the first of the heads of a group, retained." in words(write(tmp_path, records))
     records[0]["summary"] |= {"by": "energy", "merge": "closed-form", "refit": "output"}
     records[1]["summary"]["masks"] = "off"
     card = words(write(tmp_path, records))

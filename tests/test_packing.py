@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method.losses import cross_entropy
+from common.training import engine
 from common.training.engine import Plan
-from common.training.packing import batch_indices, build_row, pack, rows_ahead, rows_of_step
+from common.training.packing import batch_indices, build_row, idle_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks, Trainee
 from conftest import tiny_model
 
@@ -198,9 +200,27 @@ def test_ranks_with_fewer_rows_get_idle_ones():
         rows = rows_of_step(samples, 0, plan(64), Ranks(rank, 2, CPU))
         busy = len(pack(lengths[rank::2], 64))
         assert len(rows) == max(len(pack(lengths[r::2], 64)) for r in range(2))
+        assert [row.is_idle for row in rows] == [False] * busy + [True] * (len(rows) - busy)
         for row in rows[busy:]:
             assert not any(weight.any() for weight in (row.prompt_weight, row.answer_weight, row.all_weight))
             assert len(row.prompt_at) == len(row.answer_at) == 0 and row.input_ids.numel() > 0
+
+
+def test_an_idle_row_predicts_nothing():
+    sample = Sample((1, 2, 3), (4,))
+    assert idle_row(sample).is_idle
+    for other in (sample, Sample((1, 2, 3)), Sample((1,), (2,))):  # a text has no answer
+        assert not build_row([other], 1).is_idle
+
+
+def test_idle_rows_count_neither_tokens_nor_flops(monkeypatch):
+    monkeypatch.setattr(engine, "reduce_gradients", lambda *arguments, **options: None)
+    weight = torch.zeros(1, requires_grad=True)
+    phase = SimpleNamespace(flops=lambda row: 7, row_loss=lambda row: (weight.sum(), {}), leaves=lambda _: [])
+    job = SimpleNamespace(ranks=Ranks(0, 1, CPU), trainee=None)
+    rows = [build_row([Sample((1, 2), (3,))], 1), idle_row(Sample((1, 2, 3), (4,)))]
+    totals = engine.backward(job, phase, rows, plan(64))
+    assert (float(totals["tokens"]), float(totals["flops"])) == (3, 7)
 
 
 def test_huge_seeds_are_as_good_as_others():

@@ -474,3 +474,13 @@ def test_decompositions_shared_among_threads_are_the_same_ones():
         assert factors.shape == (6, 6) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_no_matrix_at_all_with_several_threads():
+    """Where no RoPE pair is slow, none is merged like values."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert polar(torch.zeros(3, 0, 0)).shape == (3, 0, 0)
+    finally:
+        torch.set_num_threads(threads)

@@ -569,3 +569,18 @@ def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
     run("03_group.py", "--run", home, "--kv-heads", 2)
     run("04_align.py", "--run", home)
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
+
+
+def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
+    cases = [("02_similarity.py", "--key-context 8", "--key-context: expected --energy with it"),
+             ("04_align.py", "--merge-keys pairs", "--merge-keys pairs: expected --merge closed-form")]
+    for stage, words, message in cases:
+        expect_error(message, stage, "--run", aligned_run, *words.split())
+
+
+def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
+    other.write_text("Other text. " * 200)
+    for words, notes in (([], 1), (["--text", other], 0)):
+        printed = run("04_align.py", "--run", home, "--force", *words).stdout
+        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes

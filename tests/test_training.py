@@ -359,7 +359,7 @@ def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -
     args = flags(*words)
     schedule.set_defaults(args, demo, positions=2048)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    plans = schedule.make_plans(args, pair_of(group_size), pool, False)
+    plans = schedule.make_plans(args, pair_of(group_size), pool, False, args.teacher == "source")
     return {name: plan.steps for name, plan in plans.items()}
 
 
@@ -408,7 +408,7 @@ def test_flags_left_out_take_the_published_values():
         args = flags()
         schedule.set_defaults(args, demo, positions=2048)
         assert {name: getattr(args, name) for name in expected} == expected
-        plans = schedule.make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False)
+        plans = schedule.make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             plan, batch, warmup = plans[name], expected[f"{prefix}batch"], expected[f"{prefix}warmup"]
             assert (plan.batch, plan.warmup, plan.clip, plan.final_share) == (batch, warmup, 1.0, 0.0)
@@ -437,6 +437,21 @@ def test_deterministic_kernels_are_chosen_on_request(aligned_run, inputs, monkey
     for asked in ([], ["--deterministic"]):
         run(STAGE, *train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *asked))
     assert chosen == [False, True, False]  # run() restores it each time
+
+
+def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs):
+    plan = ["--plan", "1xH200-141GB"]
+    trained = run(STAGE, *train_arguments(aligned_run, inputs, *plan)).stdout
+    assert "\nteacher: " in trained and "including the teacher" in trained
+    shared = ["--teacher", finished_run / "teacher", "--tasks", "none", "--text", inputs["text"]]
+    for home, words in ((finished_run, ["--tasks", inputs["tasks"]]), (aligned_run, shared)):
+        printed = run(STAGE, "--run", home, *TRAINING, *words, *plan).stdout
+        assert "teacher: " not in printed and "including the teacher" not in printed
+
+
+def test_the_plan_of_float32_is_refused():
+    with pytest.raises(UserError, match="--plan: expected --dtype bfloat16, which it assumes, found float32"):
+        flags("--plan", "1xH200-141GB", "--dtype", "float32")
 
 
 def train_arguments(home, inputs, *arguments) -> list:
@@ -487,7 +502,8 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
 
     monkeypatch.setattr(training_inputs, "tokenize", interrupting)
     done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
-    assert done.returncode == 130 and done.stderr == "interrupted: no partial output was kept\n"
+    assert done.returncode == 130
+    assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert not list(home.glob(".*lock"))
 
@@ -519,6 +535,20 @@ def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
     path.write_text(json.dumps(record | {"date": "another time"}))
     message = "expected the artifact that 04_align.py read"
     expect_error(message, STAGE, *train_arguments(home, inputs, "--force"))
+
+
+def test_a_teacher_in_the_making_is_not_continued_for_another_source(
+    aligned_run, inputs, tmp_path, monkeypatch
+):
+    home = copy_run(aligned_run, tmp_path / "run")
+    path = home / "teacher.train" / checkpoints.SETTINGS
+    with monkeypatch.context() as patched:
+        interrupt(patched, 1)
+        done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
+    assert done.returncode == STOPPED
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"source": "another"}))
+    expect_error("source", STAGE, *train_arguments(home, inputs))
 
 
 def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):

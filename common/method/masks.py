@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
-START = 7.5  # initial log_alpha: E[1 - z] is 7e-4, so every mask starts at 1 to within 1e-3
+START = 7.5  # initial log_alpha: E[1 - z] is 7e-4; three draws in a thousand are below 1
 LIMIT = START  # bound on |log_alpha|: beyond it the sigmoid is flat and a mask never recovers
 WARMUP_SHARE = 0.3  # share of the training steps over which the target T of Eq. 29 falls
 
@@ -104,8 +104,8 @@ class BlendedProjection(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out] with the blended weight and bias."""
         original, merged = self.original, self.merged
-        if self.columns or original.bias is None:
-            bias = merged.bias  # o_proj's bias belongs to no head
+        if original.bias is None:
+            bias = merged.bias
         else:
             bias = self.blend(original.bias, merged.bias)
         return F.linear(x, self.blend(original.weight, merged.weight), bias)
@@ -120,6 +120,8 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
             rows = kv_heads * attention.head_dim if name in KEY_VALUE else original.out_features
             like = {"device": original.weight.device, "dtype": original.weight.dtype}
             merged = nn.Linear(original.in_features, rows, bias=original.bias is not None, **like)
+            if name == "o_proj":
+                original.bias = None  # it belongs to no head: the merged one is the layer's
             blended = BlendedProjection(original, merged, attention.head_dim, columns=name == "o_proj")
             setattr(attention, name, blended)
 

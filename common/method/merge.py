@@ -59,11 +59,11 @@ def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
 
     Keys are merged with RoPE in mind, by SCORING_ROUNDS of the alternation.
     """
-    heads = grams.source_kv_heads
-    every_head = key_fit(grams, torch.arange(heads)[:, None], None, context)
-    loss = torch.zeros(heads, heads, dtype=torch.float64, device=grams.query.device)
-    for head in range(heads - 1):
-        others = torch.arange(head + 1, heads)
+    kv_heads = grams.source_kv_heads
+    every_head = key_fit(grams, torch.arange(kv_heads)[:, None], None, context)
+    loss = torch.zeros(kv_heads, kv_heads, dtype=torch.float64, device=grams.query.device)
+    for head in range(kv_heads - 1):
+        others = torch.arange(head + 1, kv_heads)
         fit = key_fit(grams, torch.stack((torch.full_like(others, head), others), dim=1), None, context)
         loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
     lost_keys = share(loss + loss.T, (every_head.query * every_head.variance).sum())

@@ -20,7 +20,7 @@ from common.method import masks
 
 NOISE = 0.1  # u is uniform within this of 1/2
 TEMPERATURE = 1 / 3  # of log_alpha; the noise has none
-STRETCH = 1.005  # z is exactly 0 or 1 where |log_alpha| > 2
+STRETCH = 1.005  # without noise z is exactly 0 or 1 where |log_alpha| > 2
 OPEN = 0.995  # sets the offset of `expected`
 START, START_SPREAD = 2.0, 0.1  # mean and standard deviation of the initial log_alpha
 PULL = 10 / 3  # `constrain` pulls log_alpha towards +-this
@@ -30,7 +30,9 @@ LEAST_WEIGHT = 0.002  # of the masks before a step in their average with those a
 
 
 def start(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Initial log_alpha, float32: every z is 1 to within 2e-3. The spread decides which masks close first."""
+    """Initial log_alpha, float32: z is 1 to within 2e-3 in the mean. Its spread decides which masks close
+    first.
+    """
     return START + START_SPREAD * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -108,20 +108,20 @@ class LayerStats:
     """Running sums for one layer: products within a batch in float32, sums over batches in float64."""
 
     def __init__(self, source_kv_heads: int, head_dim: int, device: str = "cpu"):
-        self.source_kv_heads = heads = source_kv_heads
+        self.source_kv_heads = source_kv_heads
 
         def zeros(*shape, dtype=torch.float64):
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        half = heads * (heads + 1) // 2, head_dim, head_dim
+        half = source_kv_heads * (source_kv_heads + 1) // 2, head_dim, head_dim
         self.tokens = 0
         self.sums = {
             "value.raw": zeros(*half),
             "value.unit": zeros(*half),
             "key.raw": zeros(*half),
-            "key.unit": zeros(heads, heads, head_dim // 2, dtype=torch.complex128),
-            "key.sum": zeros(heads, head_dim),
-            "query.gram": zeros(heads, head_dim, head_dim),
+            "key.unit": zeros(source_kv_heads, source_kv_heads, head_dim // 2, dtype=torch.complex128),
+            "key.sum": zeros(source_kv_heads, head_dim),
+            "query.gram": zeros(source_kv_heads, head_dim, head_dim),
         }
 
     def update_values(self, values: torch.Tensor) -> None:

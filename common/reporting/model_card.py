@@ -17,8 +17,8 @@ GROUPING = {
     "energy": "least energy lost by closed-form merging",
 }
 MERGING = {
-    "mean": "the mean of the rotated heads of a group (generalized Procrustes)",
-    "first": "the first of the rotated heads of a group (generalized Procrustes), retained",
+    "mean": "the mean of the {heads} of a group",
+    "first": "the first of the {heads} of a group, retained",
     "closed-form": "the best shared head in closed form",
 }
 REFIT = {
@@ -75,12 +75,13 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict:
     """Template fields that describe how it was made."""
     aligned, trained = alignment["summary"], training["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
+    heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
     limit = aligned["key_context"]
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
         "grouping": GROUPING[aligned["by"]] + criterion,
-        "merging": MERGING[aligned["merge"]] + context + REFIT[aligned["refit"]],
+        "merging": MERGING[aligned["merge"]].format(heads=heads) + context + REFIT[aligned["refit"]],
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "steps": trained["steps"],

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
 from common.method import masks
+from common.models import geometry
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
@@ -22,15 +23,12 @@ LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator: dense bf16 FLOP/s, memory in GiB, and bytes/s in one direction.
+    """One accelerator. Bytes per second are those in one direction."""
 
-    link: to the others of its node; network: to other nodes.
-    """
-
-    flops: float
-    memory: float
-    link: float
-    network: float
+    flops_per_s: float  # dense, bf16
+    memory: float  # GiB
+    link_bytes_per_s: float  # to the others of its node
+    network_bytes_per_s: float  # to other nodes
 
 
 HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a network port per device, as in DGX
@@ -48,15 +46,15 @@ def peak_flops(device_name: str) -> float | None:
     """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
     for name, hardware in HARDWARE.items():
         if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
-            return hardware.flops
+            return hardware.flops_per_s
     return None
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that hold the weights each, sharded over `world` ranks with a device each."""
+    """Nodes that each hold all weights, sharded over `ranks_per_node` ranks with a device each."""
 
-    world: int
+    ranks_per_node: int
     device: Hardware
     nodes: int = 1
 
@@ -135,8 +133,8 @@ def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
     tokens: in total; attended: (query, key) pairs per layer and head; predicted: tokens whose logits are
     computed.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    shape, hidden = geometry(config), config.hidden_size
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     projections = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
     attention = 2 * heads * head_dim  # scores and weighted sum
     layers = config.num_hidden_layers * (projections * tokens + attention * attended)
@@ -160,8 +158,8 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
 
     compute: bytes per activation.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim
+    hidden, inner, shape = config.hidden_size, config.intermediate_size, geometry(config)
+    width = shape.heads * shape.head_dim
     wide = 4 if compute < 4 else 0  # a norm's float32 copy of its input
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input; its output counts below
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
@@ -206,8 +204,8 @@ def seconds(flops: float, traffic: float, network: float, cluster: Cluster) -> f
     They are compute at EFFICIENCY of peak, and the bytes per rank within a node and between nodes.
     """
     device = cluster.device
-    compute = flops / (cluster.nodes * cluster.world * device.flops * EFFICIENCY)
-    return max(compute, traffic / device.link, network / device.network)
+    compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)
+    return max(compute, traffic / device.link_bytes_per_s, network / device.network_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -227,7 +225,7 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
 
     plan: an object with batch, tokens_per_microbatch and reduce.
     """
-    count, ranks = len(work.lengths), cluster.world * cluster.nodes
+    count, ranks = len(work.lengths), cluster.ranks_per_node * cluster.nodes
     tokens = plan.batch * sum(work.lengths) / count
     predicted = tokens if student else plan.batch * sum(work.answers) / count
     attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
@@ -235,15 +233,18 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
     useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
     if student:
         useful += forward  # the teacher's
-    row = int(min(plan.tokens_per_microbatch, max(tokens / ranks, max(work.lengths))))
-    rows = max(1, math.ceil(tokens / ranks / plan.tokens_per_microbatch))
+    capacity = plan.tokens_per_microbatch
+    row = int(max(max(work.lengths), min(capacity, tokens / ranks)))
+    filled = sum(min(length / capacity, 1) for length in work.lengths)  # a longer sample is a row by itself
+    rows = max(1, math.ceil(plan.batch * filled / count / ranks))
     student_size, source = size(work.config, student), size(work.config).whole
     trained, _ = student_size.trained(student)
     gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
     reductions = rows if plan.reduce == "row" else 1
-    traffic = (rows * gathered + reductions * 4 * trained) * (cluster.world > 1)  # reduced in float32
+    sharded = cluster.ranks_per_node > 1
+    traffic = (rows * gathered + reductions * 4 * trained) * sharded  # gradients are reduced in float32
     # a rank's shard of the gradients, once a step: a ring passes it round twice
-    network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.world
+    network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.ranks_per_node
     expected = seconds(useful + forward * work.recompute, traffic, network, cluster)
     return Step(rows, row, useful, traffic, network, expected)
 
@@ -251,7 +252,8 @@ def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -
 def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple:
     """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
     step = step_cost(work, student, plan, cluster)
-    need = memory(work, student, cluster.world, step.row, step.rows > 1 and plan.reduce == "step")
+    whole_gradients = step.rows > 1 and plan.reduce == "step"
+    need = memory(work, student, cluster.ranks_per_node, step.row, whole_gradients)
     limit = USABLE * cluster.device.memory * 2**30
     fits, hours = need["total"] <= limit, plan.steps * step.seconds / 3600
     mean = sum(work.lengths) / len(work.lengths)

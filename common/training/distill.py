@@ -19,7 +19,8 @@ UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the auth
 # default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again: with
 # beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
 MASK_ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
-RELEASED_MASK_ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}  # 1e-8 on 1e-3 log alpha there
+# The authors' code trains log_alpha / 1000 with an eps of 1e-8: gradients are 1000 times these.
+RELEASED_MASK_ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Table 1)
 TEACHER_EPOCHS = 2
@@ -146,7 +147,7 @@ class MaskedDistillation(Distillation):
     accumulate dL/dz, which end_step backpropagates to log_alpha.
     """
 
-    kind = masks  # where draw, deterministic and expected are defined
+    distribution = masks  # the module that defines draw, deterministic and expected
 
     def __init__(self, student, teacher, steps: int, settings: Settings):
         super().__init__(student, teacher, settings)
@@ -154,7 +155,7 @@ class MaskedDistillation(Distillation):
 
     def begin_step(self, step: int) -> None:
         """Sample this step's masks."""
-        self.drawn = self.kind.draw(self.log_alpha, self.settings.seed, step)
+        self.drawn = self.distribution.draw(self.log_alpha, self.settings.seed, step)
         self.z = self.drawn.detach().requires_grad_()
         masks.set_masks(self.student.net, self.z)
 
@@ -163,7 +164,12 @@ class MaskedDistillation(Distillation):
 
         The next step samples masks of its own.
         """
-        masks.set_masks(self.student.net, self.kind.deterministic(self.log_alpha))
+        masks.set_masks(self.student.net, self.distribution.deterministic(self.log_alpha))
+
+    @torch.no_grad()
+    def mean_mask(self) -> float:
+        """Mean of the masks without noise."""
+        return float(self.distribution.deterministic(self.log_alpha).mean())
 
     def leaves(self, trainee) -> list[torch.Tensor]:
         return [self.z]
@@ -171,7 +177,7 @@ class MaskedDistillation(Distillation):
     def end_step(self, step: int) -> dict:
         """Accumulate the gradient of Eq. 31 in log_alpha: that of Eq. 30 through z, plus that of Eq. 29."""
         goal = masks.target(step, self.steps)
-        expected = self.kind.expected(self.log_alpha)
+        expected = self.distribution.expected(self.log_alpha)
         l0 = masks.l0_loss(expected.mean(), goal)
         torch.autograd.backward([self.drawn, self.settings.l0_weight * l0], [self.z.grad, None])
         expected, z = expected.detach(), self.z.detach()
@@ -187,7 +193,7 @@ class MaskedDistillation(Distillation):
 class ReleasedMaskedDistillation(MaskedDistillation):
     """Eq. 31 with the masks of the authors' code, which are moved towards T before and after a step."""
 
-    kind = released_masks
+    distribution = released_masks
 
     def begin_step(self, step: int) -> None:
         """Pull the masks towards T, then sample them."""
@@ -267,7 +273,7 @@ def start_of_masked(aligned: str, merged: str):
 
 def start_masks(layers: int, source_kv_heads: int, name: str = "l0", seed: int = 0) -> dict:
     """Initial replicated parameters of a masked student: log_alpha [layers, source kv heads], masks open."""
-    return {"log_alpha": MASKED[name].kind.start((layers, source_kv_heads), seed)}
+    return {"log_alpha": MASKED[name].distribution.start((layers, source_kv_heads), seed)}
 
 
 @dataclass(frozen=True)

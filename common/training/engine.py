@@ -209,7 +209,8 @@ def backward(job: Job, phase: Phase, rows: list, plan: Plan) -> dict[str, torch.
     Returns this rank's sums over rows of the loss, its terms, tokens and FLOPs: float64 on its device.
     """
     ranks = job.ranks
-    counts = {"tokens": sum(row.input_ids.numel() for row in rows), "flops": sum(map(phase.flops, rows))}
+    busy = [row for row in rows if not row.is_idle]
+    counts = {"tokens": sum(row.input_ids.numel() for row in busy), "flops": sum(map(phase.flops, busy))}
     totals = {name: torch.full((), count, dtype=torch.float64, device=ranks.device)
               for name, count in counts.items()}
     for number, row in enumerate(rows, 1):

@@ -10,7 +10,7 @@ from common.data.samples import Sample
 from common.method.losses import cross_entropy, kl
 from common.training.packing import rows_of_step
 
-TEXT, TASKS = SETS = ("heldout", "heldout_task")  # prefixes of the figures' names
+TEXT_SET, TASK_SET = SETS = ("heldout", "heldout_task")  # prefixes of the figures' names
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
 
@@ -22,7 +22,7 @@ class Heldout:
     text's first.
     """
 
-    sets: dict[str, list[Sample]]  # TEXT, TASKS or both -> samples, at least one
+    sets: dict[str, list[Sample]]  # TEXT_SET, TASK_SET or both -> samples, at least one
     every: int  # steps between measurements
 
     def due(self, step: int, steps: int) -> bool:

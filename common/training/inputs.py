@@ -2,6 +2,8 @@
 
 import argparse
 import array
+import datetime
+import glob
 import hashlib
 import json
 import os
@@ -19,12 +21,13 @@ from common.data.tasks import check_lengths, has_split, load_task, size_note, to
 from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
-from common.training.heldout import TASKS, TEXT, Heldout
+from common.training.heldout import TASK_SET, TEXT_SET, Heldout
 from common.training.sharding import Execution, Ranks
 
 STAGE = "05_prune_train.py"
 SOURCE = "source"  # --teacher: the untouched source model
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
+TOKENIZING = datetime.timedelta(days=2)  # how long ranks wait for the first one; by default half an hour
 HELDOUT_QUESTIONS = 16  # of each task, where it has a validation split
 
 
@@ -123,15 +126,17 @@ def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) 
 
 def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
-    files = {source: sha256(source) if os.path.isfile(source) else None for source in args.text}
+    read = [*args.text, *sorted(glob.glob(os.path.join(model, "tokenizer*")))]
+    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in read]
     key = json.dumps([files, args.text_length, args.text_tokens, fingerprint(model)])
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    tokenized = dist.new_group(backend="gloo", timeout=TOKENIZING)
     if ranks.first and not os.path.exists(path):
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # of other texts
         os.makedirs(os.path.dirname(path))
         counts = write_text_tokens(args.text, tokenizer, args.text_length, args.text_tokens, path)
         print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-    dist.barrier()
+    dist.barrier(tokenized)
     texts = TextSamples(path, args.text_length)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
@@ -145,11 +150,11 @@ def load_heldout(args, model: str, ranks) -> Heldout | None:
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     sets = {}
     if args.heldout_text != NONE:
-        sets[TEXT] = heldout_texts(args, tokenizer, ranks)
+        sets[TEXT_SET] = heldout_texts(args, tokenizer, ranks)
     questions = heldout_questions(args, tokenizer, positions)
     if questions:
         ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
-        sets[TASKS] = questions
+        sets[TASK_SET] = questions
     return Heldout(sets, args.heldout_every) if sets else None
 
 

@@ -65,6 +65,11 @@ class Row:
     starts: torch.Tensor  # [samples + 1] int32, each sample's first token in the row, then T
     lengths: tuple[int, ...]  # tokens in each sample
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it predicts nothing."""
+        return not len(self.prompt_at) + len(self.answer_at)
+
     def _each(self, function) -> "Row":
         tensors = [field.name for field in fields(self) if field.name != "lengths"]
         return replace(self, **{name: function(getattr(self, name)) for name in tensors})

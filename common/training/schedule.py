@@ -35,13 +35,13 @@ def set_defaults(args, demo: bool, positions: int) -> None:
         raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
 
 
-def make_plans(args, pair: Pair, pool: Pool, cuda: bool) -> dict[str, Plan]:
-    """The plans of both phases, "teacher" (if one is to be trained) and "student"."""
+def make_plans(args, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict[str, Plan]:
+    """The plans of both phases, "teacher" (unless it exists) and "student"."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
               "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
     plans = {}
-    if args.teacher != SOURCE:
+    if not has_teacher:
         epochs, batch = args.teacher_epochs or distill.TEACHER_EPOCHS, args.teacher_batch
         steps = args.teacher_steps or distill.epochs_to_steps(epochs, len(pool.answered), batch)
         plans["teacher"] = Plan(steps, batch, args.teacher_warmup, **common)

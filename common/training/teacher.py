@@ -50,7 +50,8 @@ def train_teacher(run: Run, plan: Plan) -> bool:
     ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
     samples = run.pool.answered
     adam = {"lr": run.args.teacher_lr, "beta2": run.args.beta2, "weight_decay": run.args.weight_decay}
-    settings = plan.to_resume() | adam | Pool(samples).description()
+    source_fingerprint = {"source": run.pair.model["fingerprint"]}
+    settings = plan.to_resume() | adam | Pool(samples).description() | source_fingerprint
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.resume_from(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
