@@ -49,6 +49,11 @@ GROUPS = {  # of tiny_model: 3 layers of 8 heads
         [[0, 1, 2, 3], [4, 5, 6, 7]],
     ],
 }
+SECOND = {  # of a model whose heads are GROUPS: 2, 1 and 4 key heads, 1, 4 and 2 value heads
+    "key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]],
+    "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]],
+}
+WHOLE = fusion.whole_layers({"key": [8] * 3, "value": [8] * 3})
 
 
 def random_operators(groups=GROUPS, seed=0) -> dict:
@@ -89,6 +94,18 @@ def test_operators_that_change_nothing_change_nothing_and_others_do(bias):
         operators[f"1_{kind}"][0, 0, 1, 0] = 0.5
         other = fusion.with_operators(tiny_model(bias=bias), operators, GROUPS)
         assert max_difference(expected, all_logits(other, tokens())) > 1e-3
+
+
+@pytest.mark.parametrize("groups", [GROUPS, {kind: [GROUPS["key"][2]] * 3 for kind in fusion.PROJECTIONS}])
+def test_operators_that_change_nothing_change_nothing_in_a_model_of_fused_heads(groups):
+    whole = fusion.whole_layers(export.head_counts(fused_tiny(groups)[1].config))
+    for kind in fusion.PROJECTIONS:
+        assert [len(layer[0]) for layer in whole[kind]] == [len(layer) for layer in groups[kind]]
+    expected = all_logits(fused_tiny(groups)[1], tokens())
+    same = fusion.with_operators(fused_tiny(groups)[1], fusion.starting_operators(whole, 8), whole)
+    assert max_difference(expected, all_logits(same, tokens())) < 1e-5
+    other = fusion.with_operators(fused_tiny(groups)[1], random_operators(whole), whole)
+    assert max_difference(expected, all_logits(other, tokens())) > 1e-3
 
 
 def test_mixed_heads_are_equation_5():
@@ -157,41 +174,37 @@ def test_margin_is_equation_8():
 def test_budgets_of_algorithm_5():
     draw = random.Random(0)
     losses = [1 + draw.random() / 2 for _ in range(32)]
-    given = grouping.allocate(
-        losses, [4, 8, 16], 256
-    )  # as published: 32 layers of 32 heads, a quarter of them
+    # as published: 32 layers of 32 heads, a quarter of them
+    given = grouping.allocate(losses, [32] * 32, [4, 8, 16], 256)
     assert sum(given) == 256 and set(given) <= {4, 8, 16}
     assert given[losses.index(max(losses))] == 16 and given.count(16) == 1
     rest = sorted((loss, count) for loss, count in zip(losses, given, strict=True) if count < 16)
     assert [count for _, count in rest] == [4, 4] + [8] * 29  # the remaining heads go to the largest losses
-    assert grouping.allocate([0.1, 0.4, 0.2, 0.3], [1, 2, 4], 8) == [1, 4, 1, 2]
-    assert grouping.allocate([1.0, 0.1, 0.1, 9.0, 0.1], [1, 2, 4], 11) == [
-        4,
-        1,
-        1,
-        4,
-        1,
-    ]  # 1 / 2 exceeds 0.1 / 1
-    assert grouping.allocate([3.0, 0.9, 1.0], [1, 2, 4, 8], 13) == [
-        8,
-        1,
-        4,
-    ]  # 1 / 2 is below 0.9 / 1, but 13 is odd
-    assert grouping.allocate([3.0, 0.9, 1.0], [1, 2, 4, 8], 12) == [8, 2, 2]
+    assert grouping.allocate([0.1, 0.4, 0.2, 0.3], [8] * 4, [1, 2, 4], 8) == [1, 4, 1, 2]
+    # 1 / 2 exceeds 0.1 / 1
+    assert grouping.allocate([1.0, 0.1, 0.1, 9.0, 0.1], [8] * 5, [1, 2, 4], 11) == [4, 1, 1, 4, 1]
+    # 1 / 2 is below 0.9 / 1, but 13 is odd
+    assert grouping.allocate([3.0, 0.9, 1.0], [8] * 3, [1, 2, 4, 8], 13) == [8, 1, 4]
+    assert grouping.allocate([3.0, 0.9, 1.0], [8] * 3, [1, 2, 4, 8], 12) == [8, 2, 2]
+    # the neediest layer gets its own highest rung, and none gets more heads than it has
+    assert grouping.allocate([9.0, 3.0, 0.9, 1.0], [2, 8, 1, 4], [1, 2, 4], 9) == [2, 4, 1, 2]
 
 
 def test_every_budget_that_can_be_met_is_met_exactly_and_no_other():
     draw = random.Random(1)
     for ladder, layers in itertools.product(([1, 2, 4], [2, 4, 8], [1, 3, 6]), (1, 2, 3, 5)):
-        sums = {sum(numbers) for numbers in itertools.product(ladder, repeat=layers)}
-        for total in range(layers * ladder[-1] + 2):
-            losses = [draw.random() for _ in range(layers)]
-            if total in sums:
-                given = grouping.allocate(losses, ladder, total)
-                assert sum(given) == total and set(given) <= set(ladder)
-            else:
-                with pytest.raises(UserError):
-                    grouping.allocate(losses, ladder, total)
+        for heads in ([24] * layers, draw.choices([1, 2, 3, 4, 8, 12, 24], k=layers)):
+            rungs = [[rung for rung in ladder if count % rung == 0] for count in heads]
+            sums = {sum(numbers) for numbers in itertools.product(*rungs)}
+            for total in range(layers * ladder[-1] + 2):
+                losses = [draw.random() for _ in range(layers)]
+                if total in sums:
+                    given = grouping.allocate(losses, heads, ladder, total)
+                    assert sum(given) == total
+                    assert all(count in layer for count, layer in zip(given, rungs, strict=True))
+                else:
+                    with pytest.raises(UserError):
+                        grouping.allocate(losses, heads, ladder, total)
 
 
 def partitions(heads: list[int], size: int):
@@ -306,7 +319,7 @@ def test_annealing_takes_worse_groupings_while_it_is_hot():
 
 def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss():
     shape, args = Geometry(3, 8, 8, head_dim=2, hidden=16), SimpleNamespace(walks=20, seed=0)
-    operators = averages(fusion.starting_operators(fusion.whole_layers(3, 8), 2))
+    operators = averages(fusion.starting_operators(WHOLE, 2))
     pairs = {"key": (0, [[0, 1], [2, 3], [4, 5], [6, 7]]), "value": (2, [[0, 7], [1, 6], [2, 5], [3, 4]])}
     for kind, (layer, groups) in pairs.items():  # in this layer pairs read alike, in the others all heads do
         for group in groups:
@@ -321,6 +334,21 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
         assert figures[kind]["layer_loss"][layer] == pytest.approx(loss)
         assert figures[kind]["loss_within_groups"] == pytest.approx([0, 0, 0])
         assert figures[kind]["loss_within_random_groups"][layer] == pytest.approx(4 * loss)
+
+
+def test_layers_of_few_heads_need_no_more_of_them_for_having_few():
+    heads, args = [8, 2, 4], SimpleNamespace(walks=20, seed=0)
+    whole = fusion.whole_layers({"key": heads, "value": [2, 8, 1]})
+    operators = fusion.starting_operators(whole, 2)  # all pairs of heads are equally far apart, but for
+    operators["0_key"] *= 1.1
+    operators["1_value"] *= 1.1
+    shape = Geometry(3, 8, 4, head_dim=2, hidden=16)
+    groups, figures = search.choose_groups(args, operators, shape, search.Budget(2, [1, 2, 4]))
+    assert figures["key"]["source_heads"] == heads and figures["value"]["source_heads"] == [2, 8, 1]
+    assert figures["key"]["layer_loss"] == pytest.approx([1.21 * 2 / 8, 2 / 2, 2 / 4])
+    assert figures["key"]["heads"] == [4, 1, 1] and figures["value"]["heads"] == [1, 4, 1]
+    assert [sorted(sum(layer, [])) for layer in groups["key"]] == [list(range(count)) for count in heads]
+    assert groups["value"][2] == [[0]] and figures["value"]["loss_within_random_groups"][2] == 0
 
 
 def test_cka_is_as_printed_and_finds_a_rotated_head():
@@ -390,6 +418,45 @@ def test_without_fusion_heads_are_the_means_of_their_groups():
                                            torch.cat(means), rtol=1e-6, atol=1e-7)
     assert torch.equal(source.model.layers[1].self_attn.q_proj.weight,
                        pooled.model.layers[1].self_attn.q_proj.weight)
+
+
+@pytest.mark.parametrize("second", [SECOND, {
+    "key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]],
+}])  # fmt: skip
+def test_heads_fused_twice_are_the_averaged_model_of_heads_fused_once(second, tmp_path):
+    fused_tiny()[1].save_pretrained(tmp_path)
+    source, operators = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), random_operators(second)
+    state = fusion.combine_heads(source.state_dict(), operators, second, fusion.fold)
+    fused = export.fused_model(source.config, state, second)
+    averaged = fusion.with_operators(source, averages(operators), second)
+    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
+    heads = {kind: [len(layer) for layer in second[kind]] for kind in fusion.PROJECTIONS}
+    export.check_cache(fused, heads)
+    if second is SECOND:
+        assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+        assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
+    else:
+        assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 1
+        fused.save_pretrained(tmp_path / "stock")
+        config = json.loads((tmp_path / "stock" / "config.json").read_text())
+        assert config["model_type"] == "llama"
+        assert config.keys().isdisjoint({"auto_map", "key_groups", "value_groups"})
+
+
+@pytest.mark.parametrize("groups, kind", [
+    ([[0, 3], [1, 2]], LlamaForCausalLM), ([[0, 1], [2, 3]], DhaForCausalLM),
+])  # fmt: skip
+def test_a_stock_llama_of_fused_heads_is_fused_further(groups, kind):
+    four = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    source = fused_tiny({"key": [four] * 3, "value": [four] * 3})[1]
+    assert export.query_heads(source.config)["value"][2] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    second = {"key": [[[0, 3], [1, 2]]] * 3, "value": [groups] * 3}
+    operators = random_operators(second)
+    state = fusion.combine_heads(source.state_dict(), operators, second, fusion.fold)
+    fused = export.fused_model(source.config, state, second)
+    averaged = fusion.with_operators(source, averages(operators), second)
+    assert type(fused) is kind and geometry(fused.config).kv_heads == 2
+    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
 
 
 def test_decoding_with_the_cache_equals_the_whole_pass():
@@ -465,13 +532,13 @@ def test_config_survives_being_written(tmp_path):
 
 
 def test_folding_operators_after_search_is_checked():
-    operators = random_operators(fusion.whole_layers(3, 8))
-    source = tiny_model()
-    whole = fusion.whole_layers(3, 8)
-    folded, difference = search.fold_operators(source.config, source.state_dict(), operators, whole)
-    assert 0 < difference <= training.LOGIT_TOLERANCE
-    expected = all_logits(fusion.with_operators(source, operators, whole), tokens())
-    assert max_difference(expected, all_logits(folded, tokens())) < 1e-4
+    for source in (tiny_model(), fused_tiny()[1]):
+        whole = fusion.whole_layers(export.head_counts(source.config))
+        operators = random_operators(whole)
+        folded, difference = search.fold_operators(source.config, source.state_dict(), operators, whole)
+        assert type(folded) is type(source) and 0 < difference <= training.LOGIT_TOLERANCE
+        expected = all_logits(fusion.with_operators(source, operators, whole), tokens())
+        assert max_difference(expected, all_logits(folded, tokens())) < 1e-4
 
 
 # the phases
@@ -587,12 +654,12 @@ def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_p
 
 
 def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, group_of_one):
-    path, whole = save_tiny(tmp_path / "model"), fusion.whole_layers(3, 8)
+    path = save_tiny(tmp_path / "model")
     plan, samples = training.make_plan(DATA, 10, 0.1, 100), random_samples(4)
-    start = fusion.starting_operators(whole, 8)
+    start = fusion.starting_operators(WHOLE, 8)
     job = training.begin(str(tmp_path), {}, path, group_of_one, (1e-3, 1e-2), start)
     assert training.MULTIPLIER not in job.trainee.replicated
-    phase = training.Searching(job, plan, samples, 100, whole)
+    phase = training.Searching(job, plan, samples, 100, WHOLE)
     phase.begin_step(0)
     phase.row_loss(training.build_row(samples, 4))[0].backward()
     figures = phase.end_step(0)
@@ -600,7 +667,7 @@ def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, grou
 
     operators = {name: operator.clone().requires_grad_() for name, operator in start.items()}
     batch = training.as_tokens(samples)
-    model = fusion.with_operators(tiny_model(), operators, whole)
+    model = fusion.with_operators(tiny_model(), operators, WHOLE)
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     assert figures["heldout"] == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -668,8 +735,8 @@ def test_models_it_does_not_apply_to_are_refused_with_the_reason(group_of_one, t
         ({"model_type": "mistral"}, "model_type llama"),
     ):
         with pytest.raises(UserError, match=reason):
-            search.check_source("model", tiny_model(**options).config)
-    search.check_source("model", tiny_model().config)
+            search.source_record("model", tiny_model(**options).config)
+    assert search.source_record("model", tiny_model().config) is None
     path = save_tiny(tmp_path / "model")
     fusing(path, tmp_path, group_of_one, 10, 4)
     with pytest.raises(UserError, match="steps 10 -> 12"):
@@ -683,7 +750,8 @@ def test_flags_of_the_budget():
     shape = Geometry(layers=4, heads=8, kv_heads=8, head_dim=8, hidden=64)
 
     def budget(kv_heads=None, ladder=None):
-        return search.head_budget(SimpleNamespace(kv_heads=kv_heads, ladder=ladder), shape)
+        args, heads = SimpleNamespace(kv_heads=kv_heads, ladder=ladder), {"key": [8] * 4, "value": [8] * 4}
+        return search.head_budget(args, shape, heads)
 
     assert budget() == search.Budget(2, [1, 2, 4])
     assert budget(1) == search.Budget(1, [1, 2]) and budget(4, [8, 2, 4]) == search.Budget(4, [2, 4, 8])
@@ -694,6 +762,33 @@ def test_flags_of_the_budget():
     ):
         with pytest.raises(UserError, match=reason):
             budget(kv_heads, ladder)
+    shape = Geometry(layers=4, heads=8, kv_heads=4, head_dim=8, hidden=64)
+    args, heads = SimpleNamespace(kv_heads=None, ladder=None), {"key": [8, 2, 2, 4], "value": [4] * 4}
+    assert search.head_budget(args, shape, heads) == search.Budget(2, [1, 2, 4])
+    args.ladder, heads["value"] = [2], [8, 4, 1, 2]  # one layer of value heads has no rung
+    with pytest.raises(UserError, match=r"divisors of \[8, 4, 1, 2\]"):
+        search.head_budget(args, shape, heads)
+    args.kv_heads = 4
+    with pytest.raises(UserError, match="for 4 key/value heads, found 4"):
+        search.head_budget(args, shape, heads)
+
+
+def test_fused_checkpoints_are_sources_and_other_shared_heads_are_not(tmp_path):
+    config, examples = fused_tiny()[1].config, example_records()
+    for stage in (records.FUSE, records.POOL, records.PRETRAIN):
+        save_record(tmp_path, stage, examples[stage])
+        if stage == records.FUSE:
+            assert search.source_record(str(tmp_path / "artifact"), config) == examples[stage]
+        else:
+            with pytest.raises(UserError, match="or heads that related/dha/fuse.py fused, found 2 for 8"):
+                search.source_record(str(tmp_path / "artifact"), config)
+
+
+def test_a_gqa_llama_is_refused_before_anything_is_written(inputs, tmp_path):
+    source, home = save_tiny(tmp_path / "gqa", num_key_value_heads=4), tmp_path / "run"
+    texts = ["--text", inputs["text"], "--heldout", __file__, *SMALL]
+    expect_error("(MHA)", "related/dha/search.py", "--run", home, "--model", source, *texts)
+    assert [path for path in home.rglob("*") if path.suffix != ".lock"] == []
 
 
 @pytest.mark.parametrize("text, heldout, length, accepted", [
@@ -732,12 +827,13 @@ def example_records() -> dict[str, dict]:
         "loss_within_groups": [0.0, 0.0],
         "loss_within_random_groups": [0.1, 0.1],
     }
-    choice["heads"] = [1, 2]
+    choice |= {"source_heads": [4, 4], "heads": [1, 2]}
     groups = {"key": [[[0, 1, 2, 3]], [[0, 3], [1, 2]]], "value": [[[0, 1, 2, 3]], [[0, 1], [2, 3]]]}
     record = {"arguments": {}, "model": model, "inputs": {}, "packages": {}, "commit": None, "seconds": 1.0}
     record |= {"date": "2026-01-01"}
     summaries = {
-        records.SEARCH: {"steps": 3, "kv_heads": 1, "data": data, "key": choice, "value": choice},
+        records.SEARCH: {"steps": 3, "steps_so_far": 3, "kv_heads": 1, "data": data}
+        | {"key": choice, "value": choice},
         records.FUSE: {
             "steps": 4,
             "steps_so_far": 7,
@@ -796,6 +892,9 @@ def test_valid_records_are_read_as_they_are(stage, tmp_path):
     (records.SEARCH, "groups.value.1.0.1", "1"),
     (records.SEARCH, "summary.key.heads", [1, 3]),
     (records.SEARCH, "summary.key.heads", [1]),
+    (records.SEARCH, "summary.key.source_heads", [4, 2]),
+    (records.SEARCH, "summary.key.source_heads", [4]),
+    (records.SEARCH, "summary.steps_so_far", ...),
     (records.SEARCH, "summary.data.length", 0),
     (records.SEARCH, "summary.data.lr", "fast"),
     (records.SEARCH, "summary.data", []),
@@ -829,14 +928,17 @@ def test_names_that_lead_out_of_the_run_or_onto_its_other_results_are_refused(na
 
 
 def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
-    assert pretrain.read_start(str(tmp_path)) is None and pretrain.steps_before(None) == 0
+    data = example_records()[records.SEARCH]["summary"]["data"]
+    assert records.read_start(str(tmp_path)) is None and records.steps_before(None, data) == 0
     for stage, steps in ((records.FUSE, 7), (records.POOL, 3), (records.PRETRAIN, 0)):
         (tmp_path / "stage.json").write_text(json.dumps(example_records()[stage]))
-        assert pretrain.steps_before(pretrain.read_start(str(tmp_path))) == steps
+        assert records.steps_before(records.read_start(str(tmp_path)), data) == steps
+    with pytest.raises(UserError, match="batch: expected 2, as in the search behind the checkpoint, found 4"):
+        records.steps_before(example_records()[records.FUSE], data | {"batch": 4})
     for text in ("[1]", "{", '{"stage": null}', '{"stage": "related/dha/fuse.py"}'):
         (tmp_path / "stage.json").write_text(text)
         with pytest.raises(UserError, match="stage.json: "):
-            pretrain.read_start(str(tmp_path))
+            records.read_start(str(tmp_path))
 
 
 @pytest.mark.parametrize("batch, steps", [(None, 12), (2, 12), (8, 3), (1, 24)])
@@ -971,6 +1073,44 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")
     (home / "searched" / "stage.json").write_text("{}")
     expect_error("searched: expected the artifact", "related/dha/fuse.py", "--run", home, "--force")
+
+
+@pytest.mark.slow
+def test_two_halvings_each_search_and_fuse_and_all_their_steps_count(inputs, tmp_path):
+    half, quarter = tmp_path / "half", tmp_path / "quarter"
+    (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())
+    texts = ["--text", inputs["text"], "--heldout", tmp_path / "heldout.txt", *SMALL]
+    fast = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]
+    summaries, steps = [], 0
+    for home, source, kv_heads in ((half, inputs["model"], 4), (quarter, half / "fused", 2)):
+        arguments = ["--model", source, "--kv-heads", kv_heads, *texts]
+        run("related/dha/search.py", "--run", home, *arguments)
+        run("related/dha/fuse.py", "--run", home, *fast)
+        searched = json.loads((home / "search.json").read_text())["summary"]
+        fused = json.loads((home / "fused" / "stage.json").read_text())["summary"]
+        assert searched["steps_so_far"] == steps + 4
+        steps += 4 + fused["steps"]
+        assert fused["steps_so_far"] == steps
+        assert searched["unchanged_at_start"] <= 1e-5 and fused["averaged_to_fused"] <= 1e-5
+        summaries.append(searched)
+    for kind in fusion.PROJECTIONS:
+        before, after = (summary[kind]["heads"] for summary in summaries)
+        assert sum(before) == 4 * 3 and sum(after) == 2 * 3
+        assert summaries[1][kind]["source_heads"] == before
+    run("related/dha/pool.py", "--run", quarter)
+    pooled = json.loads((quarter / "start-cold" / "stage.json").read_text())["summary"]
+    assert pooled["steps_so_far"] == summaries[1]["steps_so_far"]
+    staged = ["--name", "staged", "--start", quarter / "fused", "--steps", steps + 2]
+    run("related/dha/pretrain.py", "--run", half, *staged)
+    row = json.loads((half / "staged" / "stage.json").read_text())["summary"]
+    assert row["steps"] == 2 and row["heldout"][0][0] == steps * 4 * 32
+    assert row["cache_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+
+    again = ["--run", tmp_path / "again", "--model", half / "fused", "--kv-heads", 2, *texts]
+    expect_error("batch: expected 4", "related/dha/search.py", *again, "--batch", 2)
+    weights = half / "fused" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    expect_error("its content does not match", "related/dha/search.py", *again)
 
 
 @pytest.mark.parametrize("name", ["search", "fuse", "pretrain"])

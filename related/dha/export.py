@@ -1,11 +1,12 @@
 """Models with fused heads: a stock Llama if GQA can express it, otherwise DhaForCausalLM (Appendix B.2)."""
 
-import copy
+import itertools
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
+from common.models import geometry
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 
 
@@ -15,15 +16,50 @@ def is_stock(groups: dict) -> bool:
     return groups["key"] == groups["value"] and len(counts) == 1
 
 
+def query_heads(config) -> dict[str, list]:
+    """The query heads that read each key (value) head of every layer, of a Llama or a DHA model."""
+    if config.model_type == DhaConfig.model_type:
+        return {"key": config.key_groups, "value": config.value_groups}
+    shape = geometry(config)
+    groups = torch.arange(shape.heads).view(shape.kv_heads, -1).tolist()
+    return {kind: [groups] * shape.layers for kind in ("key", "value")}
+
+
+def head_counts(config) -> dict[str, list[int]]:
+    """The number of key (value) heads of every layer."""
+    return {kind: [len(heads) for heads in layers] for kind, layers in query_heads(config).items()}
+
+
+def compose(groups: dict, readers: dict) -> dict:
+    """The query heads that read each fused head. groups: the heads fused; readers: the query heads of those.
+
+    At a second halving the heads that are fused have several query heads each (Appendix B.2).
+    """
+    composed = {}
+    for kind, layers in groups.items():
+        composed[kind] = []
+        for layer_groups, heads in zip(layers, readers[kind], strict=True):
+            members = [itertools.chain.from_iterable(heads[head] for head in group) for group in layer_groups]
+            composed[kind].append([sorted(group) for group in members])
+    return composed
+
+
 def fused_model(config, state: dict, groups: dict):
-    """The model of fused heads, a stock Llama if GQA can express it. config: MHA; state: fused tensors."""
-    config = copy.deepcopy(config)
+    """The model of fused heads, a stock Llama if GQA can express it.
+
+    config: of the model that was searched; state: fused tensors; groups: which of its heads were fused.
+    """
+    groups = compose(groups, query_heads(config))
     kept = sum(len(layer_groups) for kind in groups for layer_groups in groups[kind])
-    config.num_key_value_heads = kept // (2 * config.num_hidden_layers)
+    settings = config.to_dict() | {"num_key_value_heads": kept // (2 * config.num_hidden_layers)}
+    del settings["model_type"]  # each config class has its own
     if is_stock(groups):
-        model, state = LlamaForCausalLM(config), reorder_query_heads(state, groups["key"], config.head_dim)
+        for name in ("auto_map", "key_groups", "value_groups"):
+            settings.pop(name, None)
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+        state = reorder_query_heads(state, groups["key"], config.head_dim)
     else:
-        settings = config.to_dict() | {"key_groups": groups["key"], "value_groups": groups["value"]}
+        settings |= {"key_groups": groups["key"], "value_groups": groups["value"]}
         model = DhaForCausalLM(DhaConfig(**settings))
     model.load_state_dict(state)
     return model.eval()

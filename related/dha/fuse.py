@@ -133,12 +133,12 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
     summary = {
         "steps": steps,
         "tokens": steps * data["batch"] * data["length"],
-        "steps_so_far": searched["summary"]["steps"] + steps,
+        "steps_so_far": searched["summary"]["steps_so_far"] + steps,
         "fusion_loss": loss,
         "lambda": multiplier,
         "unchanged_at_start": unchanged,
         "cache_heads": chosen,
-        "stock": export.is_stock(groups),
+        "stock": fused.config.model_type == "llama",
         "data": data,
         **figures,
     }

@@ -19,9 +19,9 @@ def kronecker(groups: list[list[int]], head_dim: int) -> torch.Tensor:
     return torch.eye(size)[None, :, :, None].repeat(len(groups), 1, 1, head_dim)
 
 
-def whole_layers(layers: int, heads: int) -> dict[str, list]:
-    """Groups for search: one per layer, which holds all its heads."""
-    return {kind: [[list(range(heads))]] * layers for kind in PROJECTIONS}
+def whole_layers(heads: dict[str, list[int]]) -> dict[str, list]:
+    """Groups for search: one per layer, which holds all its heads. heads: their number in every layer."""
+    return {kind: [[list(range(count))] for count in heads[kind]] for kind in PROJECTIONS}
 
 
 def starting_operators(groups: dict[str, list], head_dim: int) -> dict[str, torch.Tensor]:

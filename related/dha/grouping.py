@@ -20,7 +20,7 @@ def within(losses: list[list[float]], groups: list[list[int]]) -> float:
 def within_random(losses: torch.Tensor, count: int) -> float:
     """Mean of `within` over all partitions of the heads into `count` groups of equal size. losses: [H, H]."""
     heads = len(losses)
-    return float(losses.sum()) / 2 * (heads // count - 1) / (heads - 1)
+    return float(losses.sum()) / 2 * (heads // count - 1) / max(heads - 1, 1)
 
 
 def swap_gain(losses: list[list[float]], first: list[int], second: list[int], a: int, b: int) -> float:
@@ -72,47 +72,50 @@ def anneal(losses: torch.Tensor, count: int, walks: int, seed: int) -> list[list
     nothing. Groups and the heads in them are in ascending order.
     """
     pairs = len(losses) * (len(losses) - 1)
-    mean = float(losses.sum()) / pairs or 1.0
+    mean = float(losses.sum()) / max(pairs, 1) or 1.0
     scaled, draw = (losses.double() / mean).tolist(), random.Random(seed)
     _, groups = min(walk(scaled, count, draw) for _ in range(walks))
     return sorted(sorted(group) for group in groups)
 
 
-def can_reach(given: list[int], ladder: list[int], total: int) -> bool:
-    """Whether raising some layers along the ladder turns `given` into head counts that sum to `total`."""
+def can_reach(given: list[int], ladders: list[list[int]], total: int) -> bool:
+    """Whether raising some layers along their ladders turns `given` into head counts that sum to `total`."""
     sums = {sum(given)}
-    for count in given:
+    for count, ladder in zip(given, ladders, strict=True):
         raises = [rung - count for rung in ladder if rung > count]
         sums |= {before + heads for before in sums for heads in raises if before + heads <= total}
     return total in sums
 
 
-def allocate(losses: list[float], ladder: list[int], total: int) -> list[int]:
+def allocate(losses: list[float], heads: list[int], ladder: list[int], total: int) -> list[int]:
     """Algorithm 5: distribute `total` heads over layers, each layer's count a rung of the ascending `ladder`.
 
-    Every layer starts at the lowest rung, the layer with the largest loss gets the highest, and the remaining
-    heads go one rung at a time to the layer with the most loss per head. As printed, a layer may end at 12 of
-    32 heads, or above the highest rung. Two rules prevent that: only rungs are assigned, so that groups have
-    equal size, and a raise is skipped if the total could then not be met. Raises UserError if no counts on
-    the ladder sum to the total.
+    heads: those that each layer has; its rungs are their divisors. Every layer starts at its lowest rung, the
+    layer with the largest loss gets its highest, and the remaining heads go one rung at a time to the layer
+    with the most loss per head. As printed, a layer may end at 12 of 32 heads, or above the highest rung. Two
+    rules prevent that: only rungs are assigned, so that groups have equal size, and a raise is skipped if the
+    total could then not be met. Raises UserError if no counts on the ladder sum to the total.
     """
-    given = [ladder[0]] * len(losses)
-    if not can_reach(given, ladder, total):
+    ladders = [[rung for rung in ladder if count % rung == 0] for count in heads]
+    given = [min(rungs, default=0) for rungs in ladders]
+    if 0 in given or not can_reach(given, ladders, total):
         raise UserError(
-            f"--ladder: expected counts that sum to {total} heads over {len(losses)} layers, found {ladder}"
+            f"--ladder: expected divisors of {heads}, the heads of every layer, that sum to {total}, "
+            f"found {ladder}"
         )
 
     def raised(layer: int, rung: int) -> list[int]:
         return [*given[:layer], rung, *given[layer + 1 :]]
 
     neediest = max(range(len(losses)), key=losses.__getitem__)
-    if can_reach(raised(neediest, ladder[-1]), ladder, total):
-        given = raised(neediest, ladder[-1])
+    if can_reach(raised(neediest, ladders[neediest][-1]), ladders, total):
+        given = raised(neediest, ladders[neediest][-1])
     while sum(given) < total:
-        open_layers = [layer for layer in range(len(losses)) if given[layer] < ladder[-1]]
+        open_layers = [layer for layer in range(len(losses)) if given[layer] < ladders[layer][-1]]
         for layer in sorted(open_layers, key=lambda layer: -losses[layer] / given[layer]):
-            candidate = raised(layer, ladder[ladder.index(given[layer]) + 1])
-            if can_reach(candidate, ladder, total):
+            rungs = ladders[layer]
+            candidate = raised(layer, rungs[rungs.index(given[layer]) + 1])
+            if can_reach(candidate, ladders, total):
                 given = candidate
                 break
     return given

@@ -56,7 +56,7 @@ def main():
         verify_files(searched, read_record(searched, SEARCH, search["model"]))
         path = searched
     print(f"reads   {search_path}, {path}")
-    groups, steps = search["groups"], search["summary"]["steps"]
+    groups, steps = search["groups"], search["summary"]["steps_so_far"]
     model = pooled_model(load_config(path), load_model(path).state_dict(), groups)
     export.check_cache(model, {kind: search["summary"][kind]["heads"] for kind in groups})
     with write_directory(output) as aside:

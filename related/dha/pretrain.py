@@ -14,7 +14,6 @@ warms up over --warmup of the steps, then follows a cosine down to 10% of its pe
 of 256 x 4096 tokens at 1e-4; fusion has batches of 64). Run the same command again to resume.
 """
 
-import json
 import os
 import shutil
 
@@ -22,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import RECORD, claim, read_record, record, verify_files, write_directory, write_record
+from common.artifacts import claim, record, verify_files, write_directory, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.models import describe, fingerprint, load_config, load_tokenizer
@@ -30,7 +29,7 @@ from common.training.engine import STOPPED
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
-from related.dha.records import FUSE, POOL, PRETRAIN, SEARCH, read, row_name
+from related.dha.records import PRETRAIN, SEARCH, read, read_start, row_name, steps_before
 
 
 def parse():
@@ -49,24 +48,6 @@ def parse():
     )
     training.add_logging_flags(parser, warmup=0.03, print_every=50)
     return parser.parse_args()
-
-
-def read_start(checkpoint: str) -> dict | None:
-    """The record of the checkpoint to train, None if it has none. Raises UserError for a damaged one."""
-    path = os.path.join(checkpoint, RECORD)
-    if not os.path.exists(path):
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            stage = str(json.load(file)["stage"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
-    return read(checkpoint, stage) if stage in (FUSE, POOL) else read_record(checkpoint, stage)
-
-
-def steps_before(record: dict | None) -> int:
-    """Steps of search and fusion behind a checkpoint, 0 for any but those of fuse.py and pool.py."""
-    return record["summary"]["steps_so_far"] if record and record["stage"] in (FUSE, POOL) else 0
 
 
 def make_plan(args, data: dict, before: int):
@@ -119,7 +100,7 @@ def pretrain(args, clock, ranks) -> bool:
     directory = os.path.join(args.run, args.name) + ".train"
     data = read(os.path.join(args.run, "search.json"), SEARCH)["summary"]["data"]
     start_record = read_start(start)
-    before, tokenizer = steps_before(start_record), load_tokenizer(start)
+    before, tokenizer = steps_before(start_record, data), load_tokenizer(start)
     if ranks.first and start_record and "files" in start_record:
         verify_files(start, start_record)
     plan = make_plan(args, data, before)

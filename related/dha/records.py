@@ -9,9 +9,10 @@ number of key heads that a layer keeps.
 """
 
 import argparse
+import json
 import os
 
-from common.artifacts import read_record, sidecar_path
+from common.artifacts import RECORD, read_record, sidecar_path
 from common.cli import UserError, run_stage, stage_parser
 from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STRING, Number, mismatch
 
@@ -31,6 +32,7 @@ DATA_FLAGS = {  # flags of search that hold for everything that is compared
 }
 DATA = DATA_FLAGS | {"tokens_sha256": DIGEST}
 CHOICE = {  # of keys or values, a number per layer
+    "source_heads": [COUNT],
     "layer_loss": [NUMBER],
     "heads": [COUNT],
     "loss_within_groups": [NUMBER],
@@ -39,7 +41,14 @@ CHOICE = {  # of keys or values, a number per layer
 FIELDS = {  # stage -> what its record holds beside the fields of every record
     SEARCH: {
         "groups": {"key": [[[SIZE]]], "value": [[[SIZE]]]},
-        "summary": {"steps": COUNT, "kv_heads": COUNT, "data": DATA, "key": CHOICE, "value": CHOICE},
+        "summary": {
+            "steps": COUNT,
+            "steps_so_far": COUNT,
+            "kv_heads": COUNT,
+            "data": DATA,
+            "key": CHOICE,
+            "value": CHOICE,
+        },
     },
     FUSE: {
         "files": FILES,
@@ -92,18 +101,48 @@ def read(path: str, stage: str, model: dict | None = None) -> dict:
 
 def find_group_fault(kind: str, record: dict) -> str | None:
     """Why a search's groups do not partition each layer's heads into the recorded number of equal groups."""
-    model, counts, layers = record["model"], record["summary"][kind]["heads"], record["groups"][kind]
-    if not len(layers) == len(counts) == model["layers"]:
-        return f"record.groups.{kind}: expected {model['layers']} layers, found {len(layers)}"
-    for index, (groups, count) in enumerate(zip(layers, counts, strict=True)):
+    choice, layers, expected = record["summary"][kind], record["groups"][kind], record["model"]["layers"]
+    sources, counts = choice["source_heads"], choice["heads"]
+    if not len(layers) == len(counts) == len(sources) == expected:
+        return f"record.groups.{kind}: expected {expected} layers, found {len(layers)}"
+    for index, (groups, count, source) in enumerate(zip(layers, counts, sources, strict=True)):
         place = f"record.groups.{kind}[{index}]"
         sizes = [len(group) for group in groups]
-        if sizes != [model["heads"] // count] * count:
-            return f"{place}: expected {count} groups of {model['heads'] // count} heads, found sizes {sizes}"
+        if sizes != [source // count] * count:
+            return f"{place}: expected {count} groups of {source // count} heads, found sizes {sizes}"
         heads = sorted(head for group in groups for head in group)
-        if heads != list(range(model["heads"])):
-            return f"{place}: expected each of heads 0 to {model['heads'] - 1} once, found {heads}"
+        if heads != list(range(source)):
+            return f"{place}: expected each of heads 0 to {source - 1} once, found {heads}"
     return None
+
+
+def read_start(checkpoint: str) -> dict | None:
+    """The record of a checkpoint to start from, None if it has none. Raises UserError for a damaged one."""
+    path = os.path.join(checkpoint, RECORD)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            stage = str(json.load(file)["stage"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
+    return read(checkpoint, stage) if stage in (FUSE, POOL) else read_record(checkpoint, stage)
+
+
+def steps_before(record: dict | None, data: dict) -> int:
+    """Steps of search and fusion behind a checkpoint, 0 for any but those of fuse.py and pool.py.
+
+    Raises UserError if they took other data, or batches of another size, than `data`.
+    """
+    if not record or record["stage"] not in (FUSE, POOL):
+        return 0
+    expected = record["summary"].get("data", data)
+    for name, value in data.items():
+        if value != expected[name]:
+            raise UserError(
+                f"{name}: expected {expected[name]}, as in the search behind the checkpoint, found {value}"
+            )
+    return record["summary"]["steps_so_far"]
 
 
 def find_curve_fault(points: list) -> str | None:

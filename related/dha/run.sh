@@ -8,6 +8,7 @@
 # The source is an MHA Llama; flags go to search.py. Environment:
 #   STEPS   training steps of every row, search and fusion included (400)
 #   FUSE    flags of fuse.py, separated by blanks
+#   STAGED  if set, a row "staged" that halves the cache twice (Appendix B.2); it takes more STEPS
 #   RUN     directory of all results (runs/dha)
 #   PYTHON  interpreter (python)
 # Results that exist are skipped: after an interruption, run the same command again.
@@ -32,12 +33,25 @@ pooled() {  # pooled NAME WEIGHTS: DHA's groups without fusion
 pooled cold    source
 pooled unfused searched
 
-# the baselines: stages 1 to 4 on the same text, then the same training
 MODEL=$(dha records --print model)
 SOURCE=$(dha records --print path)
 TEXT=$(dha records --print text)
 LENGTH=$(dha records --print length)
 KV_HEADS=$(dha records --print kv-heads)
+
+ROWS=()
+halve() {  # halve DIRECTORY FLAGS...: search and fusion in a directory of their own
+  make_once "$1/search.json" dha search "${@:2}" --run="$1"
+  make_once "$1/fused"       dha fuse "${FUSE_FLAGS[@]}" --run="$1"
+}
+if [ -n "${STAGED:-}" ]; then
+  halve "$RUN/half"    "$@" --kv-heads $((2 * KV_HEADS))
+  halve "$RUN/quarter" "$@" --model "$RUN/half/fused" --kv-heads "$KV_HEADS"
+  make_once "$RUN/staged" dha pretrain --steps "$STEPS" --name staged --start="$RUN/quarter/fused"
+  ROWS=(--names source mean-pool aligned closed-form cold unfused staged dha)
+fi
+
+# the baselines: stages 1 to 4 on the same text, then the same training
 make_once "$RUN/calibration" \
   "$PYTHON" 01_calibrate.py --run="$RUN" --model="$MODEL" --text="$TEXT" --length "$LENGTH"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run="$RUN" --energy
@@ -53,4 +67,4 @@ baseline mean-pool   none   --rotate none
 baseline aligned     value
 baseline closed-form energy --merge closed-form --refit
 make_once "$RUN/source"       dha pretrain --steps "$STEPS" --name source --start="$SOURCE"
-make_once "$RUN/compare.json" dha compare
+make_once "$RUN/compare.json" dha compare "${ROWS[@]}"

@@ -1,12 +1,13 @@
 """Search, the first phase of decoupled-head attention (DHA): heads that are alike, layers that need many.
 
-Reads   an MHA Llama checkpoint and text
+Reads   an MHA Llama checkpoint, or RUN/fused/ of an earlier run, and text
 Writes  RUN/search/         training checkpoints and metrics.jsonl
-        RUN/searched/       the model after search, again MHA: its operators are folded into its heads
+        RUN/searched/       the model after search, with as many heads: its operators are folded into them
         RUN/search.json     key and value groups of every layer, losses, head counts, data of later steps
         RUN/cka.png         head similarity in the source model (linear CKA, Appendix B.1)
 
     python -m related.dha.search                                                # the demo model
+    python -m related.dha.search --run runs/dha/quarter --model runs/dha/half/fused --kv-heads 2
     torchrun --nproc-per-node 8 -m related.dha.search --run-dir runs/dha-7b \\
         --model meta-llama/Llama-2-7b-hf --text c4 --heldout FILE.txt --kv-heads 8 \\
         --steps 240 --batch 64 --length 4096 --sequences 80000 --lr 1e-4
@@ -15,7 +16,11 @@ Every head starts to read a mixture of all heads of its layer, through factors t
 the language-model loss trains factors and weights. Two heads whose factors stay close share a head (simulated
 annealing, Algorithm 4), and a layer whose factors spread keeps more heads (Algorithm 5), for keys and values
 separately. Published: 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights and 1e-2 for
-factors, as in the second command; the defaults suit the demo model. Run the same command again to resume.
+factors, as in the last command; the defaults suit the demo model. Run the same command again to resume.
+
+The second command is a step of staged compression (Appendix B.2), in which every halving has a search, a
+clustering and a fusion: it halves what fuse.py left of a first halving, from the heads that each layer has
+by then. The steps behind that checkpoint count.
 """
 
 import os
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, record, write_directory, write_json, write_record
+from common.artifacts import claim, record, verify_files, write_directory, write_json, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
 from common.evaluate import all_logits
@@ -40,21 +45,23 @@ from common.models import (
 )
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
-from related.dha import fusion, grouping, similarity, training
-from related.dha.records import DATA_FLAGS, SEARCH
+from related.dha import export, fusion, grouping, similarity, training
+from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
     parser.add_argument(
-        "--model", default=DEMO, help="an MHA Llama: checkpoint directory, hub repository, or demo"
+        "--model",
+        default=DEMO,
+        help="an MHA Llama: checkpoint directory, hub repository, or demo; or a checkpoint of fuse.py",
     )
     parser.add_argument(
         "--kv-heads",
         type=positive,
         default=None,
-        help="key heads, and value heads, that a layer keeps on average (default: a quarter)",
+        help="key heads, and value heads, that a layer keeps on average (default: a quarter of query heads)",
     )
     parser.add_argument(
         "--ladder",
@@ -109,8 +116,11 @@ class Budget:
     ladder: list[int]  # ascending
 
 
-def head_budget(args, shape: Geometry) -> Budget:
-    """The budget that the flags ask for. Raises UserError if no counts on the ladder meet it."""
+def head_budget(args, shape: Geometry, heads: dict[str, list[int]]) -> Budget:
+    """The budget that the flags ask for. Raises UserError if no counts on the ladder meet it.
+
+    heads: the number of key (value) heads that every layer has.
+    """
     kv_heads = args.kv_heads or max(shape.heads // 4, 1)
     check_kv_heads(shape.kv_heads, kv_heads)
     ladder = args.ladder
@@ -120,23 +130,31 @@ def head_budget(args, shape: Geometry) -> Budget:
     ladder = sorted(ladder)
     if any(shape.heads % count for count in ladder):
         raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
-    grouping.allocate([1.0] * shape.layers, ladder, kv_heads * shape.layers)
+    for counts in heads.values():
+        grouping.allocate([1.0] * shape.layers, counts, ladder, kv_heads * shape.layers)
     return Budget(kv_heads, ladder)
 
 
-def check_source(path: str, config) -> None:
-    """Raise UserError unless the model is an MHA Llama."""
+def source_record(path: str, config) -> dict | None:
+    """The record of a checkpoint that fuse.py wrote, None for an MHA Llama.
+
+    Raises UserError for any other model.
+    """
     shape = geometry(config)
-    if config.model_type != "llama":
+    if config.model_type not in ("llama", "dha"):
         raise UserError(
             f"{path}: expected model_type llama, found {config.model_type}: "
             "what is exported is a Llama with other attention"
         )
-    if shape.kv_heads != shape.heads:
+    if shape.kv_heads == shape.heads:
+        return None
+    start = read_start(path)
+    if not start or start["stage"] != FUSE:
         raise UserError(
-            f"{path}: expected a key and a value head per query head (MHA), found {shape.kv_heads} "
-            f"for {shape.heads} heads: fusion mixes the key and value heads of query heads"
+            f"{path}: expected a key and a value head per query head (MHA), or heads that {FUSE} fused, "
+            f"found {shape.kv_heads} for {shape.heads} heads"
         )
+    return start
 
 
 def check_texts(args, positions: int) -> None:
@@ -155,15 +173,19 @@ def choose_groups(args, operators: dict, shape: Geometry, budget: Budget) -> tup
     for kind in fusion.PROJECTIONS:
         layers = [operators[f"{layer}_{kind}"].double() for layer in range(shape.layers)]
         losses = [float(fusion.layer_loss(operator)) for operator in layers]
-        counts = grouping.allocate(losses, budget.ladder, budget.kv_heads * shape.layers)
+        heads = [operator.shape[1] for operator in layers]  # one group holds all heads of the layer
+        # the loss is a mean over a layer's heads, of which there may be different numbers; their sums compare
+        sums = [loss * count for loss, count in zip(losses, heads, strict=True)]
+        counts = grouping.allocate(sums, heads, budget.ladder, budget.kv_heads * shape.layers)
         groups[kind], within, random = [], [], []
         for operator, count in zip(layers, counts, strict=True):
-            scores = fusion.pair_losses(operator)[0]  # one group holds all heads of the layer
+            scores = fusion.pair_losses(operator)[0]
             chosen = grouping.anneal(scores, count, args.walks, args.seed)
             groups[kind].append(chosen)
             within.append(grouping.within(scores.tolist(), chosen))
             random.append(grouping.within_random(scores, count))
         figures[kind] = {
+            "source_heads": heads,
             "layer_loss": losses,
             "heads": counts,
             "loss_within_groups": within,
@@ -173,7 +195,7 @@ def choose_groups(args, operators: dict, shape: Geometry, budget: Budget) -> tup
 
 
 def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tuple:
-    """An MHA model with the operators folded into its heads, and the relative logit difference."""
+    """The model with the operators folded into its heads, and the relative logit difference."""
     folded = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     folded.load_state_dict(fusion.combine_heads(weights, operators, groups, fusion.mix))
     ended = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -201,7 +223,7 @@ def finish(args, clock, description: dict, data: dict, budget: Budget, figures: 
     config = load_config(description["path"])
     shape = geometry(config)
     groups, choice = choose_groups(args, operators, shape, budget)
-    whole = fusion.whole_layers(shape.layers, shape.heads)
+    whole = fusion.whole_layers(export.head_counts(config))
     model, folding = fold_operators(config, weights, operators, whole)
     print_choice(choice, budget)
     summary = {
@@ -228,14 +250,16 @@ def finish(args, clock, description: dict, data: dict, budget: Budget, figures: 
     )
 
 
-def measure_source(args, path: str, shape: Geometry, heldout: list) -> dict:
-    """Draw the source's head similarity, check its identity operators, and return both figures."""
-    matrices, redundancies = similarity.head_similarity(load_model(path), shape.head_dim)
+def measure_source(args, path: str, start: dict, whole: dict, heldout: list) -> dict:
+    """Draw the source's head similarity, check its identity operators, and return both figures.
+
+    start: the operators; whole: their groups.
+    """
+    model = load_model(path)
+    matrices, redundancies = similarity.head_similarity(model, geometry(model.config).head_dim)
     title = f"{args.model}: head similarity, and the redundancy of each layer"
     similarity.cka_heatmaps(os.path.join(args.run, "cka.png"), matrices, redundancies, title)
-    whole = fusion.whole_layers(shape.layers, shape.heads)
-    start, tokens = fusion.starting_operators(whole, shape.head_dim), training.as_tokens(heldout[:2])
-    difference = training.check_unchanged(path, start, whole, tokens)
+    difference = training.check_unchanged(path, start, whole, training.as_tokens(heldout[:2]))
     return {"redundancy": redundancies, "unchanged_at_start": difference}
 
 
@@ -244,16 +268,22 @@ def search(args, clock, ranks) -> bool:
     directory = os.path.join(args.run, "search")
     path = resolve_model(args.model)
     config = load_config(path)
-    check_source(path, config)
+    fused, heads = source_record(path, config), export.head_counts(config)
     check_texts(args, config.max_position_embeddings)
     shape, description = geometry(config), describe(path, args.model)
-    budget = head_budget(args, shape)
+    budget = head_budget(args, shape, heads)
+    if ranks.first and fused:
+        verify_files(path, fused)
 
     ranks.say(f"reads   {path}")
     data = {name: getattr(args, name) for name in DATA_FLAGS}
     samples, heldout = training.load_data(data, load_tokenizer(path), ranks)
+    figures = {"steps_so_far": steps_before(fused, data) + args.steps}
     training.open_directory(directory, args.force, ranks)
-    figures = measure_source(args, path, shape, heldout) if ranks.first else {}
+    whole = fusion.whole_layers(heads)
+    start = fusion.starting_operators(whole, shape.head_dim)
+    if ranks.first:
+        figures |= measure_source(args, path, start, whole, heldout)
 
     plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
     settings = data | {
@@ -262,8 +292,6 @@ def search(args, clock, ranks) -> bool:
         "operator_lr": args.operator_lr,
         "warmup": plan.warmup,
     }
-    whole = fusion.whole_layers(shape.layers, shape.heads)
-    start = fusion.starting_operators(whole, shape.head_dim)
     job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
     phase = training.Searching(job, plan, heldout, args.heldout_every, whole)
     ended = job.step == plan.steps or training.train(job, phase, samples, plan)
