@@ -933,7 +933,7 @@ def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
     for stage, steps in ((records.FUSE, 7), (records.POOL, 3), (records.PRETRAIN, 0)):
         (tmp_path / "stage.json").write_text(json.dumps(example_records()[stage]))
         assert records.steps_before(records.read_start(str(tmp_path)), data) == steps
-    with pytest.raises(UserError, match="batch: expected 2, as in the search behind the checkpoint, found 4"):
+    with pytest.raises(UserError, match="batch: expected 2, as in the search before, found 4"):
         records.steps_before(example_records()[records.FUSE], data | {"batch": 4})
     for text in ("[1]", "{", '{"stage": null}', '{"stage": "related/dha/fuse.py"}'):
         (tmp_path / "stage.json").write_text(text)
@@ -1134,6 +1134,7 @@ for argument in "$@"; do
   case $argument in
     --run=*) run=${argument#--run=} ;;
     --print) name=print ;;
+    kv-heads) echo 2; name='' ;;
     *) [ "$name" = print ] && echo "$argument of it's [1] \\$(touch $PWNED)"; name='' ;;
   esac
 done
@@ -1142,13 +1143,14 @@ mkdir -p "$run"
 
 
 @pytest.mark.slow
-def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
+@pytest.mark.parametrize("staged", ["", "1"])
+def test_the_shell_script_passes_every_value_as_it_is(staged, tmp_path):
     interpreter, log, pwned = tmp_path / "python", tmp_path / "log", tmp_path / "pwned"
     interpreter.write_text(INTERPRETER)
     interpreter.chmod(0o755)
     home = f"{tmp_path}/it's a run [1] $(touch {pwned})'); import os; os.system('touch {pwned}') #"
     environment = os.environ | {"RUN": home, "PYTHON": str(interpreter), "LOG": str(log), "PWNED": str(pwned)}
-    environment |= {"FUSE": "--steps 9 --lambda-lr 2", "STEPS": "12"}
+    environment |= {"FUSE": "--steps 9 --lambda-lr 2", "STEPS": "12", "STAGED": staged}
     command = ["bash", str(ROOT / "related" / "dha" / "run.sh"), "--model", "my model", "--text", "a b.txt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1171,7 +1173,18 @@ def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
     assert [call[1] for call in aligned] == [f"--run={home}/start-{name}" for name in rows]
     assert all(call[2] == f"--calibration={home}/calibration" for call in aligned)
     names = [call[call.index("--name") + 1] for call in calls if "--name" in call]
+    compared = ["source", *rows, "cold", "unfused", "staged", "dha"]
+    if staged:
+        assert names.pop(2) == "staged"
+        assert calls[-1] == ["-m", "related.dha.compare", f"--run={home}", "--names", *compared]
+    else:
+        assert calls[-1] == ["-m", "related.dha.compare", f"--run={home}"]
     assert names == ["cold", "unfused", *rows, "source"]
+    halvings = [call for call in calls if f"--run={home}/half" in call or f"--run={home}/quarter" in call]
+    assert [call[1].split(".")[-1] for call in halvings] == (["search", "fuse"] * 2 if staged else [])
+    if staged:
+        assert halvings[0][-3:] == ["--kv-heads", "4", f"--run={home}/half"]
+        second = ["--model", f"{home}/half/fused", "--kv-heads", "2", f"--run={home}/quarter"]
+        assert halvings[2][-5:] == second
     pools = [call for call in calls if call[1] == "related.dha.pool"]
     assert [call[2:] for call in pools] == [[f"--run={home}", "--weights", weights] for weights in pool.NAMES]
-    assert calls[-1] == ["-m", "related.dha.compare", f"--run={home}"]

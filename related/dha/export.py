@@ -31,10 +31,7 @@ def head_counts(config) -> dict[str, list[int]]:
 
 
 def compose(groups: dict, readers: dict) -> dict:
-    """The query heads that read each fused head. groups: the heads fused; readers: the query heads of those.
-
-    At a second halving the heads that are fused have several query heads each (Appendix B.2).
-    """
+    """The query heads of each fused head. groups: the heads fused; readers: the query heads of those."""
     composed = {}
     for kind, layers in groups.items():
         composed[kind] = []
@@ -52,10 +49,9 @@ def fused_model(config, state: dict, groups: dict):
     groups = compose(groups, query_heads(config))
     kept = sum(len(layer_groups) for kind in groups for layer_groups in groups[kind])
     settings = config.to_dict() | {"num_key_value_heads": kept // (2 * config.num_hidden_layers)}
-    del settings["model_type"]  # each config class has its own
+    for name in ("model_type", "auto_map", "key_groups", "value_groups"):  # those of the new model differ
+        settings.pop(name, None)
     if is_stock(groups):
-        for name in ("auto_map", "key_groups", "value_groups"):
-            settings.pop(name, None)
         model = LlamaForCausalLM(LlamaConfig(**settings))
         state = reorder_query_heads(state, groups["key"], config.head_dim)
     else:

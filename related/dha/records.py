@@ -41,14 +41,8 @@ CHOICE = {  # of keys or values, a number per layer
 FIELDS = {  # stage -> what its record holds beside the fields of every record
     SEARCH: {
         "groups": {"key": [[[SIZE]]], "value": [[[SIZE]]]},
-        "summary": {
-            "steps": COUNT,
-            "steps_so_far": COUNT,
-            "kv_heads": COUNT,
-            "data": DATA,
-            "key": CHOICE,
-            "value": CHOICE,
-        },
+        "summary": {"steps": COUNT, "steps_so_far": COUNT, "kv_heads": COUNT, "data": DATA}
+        | {"key": CHOICE, "value": CHOICE},
     },
     FUSE: {
         "files": FILES,
@@ -136,12 +130,9 @@ def steps_before(record: dict | None, data: dict) -> int:
     """
     if not record or record["stage"] not in (FUSE, POOL):
         return 0
-    expected = record["summary"].get("data", data)
-    for name, value in data.items():
-        if value != expected[name]:
-            raise UserError(
-                f"{name}: expected {expected[name]}, as in the search behind the checkpoint, found {value}"
-            )
+    for name, expected in record["summary"].get("data", data).items():
+        if data[name] != expected:
+            raise UserError(f"{name}: expected {expected}, as in the search before, found {data[name]}")
     return record["summary"]["steps_so_far"]
 
 

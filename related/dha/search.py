@@ -18,9 +18,8 @@ annealing, Algorithm 4), and a layer whose factors spread keeps more heads (Algo
 separately. Published: 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights and 1e-2 for
 factors, as in the last command; the defaults suit the demo model. Run the same command again to resume.
 
-The second command is a step of staged compression (Appendix B.2), in which every halving has a search, a
-clustering and a fusion: it halves what fuse.py left of a first halving, from the heads that each layer has
-by then. The steps behind that checkpoint count.
+The second command belongs to staged compression (Appendix B.2), where every halving has a search and a fusion
+of its own: it halves again what fuse.py left of a first halving. The steps behind that checkpoint count.
 """
 
 import os
@@ -136,10 +135,7 @@ def head_budget(args, shape: Geometry, heads: dict[str, list[int]]) -> Budget:
 
 
 def source_record(path: str, config) -> dict | None:
-    """The record of a checkpoint that fuse.py wrote, None for an MHA Llama.
-
-    Raises UserError for any other model.
-    """
+    """The record of a checkpoint of fuse.py, None for an MHA Llama. Raises UserError for any other model."""
     shape = geometry(config)
     if config.model_type not in ("llama", "dha"):
         raise UserError(
@@ -251,10 +247,7 @@ def finish(args, clock, description: dict, data: dict, budget: Budget, figures: 
 
 
 def measure_source(args, path: str, start: dict, whole: dict, heldout: list) -> dict:
-    """Draw the source's head similarity, check its identity operators, and return both figures.
-
-    start: the operators; whole: their groups.
-    """
+    """Draw the source's head similarity, check its operators `start` on groups `whole`; both figures."""
     model = load_model(path)
     matrices, redundancies = similarity.head_similarity(model, geometry(model.config).head_dim)
     title = f"{args.model}: head similarity, and the redundancy of each layer"
