@@ -887,6 +887,7 @@ def test_valid_records_are_read_as_they_are(stage, tmp_path):
     (records.SEARCH, "groups.key", None),
     (records.SEARCH, "groups.key", []),
     (records.SEARCH, "groups.key.1", [[0, 3], [1, 1]]),
+    (records.SEARCH, "groups.key.1", [[0, 1, 3], [2]]),
     (records.SEARCH, "groups.key.1", [[0, 3], [1, -2]]),
     (records.SEARCH, "groups.value.0", [[0, 1], [2, 3]]),
     (records.SEARCH, "groups.value.1.0.1", "1"),
