@@ -1,0 +1,223 @@
+"""related/dha: groups of heads, budgets of layers and similarities against their definitions."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.cli import UserError
+from common.models import Geometry
+from conftest import tiny_model
+from dha_models import EIGHT, WHOLE, averages
+from related.dha import fusion, grouping, search, similarity
+
+
+def test_budgets_of_algorithm_5():
+    draw = random.Random(0)
+    losses = [1 + draw.random() / 2 for _ in range(32)]
+    # as published: 32 layers of 32 heads, a quarter of them
+    given = grouping.allocate(losses, [32] * 32, [4, 8, 16], 256)
+    assert sum(given) == 256 and set(given) <= {4, 8, 16}
+    assert given[losses.index(max(losses))] == 16 and given.count(16) == 1
+    rest = sorted((loss, count) for loss, count in zip(losses, given, strict=True) if count < 16)
+    assert [count for _, count in rest] == [4, 4] + [8] * 29  # the remaining heads go to the largest losses
+    assert grouping.allocate([0.1, 0.4, 0.2, 0.3], [8] * 4, [1, 2, 4], 8) == [1, 4, 1, 2]
+    # 1 / 2 exceeds 0.1 / 1
+    assert grouping.allocate([1.0, 0.1, 0.1, 9.0, 0.1], [8] * 5, [1, 2, 4], 11) == [4, 1, 1, 4, 1]
+    # 1 / 2 is below 0.9 / 1, but 13 is odd
+    assert grouping.allocate([3.0, 0.9, 1.0], [8] * 3, [1, 2, 4, 8], 13) == [8, 1, 4]
+    assert grouping.allocate([3.0, 0.9, 1.0], [8] * 3, [1, 2, 4, 8], 12) == [8, 2, 2]
+    # the neediest layer gets its own highest rung, and none gets more heads than it has
+    assert grouping.allocate([9.0, 3.0, 0.9, 1.0], [2, 8, 1, 4], [1, 2, 4], 9) == [2, 4, 1, 2]
+
+
+def test_every_budget_that_can_be_met_is_met_exactly_and_no_other():
+    draw = random.Random(1)
+    for ladder, layers in itertools.product(([1, 2, 4], [2, 4, 8], [1, 3, 6]), (1, 2, 3, 5)):
+        for heads in ([24] * layers, draw.choices([1, 2, 3, 4, 8, 12, 24], k=layers)):
+            rungs = [[rung for rung in ladder if count % rung == 0] for count in heads]
+            sums = {sum(numbers) for numbers in itertools.product(*rungs)}
+            for total in range(layers * ladder[-1] + 2):
+                losses = [draw.random() for _ in range(layers)]
+                if total in sums:
+                    given = grouping.allocate(losses, heads, ladder, total)
+                    assert sum(given) == total
+                    assert all(count in layer for count, layer in zip(given, rungs, strict=True))
+                else:
+                    with pytest.raises(UserError):
+                        grouping.allocate(losses, heads, ladder, total)
+
+
+def partitions(heads: list[int], size: int):
+    if not heads:
+        yield []
+        return
+    for others in itertools.combinations(heads[1:], size - 1):
+        group = [heads[0], *others]
+        rest = [head for head in heads if head not in group]
+        for groups in partitions(rest, size):
+            yield [group, *groups]
+
+
+def random_losses(heads: int, seed: int) -> torch.Tensor:
+    losses = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed))
+    return ((losses + losses.T) / 2).fill_diagonal_(0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
+    for seed in range(4):
+        losses = random_losses(8, seed)
+        totals = [grouping.within(losses.tolist(), groups) for groups in partitions(EIGHT, 8 // count)]
+        groups = grouping.anneal(losses, count, 50, seed)
+        assert grouping.within(losses.tolist(), groups) == pytest.approx(min(totals))
+        assert grouping.within_random(losses, count) == pytest.approx(sum(totals) / len(totals))
+        total, groups = grouping.walk(losses.tolist(), count, random.Random(seed))  # summed up swap by swap
+        assert total == pytest.approx(grouping.within(losses.tolist(), groups))
+        assert sorted(sum(groups, [])) == EIGHT
+
+
+def test_loss_within_groups_and_the_gain_of_a_swap_by_definition():
+    losses = random_losses(6, 0).tolist()
+    assert grouping.within(losses, [[4, 0, 2], [5, 1, 3]]) == pytest.approx(
+        losses[0][2] + losses[0][4] + losses[2][4] + losses[1][3] + losses[1][5] + losses[3][5]
+    )
+    before, after = [[4, 0, 2], [5, 1, 3]], [[3, 0, 2], [5, 1, 4]]
+    gain = grouping.within(losses, before) - grouping.within(losses, after)
+    assert grouping.swap_gain(losses, *before, 0, 2) == pytest.approx(gain)
+
+
+def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
+    losses = random_losses(16, 0)
+    first, second = torch.triu_indices(16, 16, 1)
+    scaled = (losses.double() / float(losses[first, second].mean())).tolist()
+    for seed in range(3):
+        draw = random.Random(seed)
+        walks = [grouping.walk(scaled, 4, draw) for _ in range(6)]
+        assert len({total for total, _ in walks}) > 1
+        best = sorted(sorted(group) for group in min(walks)[1])
+        assert grouping.anneal(losses, 4, 6, seed) == best
+        assert grouping.anneal(losses * 2**-14, 4, 6, seed) == best  # the scale of the losses does not matter
+
+
+def test_a_walk_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypatch):
+    class Draw(random.Random):
+        def randrange(self, below):  # always two different groups
+            self.turn = 1 - getattr(self, "turn", 1)
+            return self.turn
+
+    def accepts(gain, temperature, draw):
+        temperatures.append(temperature)
+        assert len(temperatures) <= 200, "it does not cool"
+        return False
+
+    temperatures = []
+    monkeypatch.setattr(grouping, "accepts", accepts)
+    grouping.walk(random_losses(4, 0).tolist(), 2, Draw(0))
+    assert temperatures == pytest.approx([100 * 0.9**step for step in range(110)])
+
+
+def test_worse_swaps_are_accepted_with_the_probability_of_algorithm_4():
+    class Draw:
+        def __init__(self, value: float):
+            self.value = value
+
+        def random(self) -> float:
+            return self.value
+
+    assert grouping.accepts(0.1, 0.001, Draw(1.0))  # a better grouping, always
+    for gain, temperature in ((-1.0, 100.0), (-1.0, 2.0), (-0.3, 0.1)):
+        probability = 2.718281828459045 ** (gain / temperature)
+        assert grouping.accepts(gain, temperature, Draw(probability - 1e-6))
+        assert not grouping.accepts(gain, temperature, Draw(probability + 1e-6))
+
+
+def test_annealing_takes_worse_groupings_while_it_is_hot():
+    class Draw:
+        calls, positions = 0, random.Random(0)
+
+        def shuffle(self, heads):
+            heads[:] = sum(start, [])
+
+        def randrange(self, below):
+            return self.positions.randrange(below)
+
+        def random(self):
+            self.calls += 1
+            return (
+                0.5 if self.calls <= 10 else 1.0
+            )  # exp(gain / T) exceeds 1/2 at first; later nothing worse is taken
+
+    losses = torch.ones(6, 6).fill_diagonal_(0)
+    losses[:3, :3] = losses[3:, 3:] = 0
+    groupings = list(partitions(EIGHT[:6], 3))
+    start = min(groupings, key=lambda groups: grouping.within(losses.tolist(), groups))
+    draw = Draw()
+    best, groups = grouping.walk(losses.tolist(), 2, draw)
+    assert draw.calls > 10 and best == 0
+    assert sorted(map(sorted, groups)) == start  # it left the optimum and still returns it
+
+
+def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss():
+    shape, args = Geometry(3, 8, 8, head_dim=2, hidden=16), SimpleNamespace(walks=20, seed=0)
+    operators = averages(fusion.starting_operators(WHOLE, 2))
+    pairs = {"key": (0, [[0, 1], [2, 3], [4, 5], [6, 7]]), "value": (2, [[0, 7], [1, 6], [2, 5], [3, 4]])}
+    for kind, (layer, groups) in pairs.items():  # in this layer pairs read alike, in the others all heads do
+        for group in groups:
+            operator = fusion.kronecker([EIGHT], 2)[0, group].mean(0)
+            operators[f"{layer}_{kind}"] = operators[f"{layer}_{kind}"].clone()
+            operators[f"{layer}_{kind}"][0, group] = operator
+    groups, figures = search.choose_groups(args, operators, shape, search.Budget(2, [1, 2, 4]))
+    for kind, (layer, expected) in pairs.items():
+        assert figures[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
+        assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]
+        loss = 24 / 28 / 8  # of 28 pairs of heads all but 4 have a loss of 4 / 4 / 8
+        assert figures[kind]["layer_loss"][layer] == pytest.approx(loss)
+        assert figures[kind]["loss_within_groups"] == pytest.approx([0, 0, 0])
+        assert figures[kind]["loss_within_random_groups"][layer] == pytest.approx(4 * loss)
+
+
+def test_layers_of_few_heads_need_no_more_of_them_for_having_few():
+    heads, args = [8, 2, 4], SimpleNamespace(walks=20, seed=0)
+    whole = fusion.whole_layers({"key": heads, "value": [2, 8, 1]})
+    operators = fusion.starting_operators(whole, 2)  # all pairs of heads are equally far apart, but for
+    operators["0_key"] *= 1.1
+    operators["1_value"] *= 1.1
+    shape = Geometry(3, 8, 4, head_dim=2, hidden=16)
+    groups, figures = search.choose_groups(args, operators, shape, search.Budget(2, [1, 2, 4]))
+    assert figures["key"]["source_heads"] == heads and figures["value"]["source_heads"] == [2, 8, 1]
+    assert figures["key"]["layer_loss"] == pytest.approx([1.21 * 2 / 8, 2 / 2, 2 / 4])
+    assert figures["key"]["heads"] == [4, 1, 1] and figures["value"]["heads"] == [1, 4, 1]
+    assert [sorted(sum(layer, [])) for layer in groups["key"]] == [list(range(count)) for count in heads]
+    assert groups["value"][2] == [[0]] and figures["value"]["loss_within_random_groups"][2] == 0
+
+
+def test_cka_is_as_printed_and_finds_a_rotated_head():
+    heads = torch.randn(3, 4, 20)
+    heads[1] = 3 * torch.linalg.qr(torch.randn(4, 4))[0] @ heads[0]
+    matrix = similarity.cka(heads)
+    for a, b in itertools.product(range(3), repeat=2):
+        x, y = heads[a].T.double(), heads[b].T.double()  # the paper's weights have a column per channel
+        norms = (x.T @ x).norm() ** 2 * (y.T @ y).norm() ** 2
+        assert float(matrix[a, b]) == pytest.approx(float((x.T @ y).norm() ** 2 / norms.sqrt()))
+    assert float(matrix[0, 1]) == pytest.approx(1, abs=1e-5) and float(matrix[0, 2]) < 0.9
+    assert similarity.redundancy(matrix) == pytest.approx(
+        float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
+    )
+
+
+def test_a_single_head_repeats_nothing():
+    assert similarity.redundancy(torch.ones(1, 1)) == 0
+
+
+def test_head_similarity_compares_the_heads_of_each_kind():
+    model = tiny_model()
+    matrices, redundancies = similarity.head_similarity(model, 8)
+    assert list(matrices) == ["query", "key", "value"] and all(
+        len(layers) == 3 for layers in matrices.values()
+    )
+    value_heads = model.model.layers[1].self_attn.v_proj.weight.view(8, 8, 48)
+    torch.testing.assert_close(matrices["value"][1], similarity.cka(value_heads))
+    assert redundancies["value"][1] == pytest.approx(similarity.redundancy(matrices["value"][1]), abs=1e-5)

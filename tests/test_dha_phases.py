@@ -1,0 +1,285 @@
+"""related/dha: search, fusion and continued training, and the inputs that they refuse."""
+
+import itertools
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.cli import UserError
+from common.models import Geometry
+from common.training.engine import learning_rate
+from conftest import byte_tokenizer, expect_error, save_tiny, tiny_model
+from dha_models import (
+    GROUPS,
+    SMALL,
+    WHOLE,
+    example_records,
+    fused_tiny,
+    random_operators,
+    save_record,
+    tokens,
+)
+from related.dha import fusion, records, search, training
+
+DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
+
+
+def random_samples(count: int) -> list:
+    rows = torch.randint(256, (count, 32), generator=torch.Generator().manual_seed(5)).tolist()
+    return [training.Sample(row[:-1], row[-1:]) for row in rows]
+
+
+def fusing(path: str, directory, ranks, steps: int, margin_steps: int):
+    """Fusion of the model at `path`, begun in a directory or resumed there: its job, phase and plan."""
+    os.makedirs(directory, exist_ok=True)
+    plan = training.make_plan(DATA, steps, 0.1, 100)
+    start, rates = fusion.starting_operators(GROUPS, 8), (1e-3, 2e-2, 5.0)
+    job = training.begin(str(directory), {"steps": steps}, path, ranks, rates, start)
+    return job, training.Fusing(job, plan, random_samples(4), 100, GROUPS, margin_steps), plan
+
+
+def move_operators(job) -> None:
+    """Random changes of all operators, and a multiplier of 3."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        job.trainee.replicated[training.MULTIPLIER].fill_(3.0)
+        for operator in training.operators_in(job.trainee).values():
+            operator.add_(0.1 * torch.randn(operator.shape, generator=generator))
+
+
+def whole_parameters(trainee) -> list[torch.Tensor]:
+    parameters = []
+    for tensor in trainee.parameters():
+        tensor = tensor.detach()
+        parameters.append(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone())
+    return parameters
+
+
+@pytest.mark.slow
+def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_is_too_large(
+    tmp_path, group_of_one
+):
+    job, phase, plan = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    assert training.train(job, phase, random_samples(16), plan)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = fusion.fusion_loss(fusion.starting_operators(GROUPS, 8))
+    assert lines[0]["fusion_loss"] == pytest.approx(float(first))
+    assert lines[-1]["fusion_loss"] < 0.05 * lines[0]["fusion_loss"]
+    allowed = True
+    for before, after in itertools.pairwise(lines):
+        assert after["lambda"] >= before["lambda"]
+        allowed = allowed and before["fusion_loss"] <= before["margin"]
+        assert not allowed or after["lambda"] == 0
+    assert lines[-1]["lambda"] > 1
+    rates = [line["lr"] / 1e-3 for line in lines]
+    assert max(rates) == pytest.approx(1) and rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one):
+    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    samples = random_samples(4)
+    move_operators(job)
+    rows = training.build_row(samples[:2], 4), training.build_row(samples[2:], 4)
+    phase.begin_step(40)  # t is 0
+    for row in rows:
+        phase.row_loss(row)[0].backward()
+    phase.end_step(40)
+
+    trained = training.operators_in(job.trainee)
+    operators = {name: operator.detach().clone().requires_grad_() for name, operator in trained.items()}
+    model = fusion.with_operators(tiny_model(), operators, GROUPS)
+    batch = training.as_tokens(samples)
+    loss = model(input_ids=batch, labels=batch, use_cache=False).loss + 3.0 * fusion.fusion_loss(operators)
+    loss.backward()
+    for name, operator in operators.items():
+        torch.testing.assert_close(trained[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
+    multiplier = job.trainee.replicated[training.MULTIPLIER]
+    assert float(multiplier.grad) == pytest.approx(float(fusion.fusion_loss(operators).detach()))
+
+
+def test_no_gradient_pulls_while_the_fusion_loss_is_within_its_margin(tmp_path, group_of_one):
+    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    with torch.no_grad():
+        job.trainee.replicated[training.MULTIPLIER].fill_(3.0)
+    figures = phase.end_step(1)  # t is 0.95, the fusion loss of the start about 0.5
+    assert figures["margin"] == pytest.approx(0.999 * 0.95) and figures["fusion_loss"] < figures["margin"]
+    assert figures["lambda"] == 3.0
+    assert float(job.trainee.replicated[training.MULTIPLIER].grad) == 0
+    assert all(not operator.grad.any() for operator in phase.operators.values())
+    figures = phase.end_step(19)
+    excess = figures["fusion_loss"] - figures["margin"]
+    assert float(job.trainee.replicated[training.MULTIPLIER].grad) == pytest.approx(excess) and excess > 0
+
+
+def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_path, group_of_one):
+    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    multiplier = job.trainee.replicated[training.MULTIPLIER]
+    rates = {}
+    for group in job.optimizer.param_groups:
+        group["lr"] = group["initial_lr"]
+        for parameter in group["params"]:
+            rates[id(parameter)] = group["lr"]
+            parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in phase.operators.values()]
+    weight = job.trainee.net.model.norm.weight
+    weight_before = weight.detach().clone()
+    job.optimizer.step()
+    assert float(multiplier.detach()) == pytest.approx(5.0)  # the first step of Adam has the size of its rate
+    for operator, start in zip(phase.operators.values(), before, strict=True):
+        torch.testing.assert_close(operator.detach(), start - 2e-2)
+    assert rates[id(weight)] == 1e-3 and bool(((weight.detach() - weight_before).full_tensor() < 0).all())
+
+
+def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, group_of_one):
+    path = save_tiny(tmp_path / "model")
+    plan, samples = training.make_plan(DATA, 10, 0.1, 100), random_samples(4)
+    start = fusion.starting_operators(WHOLE, 8)
+    job = training.begin(str(tmp_path), {}, path, group_of_one, (1e-3, 1e-2), start)
+    assert training.MULTIPLIER not in job.trainee.replicated
+    phase = training.Searching(job, plan, samples, 100, WHOLE)
+    phase.begin_step(0)
+    phase.row_loss(training.build_row(samples, 4))[0].backward()
+    figures = phase.end_step(0)
+    assert figures["fusion_loss"] == pytest.approx(float(fusion.fusion_loss(start)))
+
+    operators = {name: operator.clone().requires_grad_() for name, operator in start.items()}
+    batch = training.as_tokens(samples)
+    model = fusion.with_operators(tiny_model(), operators, WHOLE)
+    loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    assert figures["heldout"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, operator in operators.items():
+        torch.testing.assert_close(phase.operators[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
+    path, ends = save_tiny(tmp_path / "model"), []
+    for stops in ((12,), (5, 12)):
+        for stop in stops:
+            job, phase, plan = fusing(path, tmp_path / str(len(stops)), group_of_one, 12, 4)
+            assert job.step == (5 if stops == (5, 12) and stop == 12 else 0)
+            training.train(job, phase, random_samples(16), plan, stop)
+        ends.append(whole_parameters(job.trainee))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert float(phase.multiplier.detach()) > 0
+    weights, operators, multiplier, step = training.last_weights(str(tmp_path / "2"))
+    assert step == 12 and multiplier == float(phase.multiplier.detach())
+    assert all(torch.equal(operators[name], phase.operators[name]) for name in phase.operators)
+    assert weights.keys() == tiny_model().state_dict().keys()
+
+
+def test_learning_rates_end_at_a_tenth_of_their_peak():
+    plan = training.make_plan(DATA, 40, 0.1, 100)
+    rates = [learning_rate(step, plan) for step in range(41)]
+    assert plan.warmup == 4 and rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[22] == pytest.approx(0.55) and rates[40] == pytest.approx(0.1)  # half way, and the end
+
+
+def test_training_stops_where_it_is_done_and_asks_every_so_many_steps(monkeypatch):
+    def train(job, phase, samples, plan, until):
+        stops.append(until)
+        job.step = until
+        return until != stopped_at
+
+    stops, stopped_at, job, plan = [], None, SimpleNamespace(step=7), SimpleNamespace(steps=33)
+    monkeypatch.setattr(training, "train", train)
+    assert training.train_until(lambda: False, job, None, [], plan, 10)
+    assert stops == [10, 20, 30, 33]
+    job.step, stops[:] = 0, []
+    assert training.train_until(lambda: job.step >= 20, job, None, [], plan, 10) and stops == [10, 20]
+    job.step, stops[:], stopped_at = 0, [], 20
+    assert not training.train_until(lambda: False, job, None, [], plan, 10) and stops == [10, 20]
+
+
+def test_text_that_changed_since_search_is_refused(tmp_path):
+    ranks, tokenizer = SimpleNamespace(say=lambda text: None), byte_tokenizer()
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.txt").write_text(f"some text to {name} on, long enough")
+    data = {"text": str(tmp_path / "train.txt"), "heldout": str(tmp_path / "heldout.txt")}
+    data |= {"sequences": 3, "heldout_sequences": 2, "length": 8}
+    samples, heldout = training.load_data(data, tokenizer, ranks)
+    assert len(samples) == 3 and len(heldout) == 2 and training.as_tokens(samples).shape == (3, 8)
+    training.load_data(data, tokenizer, ranks)
+    (tmp_path / "heldout.txt").write_text("some text to judge on, long enough")
+    with pytest.raises(UserError, match="expected the tokens that search read"):
+        training.load_data(data, tokenizer, ranks)
+
+
+def test_models_it_does_not_apply_to_are_refused_with_the_reason(group_of_one, tmp_path):
+    for options, reason in (
+        ({"num_key_value_heads": 4}, "MHA"),
+        ({"model_type": "mistral"}, "model_type llama"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            search.source_record("model", tiny_model(**options).config)
+    assert search.source_record("model", tiny_model().config) is None
+    path = save_tiny(tmp_path / "model")
+    fusing(path, tmp_path, group_of_one, 10, 4)
+    with pytest.raises(UserError, match="steps 10 -> 12"):
+        fusing(path, tmp_path, group_of_one, 12, 4)
+    training.check_unchanged(path, fusion.starting_operators(GROUPS, 8), GROUPS, tokens())
+    with pytest.raises(UserError, match="with operators"):
+        training.check_unchanged(path, random_operators(), GROUPS, tokens())
+
+
+def test_flags_of_the_budget():
+    shape = Geometry(layers=4, heads=8, kv_heads=8, head_dim=8, hidden=64)
+
+    def budget(kv_heads=None, ladder=None):
+        args, heads = SimpleNamespace(kv_heads=kv_heads, ladder=ladder), {"key": [8] * 4, "value": [8] * 4}
+        return search.head_budget(args, shape, heads)
+
+    assert budget() == search.Budget(2, [1, 2, 4])
+    assert budget(1) == search.Budget(1, [1, 2]) and budget(4, [8, 2, 4]) == search.Budget(4, [2, 4, 8])
+    for kv_heads, ladder, reason in (
+        (3, None, "kv-heads"),
+        (2, [3, 2], "divisors of 8"),
+        (2, [4, 8], "sum to 8"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            budget(kv_heads, ladder)
+    shape = Geometry(layers=4, heads=8, kv_heads=4, head_dim=8, hidden=64)
+    args, heads = SimpleNamespace(kv_heads=None, ladder=None), {"key": [8, 2, 2, 4], "value": [4] * 4}
+    assert search.head_budget(args, shape, heads) == search.Budget(2, [1, 2, 4])
+    args.ladder, heads["value"] = [2], [8, 4, 1, 2]  # one layer of value heads has no rung
+    with pytest.raises(UserError, match=r"divisors of \[8, 4, 1, 2\]"):
+        search.head_budget(args, shape, heads)
+    args.kv_heads = 4
+    with pytest.raises(UserError, match="for 4 key/value heads, found 4"):
+        search.head_budget(args, shape, heads)
+
+
+def test_fused_checkpoints_are_sources_and_other_shared_heads_are_not(tmp_path):
+    config, examples = fused_tiny()[1].config, example_records()
+    for stage in (records.FUSE, records.POOL, records.PRETRAIN):
+        save_record(tmp_path, stage, examples[stage])
+        if stage == records.FUSE:
+            assert search.source_record(str(tmp_path / "artifact"), config) == examples[stage]
+        else:
+            with pytest.raises(UserError, match="or heads that related/dha/fuse.py fused, found 2 for 8"):
+                search.source_record(str(tmp_path / "artifact"), config)
+
+
+def test_a_gqa_llama_is_refused_before_anything_is_written(inputs, tmp_path):
+    source, home = save_tiny(tmp_path / "gqa", num_key_value_heads=4), tmp_path / "run"
+    texts = ["--text", inputs["text"], "--heldout", __file__, *SMALL]
+    expect_error("(MHA)", "related/dha/search.py", "--run", home, "--model", source, *texts)
+    assert [path for path in home.rglob("*") if path.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize("text, heldout, length, accepted", [
+    ("a.txt", "b.txt", 2, True), ("a.txt", "b.txt", 32, True),
+    ("demo", "demo", 8, True), ("c4", "c4", 8, True),
+    ("a.txt", "a.txt", 8, False), ("a.txt", "b.txt", 1, False), ("a.txt", "b.txt", 33, False),
+])  # fmt: skip
+def test_held_out_text_is_another_and_predicts_something(text, heldout, length, accepted):
+    args = SimpleNamespace(text=text, heldout=heldout, length=length)
+    if accepted:
+        search.check_texts(args, 32)
+    else:
+        with pytest.raises(UserError):
+            search.check_texts(args, 32)
