@@ -50,7 +50,7 @@ from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
-from common.training import budget, checkpoints, distill
+from common.training import budget, checkpoints, distill, jobs
 from common.training.engine import STOPPED, Plan, train
 from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_heldout, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
@@ -207,14 +207,14 @@ def train_student(run: Run, plan: Plan) -> bool:
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    teacher = distill.frozen(run.teacher, ranks, run.execution)
-    setup = distill.Setup(run.directory, ranks, run.execution)
+    teacher = jobs.frozen(run.teacher, ranks, run.execution)
+    setup = jobs.Setup(run.directory, ranks, run.execution)
     saved = checkpoints.resume_from(run.directory, plan, ranks)
     start = checkpoints.step_of(saved) if saved else 0
     switch = distill.switch_step(plan.steps) if args.masks != "off" else 0
 
     if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
-        job = distill.masked_job(pair, settings, setup, saved)
+        job = jobs.masked_job(pair, settings, setup, saved)
         phase = distill.MASKED[args.masks](job.trainee, teacher, plan.steps, settings)
         if not train(job, phase, run.pool, plan, switch, run.heldout):
             return False
@@ -225,7 +225,7 @@ def train_student(run: Run, plan: Plan) -> bool:
         ranks.say(f"switch  after step {switch}: masks, {size:.3f} on average, set to 0; rebuilt with "
                   f"{pair.kv_heads} kv heads")
 
-    job = distill.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
+    job = jobs.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
     phase = distill.Distillation(job.trainee, teacher, settings)
     if not train(job, phase, run.pool, plan, heldout=run.heldout):
         return False

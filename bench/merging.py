@@ -38,7 +38,7 @@ from common.evaluate import perplexity
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table, mean_and_error
-from common.training import checkpoints, distill
+from common.training import checkpoints, distill, jobs
 from common.training.engine import Plan, train
 from common.training.inputs import read_pair
 from common.training.sharding import Execution, Ranks, joined_ranks
@@ -146,14 +146,14 @@ class Distiller:
         plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=seed,
                     tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=1e9,
                     print_every=10**9)
-        pair, setup = read_pair(run, self.ranks), distill.Setup(directory, self.ranks, Execution())
+        pair, setup = read_pair(run, self.ranks), jobs.Setup(directory, self.ranks, Execution())
         saved, switch = None, distill.switch_step(steps)
         if args.masks != "off":
-            job = distill.masked_job(pair, settings, setup)
+            job = jobs.masked_job(pair, settings, setup)
             phase = distill.MASKED[args.masks](job.trainee, self.teacher, steps, settings)
             self.train(job, phase, plan, switch)
             saved = checkpoints.steps_saved(directory)[-1]
-        job = distill.gqa_job(pair, settings, setup, saved, switched=args.masks != "off")
+        job = jobs.gqa_job(pair, settings, setup, saved, switched=args.masks != "off")
         self.train(job, distill.Distillation(job.trainee, self.teacher, settings), plan)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
@@ -208,7 +208,7 @@ def measure(args, ranks) -> dict:
 
     text, _ = load_tokens(args.text, tokenizer, SAMPLES, args.length)
     samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
-    distiller = Distiller(args, ranks, distill.frozen(path, ranks, Execution()), samples)
+    distiller = Distiller(args, ranks, jobs.frozen(path, ranks, Execution()), samples)
     starts = [name for name in args.starts if name not in GROUPINGS]
     for steps, seed, name in itertools.product(args.budgets, range(args.seeds), starts):
         run = start_run(args.out, args.distil_kv_heads, name)

@@ -28,7 +28,7 @@ from bench import step_plan, step_profile
 from bench.machine import machine
 from common.data.samples import Sample
 from common.method import masks
-from common.training import distill
+from common.training import distill, jobs
 from common.training.budget import peak_flops
 from common.training.engine import Job, Plan, run_step
 from common.training.packing import build_row, pack
@@ -122,10 +122,10 @@ class Models:
             for path, shape in ((mha, config), (gqa, grouped)):
                 with torch.device(ranks.device):
                     LlamaForCausalLM(shape).to(compute).save_pretrained(path)
-            self.teacher = distill.frozen(mha, ranks, execution)
+            self.teacher = jobs.frozen(mha, ranks, execution)
             self.masked = build(
-                config, ranks, execution, distill.start_of_masked(mha, gqa),
-                lambda model: masks.patch(model, heads // 4), distill.start_masks(layers, heads),
+                config, ranks, execution, jobs.start_of_masked(mha, gqa),
+                lambda model: masks.patch(model, heads // 4), jobs.start_masks(layers, heads),
             )
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
@@ -133,9 +133,9 @@ class Models:
         self.plan = Plan(STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
                          tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
         optimizers = {
-            self.masked: distill.masked_optimizer(self.masked, self.settings),
-            self.plain: distill.teacher_optimizer(self.plain, 1e-5),
-            self.gqa: distill.gqa_optimizer(self.gqa, self.settings, masks.KEY_VALUE),
+            self.masked: jobs.masked_optimizer(self.masked, self.settings),
+            self.plain: jobs.teacher_optimizer(self.plain, 1e-5),
+            self.gqa: jobs.gqa_optimizer(self.gqa, self.settings, masks.KEY_VALUE),
         }
         self.jobs = {trainee: Job(trainee, optimizer, directory="", ranks=ranks, step=STEP)
                      for trainee, optimizer in optimizers.items()}

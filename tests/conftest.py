@@ -37,6 +37,7 @@ from transformers import (
 from common.training.sharding import init_ranks
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("training_runs")  # its assertions say what differs, as a test's do
 ROOT = Path(__file__).parent.parent
 END = 256  # end-of-sequence id of the byte tokenizer
 TRAINING = """--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2

@@ -28,7 +28,7 @@ from common.method.procrustes import polar
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
 from common.training.checkpoints import steps_saved
-from common.training.engine import backward, clip_gradients, run_step
+from common.training.engine import STOPPED, backward, clip_gradients, run_step
 from common.training.packing import build_row
 from common.training.sharding import Trainee, init_ranks
 from conftest import (
@@ -44,9 +44,8 @@ from conftest import (
 )
 from test_heldout import PLAN, gqa_job, masked_job
 from test_packing import random_samples
-from test_training import (
+from training_runs import (
     STAGE,
-    STOPPED,
     assert_same_bits,
     assert_same_training,
     final_weights,

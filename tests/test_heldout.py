@@ -22,7 +22,7 @@ from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
 from common.models import DEMO, load_config, load_model, load_tokenizer
-from common.training import budget, checkpoints, distill, engine, schedule
+from common.training import budget, checkpoints, distill, engine, jobs, schedule
 from common.training.checkpoints import steps_saved, whole_weights
 from common.training.engine import Job, Plan
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout
@@ -65,7 +65,7 @@ def saved(path: Path, **options) -> str:
 
 
 def teacher_of(ranks, tmp_path):
-    return distill.frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
+    return jobs.frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
 
 
 def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distillation]:
@@ -73,7 +73,7 @@ def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distilla
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
     student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
     (tmp_path / name).mkdir(exist_ok=True)
-    optimizer = distill.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
+    optimizer = jobs.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
     job = Job(student, optimizer, str(tmp_path / name), ranks)
     return job, distill.Distillation(student, teacher_of(ranks, tmp_path), SETTINGS)
 
@@ -82,10 +82,10 @@ def masked_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Maske
     """A student whose masks are partly open."""
     aligned = saved(tmp_path / "aligned")
     merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
-    student = build(load_config(aligned), ranks, Execution(), distill.start_of_masked(aligned, merged),
+    student = build(load_config(aligned), ranks, Execution(), jobs.start_of_masked(aligned, merged),
                     lambda model: masks.patch(model, 2), {"log_alpha": torch.linspace(-4, 4, 24).view(3, 8)})
     (tmp_path / name).mkdir(exist_ok=True)
-    job = Job(student, distill.masked_optimizer(student, SETTINGS), str(tmp_path / name), ranks)
+    job = Job(student, jobs.masked_optimizer(student, SETTINGS), str(tmp_path / name), ranks)
     return job, distill.MaskedDistillation(student, teacher_of(ranks, tmp_path), STEPS, SETTINGS)
 
 

@@ -18,7 +18,7 @@ from common.training.checkpoints import Reader, steps_saved
 from common.training.inputs import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
-from test_training import STAGE, assert_same_bits, assert_same_training, final_weights, interrupt, metrics
+from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, interrupt, metrics
 
 CHATML = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
           "{% if add_generation_prompt %}<assistant>{% endif %}")

@@ -7,10 +7,11 @@ import torch
 from scipy.integrate import quad
 
 from common.method import masks, released_masks
-from common.training import distill
+from common.training import distill, jobs
 from common.training.distill import ReleasedMaskedDistillation, Settings
 from common.training.packing import build_row
-from test_distill import SAMPLES, distillation_terms, masked_student, rates, run_masked_step, tiny_trainee
+from test_distill import SAMPLES, distillation_terms, masked_student, run_masked_step, tiny_trainee
+from test_jobs import rates
 
 
 def mask(log_alpha: float, u: float) -> float:
@@ -172,9 +173,9 @@ def test_a_held_out_measurement_is_without_noise():
 def test_their_start_and_their_adam():
     """Betas 0.9, 0.95 and eps 1e-8 on a thousandth of log alpha: its gradients are a thousand times ours."""
     expected = released_masks.start((3, 8), 6)
-    assert torch.equal(distill.start_masks(3, 8, "l0-released", 6)["log_alpha"], expected)
+    assert torch.equal(jobs.start_masks(3, 8, "l0-released", 6)["log_alpha"], expected)
     student, settings = masked_student(torch.zeros(3, 8)), Settings(lr=1.0, mask_lr=7.0, masks="l0-released")
-    optimizer = distill.masked_optimizer(student, settings)
+    optimizer = jobs.masked_optimizer(student, settings)
     assert rates(optimizer, student)["replicated.log_alpha"] == 7.0
     group = optimizer.param_groups[-1]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-11, 0)

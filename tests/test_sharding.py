@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common.cli import UserError
 from common.method import masks
 from common.models import load_config
-from common.training import distill, sharding
+from common.training import jobs, sharding
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
 from conftest import ROOT, save_tiny, tiny_model
@@ -187,10 +187,10 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
     """Of a masked student, for rows of different lengths and new masks at each."""
     source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
     for compiled in (False, True):
-        sources = distill.start_of_masked(source, save_tiny(tmp_path / "merged", num_hidden_layers=1,
+        sources = jobs.start_of_masked(source, save_tiny(tmp_path / "merged", num_hidden_layers=1,
                                                             num_key_value_heads=2))
         trainee = build(load_config(source), group_of_one, Execution(compiled=compiled), sources,
-                        lambda model: masks.patch(model, 2), distill.start_masks(1, 8))
+                        lambda model: masks.patch(model, 2), jobs.start_masks(1, 8))
         assert all((layer._compiled_call_impl is not None) == compiled for layer in trainee.net.model.layers)
         z = torch.linspace(0.1, 0.9, 8)[None].requires_grad_()
         for share, start in ((1, 0), (0.5, 1), (0.25, 0)):

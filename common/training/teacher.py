@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from common.artifacts import claim, read_record, record, verify_files, write_directory, write_record
 from common.cli import UserError
 from common.models import load_config, load_tokenizer
-from common.training import checkpoints, distill
+from common.training import checkpoints, distill, jobs
 from common.training.engine import Job, Plan, train
 from common.training.inputs import SOURCE, STAGE, Pool, Run
 from common.training.metrics import METRICS, read_metrics, summarize
@@ -55,7 +55,7 @@ def train_teacher(run: Run, plan: Plan) -> bool:
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.resume_from(directory, plan, ranks)
     trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
-    job = Job(trainee, distill.teacher_optimizer(trainee, **adam), directory, ranks)
+    job = Job(trainee, jobs.teacher_optimizer(trainee, **adam), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
     if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):

@@ -1,0 +1,209 @@
+"""The training loop of every phase: rates, clipping, signals, checkpoints by the clock, metrics."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.cli import UserError
+from common.data.samples import Sample
+from common.models import load_config
+from common.training import checkpoints, engine, metrics
+from common.training.checkpoints import steps_saved
+from common.training.engine import Job, Plan, learning_rate
+from common.training.packing import build_row, rows_of_step
+from common.training.sharding import Execution, Trainee, build
+from conftest import save_tiny, tiny_model
+from test_heldout import gqa_job, masked_job
+
+
+def plan_of(steps: int, **changes) -> Plan:
+    numbers = {"batch": 1, "warmup": 1, "clip": 1.0, "seed": 0, "tokens_per_microbatch": 64,
+               "save_steps": None, "save_minutes": 60.0, "print_every": 1}
+    return Plan(steps=steps, **(numbers | changes))
+
+
+class Squares(engine.Phase):
+    """A loss that needs no teacher."""
+
+    def __init__(self, trainee):
+        self.trainee = trainee
+
+    def row_loss(self, row):
+        return self.trainee(row).square().mean(), {}
+
+
+def squares_job(group_of_one, tmp_path, name: str = "train") -> Job:
+    source = save_tiny(tmp_path / "model")
+    trainee = build(load_config(source), group_of_one, Execution(), lambda name: (source, name))
+    optimizer = torch.optim.SGD([{"params": list(trainee.parameters()), "initial_lr": 1e-3}])
+    directory = tmp_path / name
+    directory.mkdir()
+    return Job(trainee, optimizer, str(directory), group_of_one)
+
+
+SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]
+
+
+@pytest.mark.parametrize("minutes, expected", [(0.0, [4, 5]), (60.0, [5])])
+def test_checkpoints_by_the_clock(group_of_one, tmp_path, minutes, expected):
+    job = squares_job(group_of_one, tmp_path)
+    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5, save_minutes=minutes))
+    assert [checkpoints.step_of(path) for path in steps_saved(job.directory)] == expected and job.step == 5
+
+
+def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(group_of_one, tmp_path):
+    """Three steps of SGD by hand on the same batches, each sample in a row of its own."""
+    job = squares_job(group_of_one, tmp_path)
+    reference = Trainee(tiny_model(attn_implementation="packed"))
+    plan = plan_of(3, clip=0.5, warmup=2, batch=2, final_share=0.2, tokens_per_microbatch=1)
+    assert engine.train(job, Squares(job.trainee), SAMPLES, plan)
+    lines = [json.loads(line) for line in Path(job.directory, "metrics.jsonl").read_text().splitlines()]
+    for step in range(3):
+        reference.zero_grad()
+        total = 0.0
+        for row in rows_of_step(SAMPLES, step, plan, group_of_one):
+            loss = reference(row).square().mean()
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(reference.net.parameters(), 0.5))
+        assert norm > 0.5 and lines[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert lines[step]["lr"] == pytest.approx(1e-3 * learning_rate(step, plan))
+        assert lines[step]["loss"] == pytest.approx(total, rel=1e-4)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-3 * learning_rate(step, plan) * parameter.grad
+    for ours, theirs in zip(job.trainee.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations in a block, in order."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("make_job", [masked_job, gqa_job])
+def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path, make_job):
+    """On a GPU, float() of a tensor waits for all work before it: none until the gradients are complete."""
+    job, phase = make_job(group_of_one, tmp_path)
+    rows = [build_row(SAMPLES[:1], 2), build_row(SAMPLES[1:], 2)]
+    with Operations() as operations:
+        figures = engine.run_step(job, phase, rows, SAMPLES, plan_of(5, clip=1.0))
+    assert figures["loss"] > 0 and figures["tokens"] == 7
+    norms = [number for number, name in enumerate(operations.names) if "_foreach_norm" in name]
+    reads = [number for number, name in enumerate(operations.names) if "_local_scalar_dense" in name]
+    assert norms and reads and reads[0] > norms[-1]
+
+
+@pytest.mark.parametrize("final_share", [0.0, 0.1])
+def test_learning_rate_warms_up_and_falls_along_a_cosine(final_share):
+    plan = plan_of(100, warmup=10, final_share=final_share)
+    shares = [learning_rate(step, plan) for step in range(101)]
+    assert shares[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
+    assert shares[55] == pytest.approx((1 + final_share) / 2)  # halfway
+    assert shares[100] == pytest.approx(final_share) and shares[99] > final_share
+
+
+def test_no_clipping_leaves_gradients_as_they_are():
+    trainee = Trainee(tiny_model(), {"log_alpha": torch.zeros(2)})
+    for parameter in trainee.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    size = sum(parameter.numel() for parameter in trainee.net.parameters())
+    assert float(engine.clip_gradients(trainee, 0)) == pytest.approx(size**0.5, rel=1e-4)
+    assert all((parameter.grad == 1).all() for parameter in trainee.parameters())
+    engine.clip_gradients(trainee, 1.0)
+    norm = sum(float(parameter.grad.square().sum()) for parameter in trainee.net.parameters()) ** 0.5
+    assert norm == pytest.approx(1, rel=1e-3) and (trainee.replicated["log_alpha"].grad == 1).all()
+
+
+def test_non_finite_gradient_stops_before_the_update(group_of_one, tmp_path):
+    """A loss can be finite where its gradient is not: sqrt at 0."""
+    job = squares_job(group_of_one, tmp_path)
+
+    class Faulty(engine.Phase):
+        def row_loss(self, row):
+            return (0 * job.trainee(row)).abs().sum().sqrt(), {}
+
+    before = [p.full_tensor().clone() for p in job.trainee.parameters()]
+    message = r"step 1: expected a finite loss, found a gradient of norm nan, samples \[[01]\]"
+    with pytest.raises(UserError, match=message):
+        engine.train(job, Faulty(), SAMPLES, plan_of(3, save_steps=1))
+    after = [p.full_tensor() for p in job.trainee.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert steps_saved(job.directory) == []
+
+
+def test_a_signal_ends_training_after_the_step_and_handlers_are_restored(group_of_one, tmp_path, capsys):
+    job, handler = squares_job(group_of_one, tmp_path), signal.getsignal(signal.SIGTERM)
+
+    class Interrupted(Squares):
+        def begin_step(self, step: int) -> None:
+            if step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    assert not engine.train(job, Interrupted(job.trainee), SAMPLES, plan_of(5))
+    assert job.step == 2 and steps_saved(job.directory)[-1].endswith("step-00000002")
+    assert "stopped by a signal after step 2; the same command resumes" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5)) and job.step == 5
+
+
+def test_a_signal_after_the_last_step_is_passed_on():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with engine.Signals():
+            signal.raise_signal(signal.SIGTERM)
+            assert not received
+        assert received == [signal.SIGTERM]
+        with engine.Signals() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            signals.asked = None
+        assert len(received) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_metrics_after_the_checkpoint_are_dropped_on_resume(group_of_one, tmp_path):
+    """A kill between two checkpoints leaves lines of steps that are trained again."""
+    job = squares_job(group_of_one, tmp_path)
+    path = Path(job.directory, metrics.METRICS)
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    job.step = 2
+    metrics.Metrics(job, plan_of(4)).close()
+    assert [line["step"] for line in metrics.read_metrics(str(path))] == [1, 2]
+
+
+def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path, capsys):
+    job = squares_job(group_of_one, tmp_path)
+    Path(job.directory, "tensorboard").write_text("a file")
+    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(2))
+    assert "skipped tensorboard/: cannot be written" in capsys.readouterr().out
+    assert len(steps_saved(job.directory)) == 1
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"null", b'{"loss": 1}', b'{"step": "1"}', b"\xff",
+                                  b"[" * 100_000])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0, "tokens": 2}\n' + line + b"\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl line 2: expected a step's figures, found "):
+        metrics.read_metrics(str(path))
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut off by a kill
+    assert metrics.read_metrics(str(path)) == [{"step": 1}]
+    for lines in ([], [{"step": 1}], [{"step": 1, "loss": None, "tokens": 1}]):
+        with pytest.raises(UserError, match="expected loss and tokens of every step"):
+            metrics.summarize(lines)
+    summary = metrics.summarize([{"loss": 2.0, "tokens": 3.0}, {"loss": 1.0, "tokens": 4.0}])
+    assert summary == {"loss": 1.0, "tokens": 7}

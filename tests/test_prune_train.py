@@ -1,0 +1,283 @@
+"""Stage 5 in one process: resuming, signals, settings, refusals."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+
+from common.artifacts import write_record
+from common.data.samples import Sample
+from common.training import checkpoints
+from common.training import inputs as training_inputs
+from common.training.checkpoints import steps_saved
+from common.training.engine import STOPPED
+from common.training.inputs import Pool, Run, samples_digest
+from common.training.sharding import Execution
+from conftest import TRAINING, copy_run, expect_error, run, run_in_process
+from test_checkpoints import Attack, seal
+from training_runs import (
+    STAGE,
+    assert_same_bits,
+    final_weights,
+    flags,
+    flip,
+    interrupt,
+    metrics,
+    stage,
+    train_arguments,
+    with_teacher,
+)
+
+
+def test_deterministic_kernels_are_chosen_on_request(aligned_run, inputs, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    for asked in ([], ["--deterministic"]):
+        run(STAGE, *train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *asked))
+    assert chosen == [False, True, False]  # run() restores it each time
+
+
+def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs, tmp_path):
+    untrained, plan = copy_run(aligned_run, tmp_path / "run"), ["--plan", "1xH200-141GB"]
+    trained = run(STAGE, *train_arguments(untrained, inputs, *plan)).stdout
+    assert "\nteacher: " in trained and "including the teacher" in trained
+    shared = ["--teacher", finished_run / "teacher", "--tasks", "none", "--text", inputs["text"]]
+    for home, words in ((finished_run, ["--tasks", inputs["tasks"]]), (untrained, shared)):
+        printed = run(STAGE, "--run", home, *TRAINING, *words, *plan).stdout
+        assert "teacher: " not in printed and "including the teacher" not in printed
+
+
+@pytest.mark.parametrize("step, number", [
+    (7, signal.SIGINT),
+    pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param(8, signal.SIGTERM, marks=pytest.mark.slow),
+])
+def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
+    finished_run, aligned_run, inputs, tmp_path, monkeypatch, step, number
+):
+    """Stopped in the last of the masked steps, among them, and in the first as a GQA model."""
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run [1]")  # glob characters
+    command = [str(word) for word in train_arguments(home, inputs)]
+    with monkeypatch.context() as patched:
+        interrupt(patched, step, number)
+        done = run_in_process(STAGE, command)
+    assert done.returncode == STOPPED == 75, done.stdout + done.stderr
+    assert f"stopped by a signal after step {step + 1}" in done.stdout
+    done = run(STAGE, *command)
+    assert f"resumes {home / 'train'} after step {step + 1} of 10" in done.stdout
+    assert_same_bits(home, finished_run)
+    assert "is complete; --force starts over" in run(STAGE, *command).stdout
+
+
+def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
+    home = copy_run(aligned_run, tmp_path / "run")
+    original = training_inputs.tokenize
+
+    def interrupting(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(training_inputs, "tokenize", interrupting)
+    done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
+    assert done.returncode == 130
+    assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
+    assert not (home / "train").exists() and not (home / "teacher.train").exists()
+    assert not list(home.glob(".*lock"))
+
+
+@pytest.mark.parametrize("name", ["aligned", "merged", "teacher"])
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_changed_weights_are_refused_before_anything_is_written(
+    finished_run, inputs, tmp_path, name, force
+):
+    home = copy_run(finished_run, tmp_path / "run")
+    options = ["--teacher", home / "teacher"] if force else []  # a shared one stays with --force
+    shutil.move(home / "train", home / "before")
+    flip(next((home / name).glob("*.safetensors")))
+    message = "its content does not match stage.json"
+    expect_error(message, STAGE, *train_arguments(home, inputs, *options, *force))
+    assert not (home / "train").exists() and (home / "teacher").exists()
+
+
+def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    path = home / "aligned" / "stage.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"date": "another time"}))
+    message = "expected the artifact that 04_align.py read"
+    expect_error(message, STAGE, *train_arguments(home, inputs, "--force"))
+
+
+def test_a_teacher_in_the_making_is_not_continued_for_another_source(
+    aligned_run, inputs, tmp_path, monkeypatch
+):
+    home = copy_run(aligned_run, tmp_path / "run")
+    path = home / "teacher.train" / checkpoints.SETTINGS
+    with monkeypatch.context() as patched:
+        interrupt(patched, 1)
+        done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
+    assert done.returncode == STOPPED
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"source": "another"}))
+    expect_error("source", STAGE, *train_arguments(home, inputs))
+
+
+def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
+    home, file = copy_run(aligned_run, tmp_path / "run"), tmp_path / "notes.txt"
+    file.write_text("mine")
+    expect_error("expected nothing or a directory, found a file", STAGE,
+                 *train_arguments(home, inputs, "--teacher", file))
+    expect_error("--teacher: expected another directory than the student's", STAGE,
+                 *train_arguments(home, inputs, "--teacher", home / "train"))
+    (home / "train").write_text("mine")
+    expect_error("train: expected nothing or a directory, found a file", STAGE,
+                 *train_arguments(home, inputs))
+    assert (home / "train").read_text() == "mine" and not (home / "teacher").exists()
+    (home / "train").unlink()
+    assert file.read_text() == "mine" and not (home / "train").exists()
+
+
+def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path):
+    home, shared = copy_run(aligned_run, tmp_path / "run"), tmp_path / "shared"
+    with filelock.FileLock(tmp_path / ".shared.lock"):
+        expect_error("expected no other shared running there, found ", STAGE,
+                     *train_arguments(home, inputs, "--teacher", shared))
+    assert not shared.exists()
+
+
+def test_other_training_data_of_the_same_size_is_refused(finished_run, inputs, tmp_path):
+    home, tasks = copy_run(finished_run, tmp_path / "run"), tmp_path / "tasks"
+    shutil.copytree(inputs["tasks"], tasks)
+    path = tasks / "piqa.train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["label"] = 1 - rows[0]["label"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expect_error("was started with other settings (samples_sha256 ", STAGE,
+                 *train_arguments(home, inputs, "--tasks", tasks))
+
+
+def test_the_digest_of_samples_sees_every_token_and_boundary():
+    samples = [Sample((1, 2), (3,)), Sample((4,), (5, 6))]
+    token, boundary = Sample((1, 2), (4,)), Sample((1,), (2, 3))
+    others = [[token, samples[1]], [boundary, samples[1]], samples[::-1], samples[:1]]
+    assert len({samples_digest(other) for other in [samples, *others]}) == 5
+    assert samples_digest(list(samples)) == samples_digest(samples)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (["--lr", "2e-3"], "lr 0.001 -> 0.002"), (["--mask-lr", "3"], "mask_lr 2.0 -> 3.0"),
+    (["--l0-weight", "2"], "l0_weight 1.0 -> 2.0"), (["--kl-on", "all"], "kl_on prompt -> all"),
+    (["--batch", "4"], "batch 8 -> 4"), (["--seed", "1"], "seed 0 -> 1"), (["--clip", "2"], "clip 1.0 -> 2"),
+    (["--masks", "off"], "masks l0 -> off"), (["--merged-lr-factor", "2"], "merged_lr_factor 1.0 -> 2.0"),
+    (["--steps", "12"], "steps 10 -> 12"), (["--warmup", "2"], "warmup 1 -> 2"),
+    (["--beta2", "0.9"], "beta2 0.95 -> 0.9"), (["--weight-decay", "0"], "weight_decay 0.0001 -> 0.0"),
+])  # fmt: skip
+def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, changes, message):
+    expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))
+
+
+def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    (home / "train" / "stage.json").unlink()
+    (home / "train" / "metrics.jsonl").write_text("[]\n")
+    expect_error("metrics.jsonl line 1: expected a step's figures", STAGE, *train_arguments(home, inputs))
+    (home / "train" / "metrics.jsonl").unlink()
+    expect_error("expected loss and tokens of every step", STAGE, *train_arguments(home, inputs))
+    (home / "train" / "plan.json").write_text("{")
+    expect_error("plan.json: expected the settings of a training run", STAGE, *train_arguments(home, inputs))
+
+
+def test_a_crafted_checkpoint_runs_nothing_in_stages_5_and_6(finished_run, inputs, tmp_path):
+    """A .metadata that would run a command when unpickled, with all digests made to fit."""
+    home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
+    for path in steps_saved(str(home / "train")):
+        Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
+        seal(path)
+    record = json.loads((home / "train" / "stage.json").read_text())
+    write_record(str(home / "train"), record)
+    message = "found none that can be read: a reference to posix.system, which is not allowed"
+    expect_error(message, "06_export.py", "--run", home, "--force")
+    (home / "train" / "stage.json").unlink()
+    expect_error(message, STAGE, *train_arguments(home, inputs))
+    assert not mark.exists()
+
+
+def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
+    home, tasks = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
+    tasks.mkdir()
+    row = {"goal": "word " * 100, "sol1": "a", "sol2": "b", "label": 0}
+    (tasks / "piqa.train.jsonl").write_text(json.dumps(row) + "\n")
+    message = "piqa.train.jsonl row 1: expected at most 256 tokens (the model's positions), found 591"
+    expect_error(message, STAGE, *train_arguments(home, inputs, "--tasks", tasks, "--only", "piqa"))
+    assert not (home / "train").exists() and not (home / "teacher.train").exists()
+
+
+def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
+    for given in ([], ["--teacher", str(tmp_path / "teacher")]):
+        for name in ("train", "teacher", "teacher.train", "train.old", "train.old-1"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        args = flags("--run", str(tmp_path), "--force", *given)
+        before = set(os.listdir(tmp_path))
+        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), Execution(), None))
+        after = set(os.listdir(tmp_path))
+        if given:
+            assert (after - before, before - after) == ({"train.old-3"}, {"train"})
+        else:
+            assert after - before == {"train.old-2", "teacher.old-1", "teacher.train.old-1"}
+            assert before - after == {"train", "teacher", "teacher.train"}
+
+
+@pytest.mark.slow
+def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    short = ["--masks", "off", "--steps", "1", "--teacher-steps", "1"]
+    marks = [home / "train.old", home / "teacher.old-1"]
+    for mark in marks:
+        mark.mkdir()
+    for number in range(3):
+        run(STAGE, *train_arguments(home, inputs, *short, "--seed", number, "--force"))
+    for name in ("train.old-1", "train.old-2", "teacher.old-2", "teacher.old-3", "train", "teacher"):
+        assert (home / name / "stage.json").exists(), name
+    assert all(mark.is_dir() and not list(mark.iterdir()) for mark in marks)
+    for seed, name in enumerate(("train.old-1", "train.old-2", "train")):
+        assert json.loads((home / name / "plan.json").read_text())["seed"] == seed
+    run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
+    assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
+
+
+def test_the_teacher_is_recorded_with_its_adam(finished_run):
+    summary = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
+    assert (summary["lr"], summary["beta2"], summary["weight_decay"]) == (1e-3, 0.95, 1e-4)
+
+
+def test_tensorboard_has_what_metrics_have(finished_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished_run / "train" / "tensorboard")).Reload()
+    lines = metrics(finished_run)
+    for name in ("loss", "kl", "bild", "lr", "grad_norm", "tokens_per_s"):
+        scalars = [(event.step, event.value) for event in events.Scalars(name)]
+        assert scalars == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+    assert len(events.Scalars("mask_mean")) == sum("mask_mean" in line for line in lines) == 8
+
+
+def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+    done = run(STAGE, *train_arguments(home, inputs, "--lr", "1e30", "--clip", "0"), fails=True)
+    assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr
+    assert "the last checkpoint is kept" in done.stderr
+
+
+def test_the_whole_run_is_masked_for_80_percent_and_ends_as_gqa(finished_run):
+    lines = metrics(finished_run)
+    assert [line["step"] for line in lines if "mask_mean" in line] == list(range(1, 9))
+    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    weights = final_weights(finished_run)
+    assert not [name for name in weights if "merged" in name or "original" in name]
+    assert weights["model.layers.0.self_attn.k_proj.weight"].shape == (16, 48)

@@ -1,0 +1,117 @@
+"""The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
+
+import pytest
+
+from common.cli import UserError
+from common.data.samples import Sample
+from common.method import masks
+from common.training import distill, schedule
+from common.training.inputs import Pair, Pool
+from training_runs import flags
+
+
+def test_published_numbers():
+    """Appendix A and Table 3; AdamW and masks are those of the authors' code."""
+    published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
+                 "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
+    released = {"beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}
+    assert published | released == schedule.PUBLISHED_SETTINGS
+    assert schedule.DEMO_SETTINGS.keys() == schedule.PUBLISHED_SETTINGS.keys()
+    assert (distill.SWITCH, schedule.TEACHER_EPOCHS) == (0.8, 2)
+    assert [distill.switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]
+    assert [schedule.published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
+    steps = [schedule.epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
+    assert steps == [11530, 23060, 34590] and schedule.epochs_to_steps(2, 147_580, 128) == 2306
+    assert schedule.epochs_to_steps(0.001, 10, 64) == 1
+
+
+@pytest.mark.parametrize("group_size", [3, 16])
+def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
+    with pytest.raises(UserError, match=f"groups of {group_size} kv heads .* pass --epochs or --steps"):
+        schedule.published_epochs(group_size)
+
+
+def pair_of(group_size: int) -> Pair:
+    return Pair("a", "m", {"kv_heads": 16}, 16 // group_size, "mean", masks.KEY_VALUE)
+
+
+def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
+    """Steps of each phase."""
+    args = flags(*words)
+    schedule.set_defaults(args, demo, positions=2048)
+    pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
+    plans = schedule.make_plans(args, pair_of(group_size), pool, False, args.teacher == "source")
+    return {name: plan.steps for name, plan in plans.items()}
+
+
+def steps(teacher: int, student: int) -> dict[str, int]:
+    return {"teacher": teacher, "student": student}
+
+
+def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise():
+    for group_size, student in ((2, 11530), (4, 23060), (8, 34590)):
+        assert planned(False, 147_580, group_size) == steps(2306, student)
+    assert planned(False, 640, 4, "--epochs", "0.5", "--teacher-epochs", "1") == steps(5, 5)
+    assert planned(False, 640, 16, "--steps", "7", "--teacher-steps", "3") == steps(3, 7)
+    assert planned(True, 640, 16) == steps(100, 350)
+    assert planned(True, 640, 16, "--epochs", "2", "--teacher-epochs", "3") == steps(60, 80)
+    with pytest.raises(UserError, match="no published value for groups of 16 kv heads"):
+        planned(False, 640, 16)
+    with pytest.raises(UserError, match="--steps: expected at least 2"):
+        planned(False, 640, 4, "--steps", "1")
+    assert planned(False, 640, 4, "--steps", "1", "--masks", "off") == steps(10, 1)
+
+
+def test_budgets_of_texts_and_chats():
+    """Text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch."""
+    assert planned(False, 640, 2, texts=640) == steps(10, 100)
+    assert planned(False, 640, 16, "--tasks", "none", texts=640) == {"student": 20}
+    assert planned(False, 0, 16, "--tasks", "none", "--epochs", "2", texts=640) == {"student": 20}
+    assert planned(False, 640, 2, "--teacher", "source") == {"student": 50}
+    assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 20)
+
+
+def test_data_flags_left_out():
+    cases = [(False, [], "hub", [], None), (True, [], "runs/demo-model/tasks", ["demo"], None),
+             (False, ["--tasks", "none"], "none", [], "source"), (True, ["--text", "none"], None, [], None),
+             (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
+    for demo, words, tasks, text, teacher in cases:
+        args = flags(*words)
+        schedule.set_defaults(args, demo, positions=100)
+        assert args.tasks == (tasks or "runs/demo-model/tasks")
+        assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
+    with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
+        schedule.set_defaults(flags("--text-length", "101"), False, positions=100)
+
+
+def test_flags_left_out_take_the_published_values():
+    for demo, expected in ((False, schedule.PUBLISHED_SETTINGS), (True, schedule.DEMO_SETTINGS)):
+        args = flags()
+        schedule.set_defaults(args, demo, positions=2048)
+        assert {name: getattr(args, name) for name in expected} == expected
+        plans = schedule.make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
+        for name, prefix in (("teacher", "teacher_"), ("student", "")):
+            plan, batch, warmup = plans[name], expected[f"{prefix}batch"], expected[f"{prefix}warmup"]
+            assert (plan.batch, plan.warmup, plan.clip, plan.final_share) == (batch, warmup, 1.0, 0.0)
+            assert (plan.seed, plan.tokens_per_microbatch, plan.save_minutes) == (0, 2048, 20)
+    args = flags("--lr", "3e-4", "--batch", "5")
+    schedule.set_defaults(args, False, positions=2048)
+    assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
+
+
+@pytest.mark.parametrize("words", [
+    "--epochs 0", "--epochs -1", "--epochs inf", "--epochs nan", "--teacher-epochs 0", "--clip -1",
+    "--clip nan", "--l0-weight -1", "--save-minutes -1", "--lr 0", "--lr -1", "--mask-lr 0",
+    "--teacher-lr inf", "--seed -1", "--beta2 1", "--weight-decay -1",
+    "--merged-lr-factor 0", "--steps 0", "--steps 1.5", "--batch 0", "--loss-chunk 0", "--masks on",
+    "--text-length 0", "--text-tokens 0", "--train mlp", "--dtype float16", "--temperature 0",
+    "--save-steps 0", "--print-every 0", "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
+])  # fmt: skip
+def test_flags_out_of_range_are_refused_when_parsed(words):
+    with pytest.raises(UserError, match=rf"{words.split()[0]}: expected .*, found {words.split()[1]}"):
+        flags(*words.split())
+
+
+def test_the_plan_of_float32_is_refused():
+    with pytest.raises(UserError, match="--plan: expected --dtype bfloat16, which it assumes, found float32"):
+        flags("--plan", "1xH200-141GB", "--dtype", "float32")

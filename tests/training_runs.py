@@ -1,0 +1,136 @@
+"""Runs of stage 5: started, stopped, killed, and compared with each other."""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.training import engine
+from common.training.checkpoints import steps_saved, whole_weights
+from conftest import ROOT, TRAINING, copy_run
+
+STAGE = "05_prune_train.py"
+TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
+
+
+@functools.cache
+def stage() -> dict:
+    """The functions of the stage."""
+    return runpy.run_path(str(ROOT / STAGE))
+
+
+def flags(*words) -> argparse.Namespace:
+    """The parsed flags of a command line."""
+    before, sys.argv = sys.argv, [STAGE, *words]
+    try:
+        return stage()["parse"]()
+    finally:
+        sys.argv = before
+
+
+def metrics(home) -> list[dict]:
+    return [json.loads(line) for line in (home / "train" / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_weights(home) -> dict[str, torch.Tensor]:
+    return whole_weights(steps_saved(str(home / "train"))[-1])
+
+
+def assert_same_training(home, other) -> None:
+    # BiLD is not continuous: rounding may swap a student's 16th and 17th logits, of which it takes only one
+    tolerances = {"loss": 1e-4, "bild": 1e-4, "kl": 1e-5, "mask_mean": 1e-5, "mask_expected": 1e-5}
+    for ours, theirs in zip(metrics(home), metrics(other), strict=True):
+        for name, tolerance in tolerances.items():
+            assert ours.get(name) == pytest.approx(theirs.get(name), abs=tolerance), (ours["step"], name)
+    expected = final_weights(other)
+    for name, tensor in final_weights(home).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4)
+
+
+def assert_same_bits(home, other) -> None:
+    ours, theirs = final_weights(home), final_weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    figures = []
+    for lines in (metrics(home), metrics(other)):
+        figures.append([{name: line[name] for name in line.keys() - TIMING} for line in lines])
+    assert figures[0] == figures[1]
+
+
+def with_teacher(source, trained, home):
+    """A copy of an aligned run with the teacher of a trained one."""
+    copy_run(source, home)
+    shutil.copytree(trained / "teacher", home / "teacher")
+    return home
+
+
+def train_arguments(home, inputs, *arguments) -> list:
+    return ["--run", home, "--tasks", inputs["tasks"], *TRAINING, *arguments]
+
+
+def interrupt(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal during a training step."""
+    rate = engine.learning_rate
+
+    def interrupting(now, plan):
+        if now == step:
+            signal.raise_signal(number)
+        return rate(now, plan)
+
+    monkeypatch.setattr(engine, "learning_rate", interrupting)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def start(home, inputs, *arguments, processes: int = 2, **options) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [*launcher, "--local-addr", "127.0.0.1"] if processes else []
+    command = [sys.executable, *launcher, str(ROOT / "05_prune_train.py"), "--run-dir", str(home)]
+    command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **(quiet | options))
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of torchrun's ranks; of a single process its own."""
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+        return [int(pid) for pid in file.read().split()] or [process.pid]
+
+
+def kill(process: subprocess.Popen) -> None:
+    ranks = ranks_of(process)
+    for pid in (process.pid, *ranks):  # the launcher first, so that it has no time to tidy up
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    limit = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):  # a dying rank's threads still hold the lock
+        assert time.monotonic() < limit, f"ranks {ranks} do not end"
+        time.sleep(0.01)
+
+
+def wait_for_step(home, step: int) -> None:
+    path, limit = home / "train" / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count("\n") >= step):
+        assert time.monotonic() < limit, "the run did not get that far"
+        time.sleep(0.01)
+
+
+def saved_files(home) -> list[list[Path]]:
+    """The tensor files of each checkpoint, oldest first."""
+    return [sorted(Path(path).glob("*.distcp")) for path in steps_saved(str(home / "train"))]
