@@ -1,13 +1,15 @@
 """Check that the tests notice faults: apply one-line mutations one by one, and run the test that should fail.
 
-    python tests/mutants.py                        # all of tests/mutations.py; also: make mutants
+    python tests/mutants.py                        # all of tests/mutations/; also: make mutants
     python tests/mutants.py --rows "Eq. 29"        # rows of AUDIT.md whose name contains this text
     python tests/mutants.py --sample 20 --seed 1   # a quick look
+    python tests/mutants.py --list tests/mutations/method.py  # one part
 
 A mutation is (row of AUDIT.md, file, old text, new text, test[, reason why no test can notice it]). It is
 applied in a scratch copy of the repository. The command fails if a mutation survives that is not marked as
 equivalent, if the old text is not in its file exactly once, or if a test fails without any mutation. Every
-test run is a fork of this process, which has imported the packages but none of the project's modules.
+test run is a fork of this process, which has imported the packages of packages.txt there but none of the
+project's modules.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MUTATIONS = Path("tests", "mutations")
 LIMIT, SLOWER = 60, 10  # seconds a test may always take; how many times slower than without a mutation
 PASSED, CAUGHT, TIMED_OUT = "passed", "caught", "timed out"
 SURVIVED, EQUIVALENT, INVALID = "SURVIVED", "equivalent", "INVALID"
@@ -197,6 +200,12 @@ def run_mutants(tree: Path, mutants: list[Mutant], workers: int) -> list[Job]:
     return [*baselines.values(), *jobs]
 
 
+def listed(path: Path) -> list[Mutant]:
+    """The mutations of a file, or of all files of a directory."""
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
+    return [Mutant(*entry) for file in files for entry in runpy.run_path(str(file))["MUTANTS"]]
+
+
 def choose(mutants: list[Mutant], rows: str, sample: int | None, seed: int) -> list[Mutant]:
     chosen = [mutant for mutant in mutants if rows.lower() in mutant.row.lower()]
     if sample is None or sample >= len(chosen):
@@ -212,7 +221,8 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="test runs at a time")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR", help="the repository")
-    parser.add_argument("--list", type=Path, metavar="FILE", help="file with MUTANTS to use instead of DIR's")
+    parser.add_argument("--list", type=Path, metavar="FILE",
+                        help="a file with MUTANTS (default: all of tests/mutations/)")
     return parser.parse_args(arguments)
 
 
@@ -251,11 +261,9 @@ def prepare(packages: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args, began = parse(arguments), time.monotonic()
-    table = runpy.run_path(str(args.tree / "tests" / "mutations.py"))
-    listed = runpy.run_path(str(args.list))["MUTANTS"] if args.list else table["MUTANTS"]
-    chosen = choose([Mutant(*entry) for entry in listed], args.rows, args.sample, args.seed)
+    chosen = choose(listed(args.list or args.tree / MUTATIONS), args.rows, args.sample, args.seed)
     mutants, invalid = checked(chosen, args.tree)
-    prepare(table["PACKAGES"])
+    prepare((args.tree / MUTATIONS / "packages.txt").read_text().split())
     jobs = run_mutants(args.tree, mutants, args.workers)
     verdicts = collections.Counter(job.verdict for job in jobs if job.mutant)
     invalid += sum(job.verdict == INVALID for job in jobs)

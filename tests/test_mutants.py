@@ -26,11 +26,13 @@ ZERO = ("zero", "module.py", "a + b", "a - b", "test_module::test_zero")
 
 
 def run_list(home, *entries) -> subprocess.CompletedProcess:
-    (home / "tests").mkdir()
+    (home / "tests" / "mutations").mkdir(parents=True)
     (home / "module.py").write_text(SOURCE)
     (home / "tests" / "test_module.py").write_text(TESTS)
     (home / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
-    (home / "tests" / "mutations.py").write_text(f"PACKAGES, MUTANTS = [], {list(entries)!r}")
+    for number, entry in enumerate(entries):
+        (home / "tests" / "mutations" / f"{number}.py").write_text(f"MUTANTS = [{entry!r}]")
+    (home / "tests" / "mutations" / "packages.txt").write_text("")
     subprocess.run(["git", "init", "-q", home], check=True)
     command = [sys.executable, ROOT / "tests" / "mutants.py", "--tree", home]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
