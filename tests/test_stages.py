@@ -1,9 +1,8 @@
-"""The seven stages on a tiny model with biases: artifacts against definitions, then mistakes a user makes."""
+"""Stages 1 to 4 on a tiny model with biases: artifacts against definitions."""
 
 import itertools
 import json
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,20 +12,17 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import evaluate, layers
+from common import layers
 from common.artifacts import read_layer, sha256
 from common.data.text import load_tokens
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
-from common.training.checkpoints import steps_saved, whole_weights
 from conftest import (
     GROUPING,
     ROOT,
-    TRAINING,
     byte_tokenizer,
     calibrate_arguments,
     copy_run,
-    evaluate_arguments,
     expect_error,
     run,
     save_tiny,
@@ -390,7 +386,7 @@ def test_an_aligned_checkpoint_that_reads_back_differently_is_refused(inputs, tm
     run("03_group.py", "--run", home, *GROUPING)
     run("04_align.py", "--run", home)
     assert AutoModelForCausalLM.from_pretrained(home / "aligned").dtype is dtype
-    before = {name: digests(home / name) for name in STAGE_OUTPUTS["04"]}
+    before = {name: digests(home / name) for name in ("aligned", "merged")}
 
     def write_other_weights(writer, name, module):
         with torch.no_grad():
@@ -400,7 +396,7 @@ def test_an_aligned_checkpoint_that_reads_back_differently_is_refused(inputs, tm
 
     monkeypatch.setattr(layers.CheckpointWriter, "write", write_other_weights)
     expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
-    assert {name: digests(home / name) for name in STAGE_OUTPUTS["04"]} == before
+    assert {name: digests(home / name) for name in ("aligned", "merged")} == before
 
 
 def test_aligned_and_merged_load_in_plain_transformers(aligned_run, inputs):
@@ -413,174 +409,3 @@ def test_aligned_and_merged_load_in_plain_transformers(aligned_run, inputs):
         heads = getattr(aligned.model.layers[layer].self_attn, kind).weight.view(2, 4, SIZE, 48)
         shared = getattr(merged.model.layers[layer].self_attn, kind).weight.view(2, SIZE, 48)
         torch.testing.assert_close(shared, heads.mean(1))
-
-
-def test_whole_run(finished_run):
-    summary = read(finished_run / "gqa" / "stage.json")["summary"]
-    assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference_stored"] <= 1e-4
-    model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
-    tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
-    assert model.model.layers[0].self_attn.k_proj.weight.shape == (2 * SIZE, 48)
-    prompt = tokenizer("Question: which?", return_tensors="pt")
-    assert model.generate(**prompt, max_new_tokens=5, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
-
-    lines = read_lines(finished_run / "train" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 11))
-    assert lines[0]["mask_target"] == 1 and lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
-    assert len(lines[0]["mask_per_layer"]) == len(lines[0]["mask_mean_per_layer"]) == LAYERS
-    assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
-    assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
-
-    results = read(finished_run / "eval.json")["results"]
-    assert list(results) == ["teacher", "merged", "gqa"]
-    assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
-    assert len(results["gqa"]["tasks"]) == 8
-    assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
-    assert "| perplexity" in (finished_run / "eval.md").read_text()
-
-
-def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
-    exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
-    trained = whole_weights(steps_saved(str(finished_run / "train"))[-1])
-    assert len(trained) == len(exported)
-    for name, tensor in exported.items():
-        assert torch.equal(trained[name], tensor), name
-
-
-def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    shutil.rmtree(home / "gqa")
-    run("06_export.py", "--run", home, "--dtype", "bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
-    assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
-
-
-@pytest.mark.parametrize("difference", [1.0, float("nan")])
-def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
-    home = copy_run(finished_run, tmp_path / "run")
-    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
-    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
-    assert digests(home / "gqa") == digests(finished_run / "gqa")
-
-
-STAGE_OUTPUTS = {
-    "01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"],
-    "04": ["aligned", "merged"], "05": ["teacher", "train"], "06": ["gqa"],
-}
-
-
-@pytest.mark.parametrize("stage", ["01", "02", "03", "04", pytest.param("05", marks=pytest.mark.slow), "06"])
-def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path, stage):
-    home = copy_run(finished_run, tmp_path / "run")
-    before = {name: digests(home / name) for name in STAGE_OUTPUTS[stage]}
-    training = ["--tasks", inputs["tasks"], *TRAINING]
-    arguments = {"01": calibrate_arguments(inputs), "02": ["--energy"], "03": GROUPING, "05": training}
-    command = [STAGES[stage], "--run", home, *arguments.get(stage, [])]
-    done = run(*command, fails=stage != "05")  # refused without --force; 05 says that it is finished
-    assert "--force" in done.stdout + done.stderr
-    run(*command, "--force")
-    assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
-
-
-def test_evaluation_is_refused_without_force(finished_run, inputs):
-    expect_error("--force", "07_eval.py", "--run", finished_run, *evaluate_arguments(inputs))
-
-
-def test_mean_pool_baseline(aligned_run, tmp_path):
-    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
-    run("04_align.py", "--run", home, "--rotate", "none", "--force")
-    source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
-    merged = AutoModelForCausalLM.from_pretrained(home / "merged")
-    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
-        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
-        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("merge", "masks"), [
-    (["--merge", "closed-form"], "l0"), (["--merge", "closed-form", "--refit", "attention"], "off"),
-    (["--refit"], "l0"),
-])
-def test_other_merges_through_all_stages(finished_run, inputs, tmp_path, merge, masks):
-    """Energy groups, merges that change W_Q and W_O, with masks and without: a stock checkpoint each time."""
-    home = tmp_path / "run"
-    ignored = shutil.ignore_patterns("aligned", "merged", "train", "gqa")
-    shutil.copytree(finished_run, home, ignore=ignored)
-    run("03_group.py", "--run", home, *GROUPING, "--by", "energy", "--force")
-    done = run("04_align.py", "--run", home, *merge)
-    refit = read(home / "merged" / "stage.json")["summary"]["refit"]
-    assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in merge) == (refit is not None)
-    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks)
-    run("06_export.py", "--run", home)
-    lines = read_lines(home / "train" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 11))
-    assert sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
-    model = AutoModelForCausalLM.from_pretrained(home / "gqa")
-    assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_key_value_heads == 2
-    assert read(home / "gqa" / "stage.json")["summary"]["max_logit_difference_stored"] <= 1e-4
-
-
-def test_mistakes_in_calibration(inputs, tmp_path):
-    command = ["01_calibrate.py", "--run", tmp_path / "run", "--sequences", 4, "--length", 64]
-    model = ["--model", inputs["model"]]
-    expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
-    expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
-    expect_error("expected 4000 x 64 = 256000 tokens, found", *command, *model, "--text", inputs["text"],
-                 "--sequences", 4000)
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp_path):
-    home, empty = copy_run(aligned_run, tmp_path / "run"), tmp_path / "empty"
-    expect_error("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", empty)
-    expect_error("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
-    expect_error("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", empty)
-    expect_error("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", empty,
-                 "--model", "nowhere/at-all", "--text", "none")
-    shutil.rmtree(home / "merged")
-    expect_error("merged not found; run 04_align.py first", "05_prune_train.py", "--run", home,
-                 "--tasks", inputs["tasks"])
-
-
-def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
-    expect_error("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
-                 "03_group.py", "--run", home, "--kv-heads", 3, "--force")
-
-    model = save_tiny(tmp_path / "model", seed=9, bias=True)
-    text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
-    run("01_calibrate.py", "--run", other, "--model", model, *text)
-    shutil.copy(home / "groups.json", other)
-    expect_error("expected an artifact of model", "04_align.py", "--run", other)
-
-    damaged = home / "similarity.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    expect_error("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
-    assert (home / "groups.json").exists()
-
-
-def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
-    """One token predicts none: a perplexity would be NaN."""
-    home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2)
-    run("04_align.py", "--run", home)
-    assert "NaN" not in (home / "aligned" / "stage.json").read_text()
-
-
-def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
-    cases = [("02_similarity.py", "--key-context 8", "--key-context: expected --energy with it"),
-             ("04_align.py", "--merge-keys pairs", "--merge-keys pairs: expected --merge closed-form")]
-    for stage, words, message in cases:
-        expect_error(message, stage, "--run", aligned_run, *words.split())
-
-
-def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
-    other.write_text("Other text. " * 200)
-    for words, notes in (([], 1), (["--text", other], 0)):
-        printed = run("04_align.py", "--run", home, "--force", *words).stdout
-        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes

@@ -1,0 +1,69 @@
+"""Mistakes a user makes between stages: one line each."""
+
+import shutil
+
+from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
+
+
+def test_mistakes_in_calibration(inputs, tmp_path):
+    command = ["01_calibrate.py", "--run", tmp_path / "run", "--sequences", 4, "--length", 64]
+    model = ["--model", inputs["model"]]
+    expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
+    expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
+    expect_error("expected 4000 x 64 = 256000 tokens, found", *command, *model, "--text", inputs["text"],
+                 "--sequences", 4000)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp_path):
+    home, empty = copy_run(aligned_run, tmp_path / "run"), tmp_path / "empty"
+    expect_error("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", empty)
+    expect_error("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
+    expect_error("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", empty)
+    expect_error("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", empty,
+                 "--model", "nowhere/at-all", "--text", "none")
+    shutil.rmtree(home / "merged")
+    expect_error("merged not found; run 04_align.py first", "05_prune_train.py", "--run", home,
+                 "--tasks", inputs["tasks"])
+
+
+def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
+    expect_error("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
+                 "03_group.py", "--run", home, "--kv-heads", 3, "--force")
+
+    model = save_tiny(tmp_path / "model", seed=9, bias=True)
+    text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
+    run("01_calibrate.py", "--run", other, "--model", model, *text)
+    shutil.copy(home / "groups.json", other)
+    expect_error("expected an artifact of model", "04_align.py", "--run", other)
+
+    damaged = home / "similarity.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    expect_error("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
+    assert (home / "groups.json").exists()
+
+
+def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
+    """One token predicts none: a perplexity would be NaN."""
+    home = tmp_path / "run"
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2)
+    run("04_align.py", "--run", home)
+    assert "NaN" not in (home / "aligned" / "stage.json").read_text()
+
+
+def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
+    cases = [("02_similarity.py", "--key-context 8", "--key-context: expected --energy with it"),
+             ("04_align.py", "--merge-keys pairs", "--merge-keys pairs: expected --merge closed-form")]
+    for stage, words, message in cases:
+        expect_error(message, stage, "--run", aligned_run, *words.split())
+
+
+def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
+    other.write_text("Other text. " * 200)
+    for words, notes in (([], 1), (["--text", other], 0)):
+        printed = run("04_align.py", "--run", home, "--force", *words).stdout
+        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes

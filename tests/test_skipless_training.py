@@ -1,0 +1,203 @@
+"""Training skipless models: where it starts, its loss, stopped and resumed."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.cli import Clock, UserError
+from common.data.samples import Sample
+from common.training.engine import STOPPED
+from common.training.packing import build_row
+from common.training.sharding import Trainee
+from conftest import run, run_in_process
+from related.skipless import algebra, training
+from related.skipless.training import initialise, skipless_config
+from test_skipless import HEADS, SIZE, TRAIN, WIDTH, model_of, tokens
+
+
+def fresh_model(parallel: bool = False, kv_heads: int = HEADS):
+    """A float32 model as train_skipless makes it."""
+    config = skipless_config(model_of(kv_heads=kv_heads).config, parallel, mlp_bias=True)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@torch.no_grad()
+def hidden_states(model, ids) -> list[torch.Tensor]:
+    """The input of the first block and the output of each block."""
+    hidden, outputs = model.model.embed_tokens(ids), []
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+             for layer in model.model.layers]
+    model.model(ids)
+    for hook in hooks:
+        hook.remove()
+    return [hidden, *outputs]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parallel", [False, True])
+def test_training_starts_near_the_identity(parallel):
+    model = fresh_model(parallel)
+    ids = tokens()
+    initialise(model, ids, seed=0)
+    hidden = hidden_states(model, ids)
+    for block in hidden[1:]:
+        assert float(block.square().mean()) == pytest.approx(1, rel=1e-3)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert max(algebra.condition_numbers(attention).values()) < 1.001
+        assert torch.equal(attention.q_proj.weight, attention.k_proj.weight)
+        scale = attention.q_proj.weight.norm() / WIDTH**0.5
+        assert float(scale) == pytest.approx(training.SHARPNESS, rel=1e-4)
+        assert (mlp.gate_proj.bias == training.GATE_BIAS).all() and (mlp.up_proj.bias == 0).all()
+        direction = torch.nn.functional.cosine_similarity
+        assert direction(mlp.down_proj.weight.flatten(), mlp.up_proj.weight.T.flatten(), 0) > 0.9999
+
+
+def test_grouped_keys_start_equal_to_the_queries_that_read_them():
+    model = fresh_model(kv_heads=2)
+    initialise(model, tokens(), seed=0)
+    attention = model.model.layers[0].self_attn
+    queries = attention.q_proj.weight.unflatten(0, (2, 2, SIZE))[:, 0]  # the first of each group
+    assert torch.equal(attention.k_proj.weight, queries.flatten(0, 1))
+
+
+@torch.no_grad()
+def test_a_block_starts_as_a_rotation_of_its_input():
+    """Sharp attention reads the token itself and the open gate passes it on: what is left is x V P."""
+    model = fresh_model()
+    initialise(model, tokens(), seed=0)
+    hidden = hidden_states(model, tokens())
+    for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
+        rotated = before @ (layer.self_attn.o_proj.weight @ layer.self_attn.v_proj.weight).T
+        similarity = torch.nn.functional.cosine_similarity(rotated.flatten(1), after.flatten(1))
+        assert float(similarity.mean()) > 0.8
+
+
+def test_next_token_loss_is_that_of_transformers(monkeypatch):
+    """For samples of different lengths the mean over samples of their mean cross-entropy, in chunks."""
+    monkeypatch.setattr(training, "LOSS_CHUNK", 7)
+    model = fresh_model().train()
+    initialise(model, tokens(), seed=0)
+    model.lm_head.weight.data.mul_(50)
+    texts = [tokens()[0].tolist(), tokens(2)[0, :11].tolist()]
+    row = build_row([Sample(text[:-1], text[-1:]) for text in texts], len(texts))
+    model.set_attn_implementation("packed")
+    loss, parts = training.NextToken(Trainee(model)).row_loss(row)
+    losses = [model(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]
+    torch.testing.assert_close(loss, sum(losses) / 2)
+    assert parts == {}
+
+
+SETTINGS = {"steps": 3, "lr": 0.001, "seed": 0}
+
+
+def contents(directory) -> dict[str, bytes]:
+    """Relative path -> bytes of all files below a directory."""
+    paths = [path for path in Path(directory).rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def begun(group_of_one, tmp_path) -> dict[str, bytes]:
+    """The files of a training in tmp_path/train that was begun with SETTINGS and has saved a checkpoint."""
+    directory = tmp_path / "train"
+    training.begin(str(directory), SETTINGS, group_of_one)
+    (directory / "step-00000002").mkdir()
+    (directory / "step-00000002" / "weights").write_text("two steps")
+    return contents(directory)
+
+
+def test_a_training_begins_with_the_initialised_model(group_of_one, tmp_path):
+    config = skipless_config(model_of().config, parallel=False, mlp_bias=True)
+    start = training.write_start(str(tmp_path / "train"), config, tokens(), 0, group_of_one)
+    written = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    model = fresh_model()
+    initialise(model, tokens(), seed=0)
+    assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
+    before = contents(start)
+    training.write_start(str(tmp_path / "train"), config, tokens(), 1, group_of_one)
+    assert contents(start) == before  # a training that resumes keeps its start
+
+
+def test_a_training_with_the_same_settings_goes_on(begun, group_of_one, tmp_path):
+    training.begin(str(tmp_path / "train"), SETTINGS, group_of_one)
+    assert contents(tmp_path / "train") == begun
+
+
+@pytest.mark.parametrize("change", [{"steps": 4}, {"lr": 0.01}, {"seed": 1}, {"length": 8}])
+def test_a_training_with_other_settings_is_refused_and_kept(begun, group_of_one, tmp_path, change):
+    (name, value), = change.items()
+    with pytest.raises(UserError, match=f"{name} .* -> {value}") as refusal:
+        training.begin(str(tmp_path / "train"), SETTINGS | change, group_of_one)
+    assert "\n" not in str(refusal.value) and contents(tmp_path / "train") == begun
+
+
+def test_force_moves_an_unfinished_training_aside(begun, group_of_one, tmp_path):
+    training.start_anew(str(tmp_path / "train"), group_of_one)
+    assert contents(tmp_path / "train.old-1") == begun and not (tmp_path / "train").exists()
+    training.begin(str(tmp_path / "train"), SETTINGS, group_of_one)
+    training.start_anew(str(tmp_path / "train"), group_of_one)
+    assert contents(tmp_path / "train.old-1") == begun and (tmp_path / "train.old-2").is_dir()
+
+
+@pytest.mark.parametrize("plan", [None, b"[]", b"{", b"\xff"])
+def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path, plan):
+    directory = tmp_path / "train"
+    directory.mkdir()
+    (directory / "notes.txt").write_text("mine")
+    if plan:
+        (directory / "plan.json").write_bytes(plan)
+    before = contents(directory)
+    with pytest.raises(UserError, match="plan.json"):
+        training.begin(str(directory), SETTINGS, group_of_one)
+    assert contents(directory) == before
+
+
+def stop_after_two(monkeypatch) -> None:
+    """Have every training stop after its second step, as if by a signal."""
+    whole_training = training.train
+
+    def train(*positional):
+        whole_training(*positional, until=2)
+        return False
+
+    monkeypatch.setattr(training, "train", train)
+
+
+@pytest.mark.slow
+def test_training_on_other_text_is_refused(inputs, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--text", text]
+    flags += ["--heldout", inputs["text"]]
+    flags += ["--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1]
+    text.write_text("some text, repeated " * 40)
+    stop_after_two(monkeypatch)
+    assert run_in_process(TRAIN, [str(flag) for flag in flags]).returncode == STOPPED
+    monkeypatch.undo()
+    text.write_text("other text, repeated " * 40)
+    before = contents(tmp_path / "run")
+    assert "samples_sha256" in run(TRAIN, *flags, fails=True).stderr and contents(tmp_path / "run") == before
+    text.write_text("some text, repeated " * 40)
+    run(TRAIN, *flags)
+
+
+@pytest.mark.slow
+def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tmp_path, monkeypatch):
+    def train(run) -> bool:
+        options = Namespace(
+            run=str(run), text=inputs["text"], heldout=inputs["text"], steps=3, batch=2, length=16, lr=1e-3,
+            warmup=1, seed=0, print_every=1, force=False,
+        )
+        return training.train_skipless(options, inputs["model"], False, group_of_one, Clock())
+
+    assert train(tmp_path / "whole")
+    stop_after_two(monkeypatch)
+    assert not train(tmp_path / "stopped")
+    monkeypatch.undo()
+    assert train(tmp_path / "stopped")
+    whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "stopped"))
+    assert whole["model.safetensors"] == resumed["model.safetensors"]
+    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["serial"]

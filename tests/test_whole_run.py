@@ -1,0 +1,119 @@
+"""All seven stages on a tiny model with biases: what comes out at the end."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import evaluate
+from common.training.checkpoints import steps_saved, whole_weights
+from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error, run
+from test_stages import LAYERS, SIZE, STAGES, digests, read, read_lines
+
+
+def test_whole_run(finished_run):
+    summary = read(finished_run / "gqa" / "stage.json")["summary"]
+    assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference_stored"] <= 1e-4
+    model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
+    tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (2 * SIZE, 48)
+    prompt = tokenizer("Question: which?", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=5, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+    lines = read_lines(finished_run / "train" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert lines[0]["mask_target"] == 1 and lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
+    assert len(lines[0]["mask_per_layer"]) == len(lines[0]["mask_mean_per_layer"]) == LAYERS
+    assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
+    assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
+
+    results = read(finished_run / "eval.json")["results"]
+    assert list(results) == ["teacher", "merged", "gqa"]
+    assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
+    assert len(results["gqa"]["tasks"]) == 8
+    assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
+    assert "| perplexity" in (finished_run / "eval.md").read_text()
+
+
+def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
+    exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
+    trained = whole_weights(steps_saved(str(finished_run / "train"))[-1])
+    assert len(trained) == len(exported)
+    for name, tensor in exported.items():
+        assert torch.equal(trained[name], tensor), name
+
+
+def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    shutil.rmtree(home / "gqa")
+    run("06_export.py", "--run", home, "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
+
+
+@pytest.mark.parametrize("difference", [1.0, float("nan")])
+def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
+    home = copy_run(finished_run, tmp_path / "run")
+    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
+    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
+    assert digests(home / "gqa") == digests(finished_run / "gqa")
+
+
+STAGE_OUTPUTS = {
+    "01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"],
+    "04": ["aligned", "merged"], "05": ["teacher", "train"], "06": ["gqa"],
+}
+
+
+@pytest.mark.parametrize("stage", ["01", "02", "03", "04", pytest.param("05", marks=pytest.mark.slow), "06"])
+def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path, stage):
+    home = copy_run(finished_run, tmp_path / "run")
+    before = {name: digests(home / name) for name in STAGE_OUTPUTS[stage]}
+    training = ["--tasks", inputs["tasks"], *TRAINING]
+    arguments = {"01": calibrate_arguments(inputs), "02": ["--energy"], "03": GROUPING, "05": training}
+    command = [STAGES[stage], "--run", home, *arguments.get(stage, [])]
+    done = run(*command, fails=stage != "05")  # refused without --force; 05 says that it is finished
+    assert "--force" in done.stdout + done.stderr
+    run(*command, "--force")
+    assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
+
+
+def test_evaluation_is_refused_without_force(finished_run, inputs):
+    expect_error("--force", "07_eval.py", "--run", finished_run, *evaluate_arguments(inputs))
+
+
+def test_mean_pool_baseline(aligned_run, tmp_path):
+    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
+    run("04_align.py", "--run", home, "--rotate", "none", "--force")
+    source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
+    merged = AutoModelForCausalLM.from_pretrained(home / "merged")
+    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
+        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
+        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("merge", "masks"), [
+    (["--merge", "closed-form"], "l0"), (["--merge", "closed-form", "--refit", "attention"], "off"),
+    (["--refit"], "l0"),
+])
+def test_other_merges_through_all_stages(finished_run, inputs, tmp_path, merge, masks):
+    """Energy groups, merges that change W_Q and W_O, with masks and without: a stock checkpoint each time."""
+    home = tmp_path / "run"
+    ignored = shutil.ignore_patterns("aligned", "merged", "train", "gqa")
+    shutil.copytree(finished_run, home, ignore=ignored)
+    run("03_group.py", "--run", home, *GROUPING, "--by", "energy", "--force")
+    done = run("04_align.py", "--run", home, *merge)
+    refit = read(home / "merged" / "stage.json")["summary"]["refit"]
+    assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in merge) == (refit is not None)
+    run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks)
+    run("06_export.py", "--run", home)
+    lines = read_lines(home / "train" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
+    model = AutoModelForCausalLM.from_pretrained(home / "gqa")
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_key_value_heads == 2
+    assert read(home / "gqa" / "stage.json")["summary"]["max_logit_difference_stored"] <= 1e-4
