@@ -50,8 +50,9 @@ from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
-from common.training import budget, checkpoints, distill, jobs
+from common.training import checkpoints, distill, jobs
 from common.training.engine import STOPPED, Plan, train
+from common.training.hardware import HARDWARE
 from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_heldout, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.schedule import TEXT_LENGTH, make_plans, print_plan, set_defaults
@@ -173,7 +174,7 @@ def add_execution_flags(parser) -> None:
     parser.add_argument("--print-every", type=cli.positive, default=1,
                         help="steps between printed lines; metrics.jsonl has every step")
     parser.add_argument("--plan", metavar="[NODESx]COUNTxDEVICE",
-                        help=f"only print memory, FLOPs and time on {', '.join(budget.HARDWARE)}")
+                        help=f"only print memory, FLOPs and time on {', '.join(HARDWARE)}")
 
 
 def start_anew(run: Run) -> None:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from common.reporting.tables import markdown_table
 from common.training import budget
+from common.training.hardware import parse_hardware
 
 MODELS = {  # hidden, intermediate, layers, heads, kv heads
     "7B": (4096, 11008, 32, 32, 32),
@@ -37,7 +38,7 @@ def shape(name: str) -> LlamaConfig:
 
 def row(model: str, machine: str, train: str) -> list[str]:
     """Cells below HEADER."""
-    config, cluster = shape(model), budget.parse_hardware(machine)
+    config, cluster = shape(model), parse_hardware(machine)
     student = budget.Student(config.num_key_value_heads // 4, (), train)
     work = budget.Workload(config, [LENGTH], [0], chunk=512, recompute=True)
     batch = BATCH * cluster.nodes

@@ -7,6 +7,7 @@ import torch
 
 from common.method import masks
 from common.training import budget
+from common.training.hardware import HARDWARE, Cluster, peak_flops
 
 STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
 
@@ -33,12 +34,12 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
     longest = max(sum(row.lengths) for row in rows)
     need = budget.memory(work, student, world, longest, len(rows) > 1, 2 if cuda else 4)
     figures = {"memory_gib": round(need["total"] / 2**30, 2)}
-    peak = budget.peak_flops(torch.cuda.get_device_name()) if cuda else None
+    peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
-        hardware = next(device for device in budget.HARDWARE.values() if device.flops_per_s == peak)
+        hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
         plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                reduce="step")
-        cost = budget.step_cost(work, student, plan, budget.Cluster(world, hardware))
+        cost = budget.step_cost(work, student, plan, Cluster(world, hardware))
         figures["step_seconds"] = round(cost.seconds, 4)
     return figures
 

@@ -29,8 +29,8 @@ from bench.machine import machine
 from common.data.samples import Sample
 from common.method import masks
 from common.training import distill, jobs
-from common.training.budget import peak_flops
 from common.training.engine import Job, Plan, run_step
+from common.training.hardware import peak_flops
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from common.cli import UserError
 from common.method import masks
-from common.training import budget
+from common.training import budget, hardware
 from common.training.engine import Plan
 from common.training.packing import build_row
 from common.training.sharding import Trainee, recompute_layers
@@ -117,7 +117,7 @@ def test_report_of_a_7b_run():
     work = budget.Workload(config, lengths=[126] * 100, answers=[6] * 100, chunk=512, recompute=True)
     verdicts = []
     for text in ("8xA100-80GB", "1xA100-80GB"):
-        cluster, student = budget.parse_hardware(text), budget.Student(8)
+        cluster, student = hardware.parse_hardware(text), budget.Student(8)
         lines, hours, fits = budget.report("pruning", work, student, plan(23060, 64), cluster)
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
@@ -134,7 +134,7 @@ def test_report_of_a_7b_run():
 def test_cost_of_a_step_is_counted_from_its_parts():
     """Batches of 64 samples of 100 and 300 tokens on four ranks."""
     work = budget.Workload(LLAMA2_7B, lengths=[100, 300], answers=[4, 6], chunk=512, recompute=True)
-    cluster = budget.parse_hardware("4xA100-80GB")
+    cluster = hardware.parse_hardware("4xA100-80GB")
     tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
     source, pruned = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8)).whole
     sft = budget.step_cost(work, None, plan(1, 64), cluster)
@@ -151,7 +151,7 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert attention.traffic == 4 * whole + 4 * trained + 2 * source
     forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
     assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
-    alone = budget.step_cost(work, budget.Student(8), plan(1, 64), budget.parse_hardware("1xA100-80GB"))
+    alone = budget.step_cost(work, budget.Student(8), plan(1, 64), hardware.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
 
@@ -159,14 +159,14 @@ def test_cost_of_a_step_is_counted_from_its_parts():
 def test_a_sample_longer_than_a_row_has_one_to_itself():
     """16 samples of 16,384 tokens and 16 of 1024, in rows of 4096 on four ranks."""
     work = budget.Workload(LLAMA2_7B, lengths=[16384, 1024], answers=[1, 1], chunk=512, recompute=True)
-    step = budget.step_cost(work, None, plan(1, 32), budget.parse_hardware("4xA100-80GB"))
+    step = budget.step_cost(work, None, plan(1, 32), hardware.parse_hardware("4xA100-80GB"))
     assert (step.rows, step.row) == ((16 + 16 / 4) / 4, 16384)
 
 
 def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
     """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
-    cluster, size = budget.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
+    cluster, size = hardware.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
     once = budget.step_cost(work, None, plan(1, 64), cluster)
     every = budget.step_cost(work, None, replace(plan(1, 64), reduce="row"), cluster)
     assert once.rows == every.rows == 4
@@ -182,7 +182,7 @@ def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
 def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
     """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
-    cluster, one = budget.parse_hardware(f"{nodes}x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
+    cluster, one = hardware.parse_hardware(f"{nodes}x8xA100-80GB"), hardware.parse_hardware("8xA100-80GB")
     assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (nodes, 8, one.device)
     batch = replace(plan(1, 64 * nodes), reduce="row")
     step, alone = budget.step_cost(work, None, batch, cluster), budget.step_cost(work, None, plan(1, 64), one)
@@ -219,7 +219,7 @@ def test_all_phases_must_fit(capsys):
     other = replace(work, lengths=[300])
     phases = [("teacher", work, None, plan(10, 64)), ("pruning", other, budget.Student(8), plan(20, 64))]
     hours = budget.print_phases(phases, "8xA100-80GB")
-    cluster = budget.parse_hardware("8xA100-80GB")
+    cluster = hardware.parse_hardware("8xA100-80GB")
     each = [budget.report(*phase, cluster)[1] for phase in phases]
     assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
     with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
@@ -230,11 +230,11 @@ def test_all_phases_must_fit(capsys):
                                   "0x8xA100-80GB", "x8xA100-80GB", ""])
 def test_hardware_that_is_not_known(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
-        budget.parse_hardware(text)
+        hardware.parse_hardware(text)
 
 
 def test_peak_of_a_device_by_the_name_cuda_gives():
-    assert budget.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert budget.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert budget.peak_flops("NVIDIA GeForce RTX 4090") == 165e12
-    assert budget.peak_flops("NVIDIA H100 PCIe") is None and budget.peak_flops("Tesla K80") is None
+    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert hardware.peak_flops("NVIDIA GeForce RTX 4090") == 165e12
+    assert hardware.peak_flops("NVIDIA H100 PCIe") is None and hardware.peak_flops("Tesla K80") is None

@@ -17,6 +17,7 @@ from common import evaluate, models
 from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
+from common.measure import require_finite
 from common.reporting.scores import caption, results_table, write_scores
 from conftest import (
     ROOT,
@@ -291,7 +292,6 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
 
 
 def test_one_value_that_is_not_finite_is_enough():
-    require_finite = runpy.run_path(str(ROOT / "07_eval.py"))["require_finite"]
     require_finite([0.5, -3.0], "a", tiny_model())
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(UserError, match="a: expected finite log-probabilities, found NaN or Inf"):

@@ -10,7 +10,7 @@ import torch
 
 from common.artifacts import write_text
 from common.cli import UserError
-from common.training.budget import peak_flops
+from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS
 
 METRICS = "metrics.jsonl"

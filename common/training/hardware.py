@@ -1,0 +1,56 @@
+"""The accelerators that --plan knows, and clusters of them."""
+
+import re
+from dataclasses import dataclass
+
+from common.cli import UserError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator. Bytes per second are those in one direction."""
+
+    flops_per_s: float  # dense, bf16
+    memory: float  # GiB
+    link_bytes_per_s: float  # to the others of its node
+    network_bytes_per_s: float  # to other nodes
+
+
+HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a network port per device, as in DGX
+    "A100-40GB": Hardware(312e12, 40, 300e9, 25e9),
+    "A100-80GB": Hardware(312e12, 80, 300e9, 25e9),
+    "H100-80GB": Hardware(989e12, 80, 450e9, 50e9),
+    "H200-141GB": Hardware(989e12, 141, 450e9, 50e9),
+    "B200-180GB": Hardware(2250e12, 180, 900e9, 50e9),
+    "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
+    "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
+    for name, hardware in HARDWARE.items():
+        if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
+            return hardware.flops_per_s
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that each hold all weights, sharded over `ranks_per_node` ranks with a device each."""
+
+    ranks_per_node: int
+    device: Hardware
+    nodes: int = 1
+
+
+def parse_hardware(text: str) -> Cluster:
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes.
+
+    Raises UserError for anything else.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
+    if not match or match[3] not in HARDWARE:
+        raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
+                        f"{', '.join(HARDWARE)}, found {text!r}")
+    return Cluster(int(match[2]), HARDWARE[match[3]], int(match[1] or 1))
