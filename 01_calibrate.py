@@ -23,10 +23,11 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, record, write_directory, write_layer, write_record
+from common.artifacts import claim, record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
 from common.data.text import load_tokens, sequence_length
+from common.files import write_directory
 from common.gguf_files import dequantize
 from common.layers import Layers
 from common.method.rope import free_pairs

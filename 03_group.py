@@ -16,8 +16,9 @@ import os
 
 import numpy as np
 
-from common.artifacts import claim, read_tensors, record, write_json
+from common.artifacts import claim, read_tensors, record
 from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
+from common.files import write_json
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.models import check_kv_heads
 

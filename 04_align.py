@@ -31,19 +31,11 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from common.artifacts import (
-    claim,
-    digest,
-    read_calibration,
-    read_groups,
-    read_layer,
-    record,
-    write_directory,
-    write_record,
-)
+from common.artifacts import claim, digest, read_calibration, read_groups, read_layer, record, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.text import load_tokens, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of
+from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
 from common.method.fuse import first_merge, fuse_layer, mean_merge, merge_layer, merged_config

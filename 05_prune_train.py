@@ -45,9 +45,10 @@ import torch
 import torch.distributed as dist
 
 from common import cli
-from common.artifacts import RECORD, claim, move_aside, record, write_record
+from common.artifacts import RECORD, claim, record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
+from common.files import move_aside
 from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
 from common.training import checkpoints, distill, jobs

@@ -24,11 +24,11 @@ from common.artifacts import (
     read_record,
     record,
     verify_files,
-    write_directory,
     write_record,
 )
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
 from common.evaluate import max_difference
+from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.fuse import merged_config

@@ -23,10 +23,11 @@ import json
 import os
 
 from common import cli
-from common.artifacts import RECORD, claim, read_record, record, verify_files, write_json, write_text
+from common.artifacts import RECORD, claim, read_record, record, verify_files
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.jsonl import abbreviated, parse_object
 from common.data.tasks import TASKS, Example, load_task, select_questions, size_note
+from common.files import write_json, write_text
 from common.measure import LENGTH, measure, measure_layerwise, prepare
 from common.models import DEMO, DEMO_HOME, describe, pick_device
 from common.reporting import harness, report

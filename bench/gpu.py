@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from common.artifacts import source_commit, write_json, write_text
+from common.artifacts import source_commit
 from common.cli import UserError, run_stage
+from common.files import write_json, write_text
 from common.reporting.tables import markdown_table
 
 TIMED_OUT = (124, 137)  # exit codes of timeout(1)

@@ -29,12 +29,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.machine import machine
-from common.artifacts import write_text
 from common.cli import UserError, run_stage
 from common.data.demo import resolve_model
 from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
+from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table, mean_and_error

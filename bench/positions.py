@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from bench.machine import machine
-from common.artifacts import write_text
 from common.cli import UserError, run_stage
 from common.data.text import load_tokens, sequence_length
+from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table, mean_and_error

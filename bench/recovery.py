@@ -23,8 +23,8 @@ import time
 
 from bench.machine import machine
 from bench.merging import mask_settings
-from common.artifacts import write_text
 from common.cli import UserError, positive, run_stage
+from common.files import write_text
 from common.reporting import plots
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.machine import machine
-from common.artifacts import write_text
 from common.cli import run_stage
 from common.data.text import load_tokens
 from common.evaluate import perplexity
+from common.files import write_text
 
 PIECES, HELD_OUT = 100, 10  # pieces of each file; how many of them, the last ones, are held out
 VOCAB, EOS = 4096, "<|eos|>"

@@ -7,12 +7,9 @@ match was truncated or modified. common/records.py specifies the fields.
 
 import contextlib
 import datetime
-import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 
@@ -23,6 +20,7 @@ from safetensors.torch import save_file
 
 from common import cli
 from common.cli import UserError
+from common.files import files_in, refuse_overwrite, sha256, temporary_name, write_json
 from common.records import find_fault, layer_file, shown
 from common.weights import check_finite
 
@@ -65,21 +63,6 @@ def release(lock, created: bool) -> None:
         return
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(lock.lock_file))
-
-
-def refuse_overwrite(path: str, force: bool) -> None:
-    """Raise UserError if path is a symbolic link, or exists and force is off. Call it before any work."""
-    if os.path.islink(path):
-        raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; "
-                        "remove it first")
-    if os.path.exists(path) and not force:
-        raise UserError(f"{path} already exists; pass --force to replace it")
-
-
-def sha256(path: str) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(path: str) -> str:
@@ -135,33 +118,6 @@ def source_commit() -> str | None:
     return commit.stdout.strip() or None
 
 
-@contextlib.contextmanager
-def temporary_name(path: str):
-    """PATH.tmp for a file to be written, removed again if the block ends with an error."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    try:
-        yield path + ".tmp"
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
-        raise
-
-
-def write_text(path: str, text: str) -> None:
-    """Write text to a temporary file, then rename it."""
-    with temporary_name(path) as aside:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
-
-
-def write_json(path: str, value: dict) -> None:
-    """Write JSON to a temporary file, then rename it."""
-    write_text(path, json.dumps(value, indent=1))
-
-
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
     """Write tensors, then their sidecar with the sha256."""
     with temporary_name(path) as aside:
@@ -182,61 +138,6 @@ def write_record(directory: str, record: dict) -> None:
     names = [name for name in files_in(directory) if name != RECORD]
     files = {name: sha256(os.path.join(directory, name)) for name in names}
     write_json(os.path.join(directory, RECORD), record | {"files": files})
-
-
-def files_in(directory: str) -> list[str]:
-    """All files below a directory, relative to it, sorted."""
-    files = []
-    for folder, _, names in os.walk(directory):
-        files += [os.path.relpath(os.path.join(folder, name), directory) for name in names]
-    return sorted(files)
-
-
-@contextlib.contextmanager
-def write_directory(path: str):
-    """Context manager: an empty directory PATH.tmp to fill, renamed to PATH if the block succeeds.
-
-    A previous directory stays untouched until then: it is moved aside to a free name and removed once the new
-    one is in place. Raises UserError if path is a file or a symbolic link.
-    """
-    if os.path.islink(path) or os.path.isfile(path):
-        kind = "a symbolic link" if os.path.islink(path) else "a file"
-        raise UserError(f"{path}: expected nothing or a directory, found {kind}; remove it first")
-    aside = path + ".tmp"
-    shutil.rmtree(aside, ignore_errors=True)  # from a killed run
-    os.makedirs(aside)
-    try:
-        yield aside
-        for name in files_in(aside):
-            sync(os.path.join(aside, name))
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    previous = move_aside(path)
-    try:
-        os.rename(aside, path)
-    except BaseException:
-        if previous:
-            os.rename(previous, path)
-        raise
-    if previous:
-        shutil.rmtree(previous)
-
-
-def sync(path: str) -> None:
-    """Flush a file to disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def move_aside(path: str, kind: str = "old") -> str | None:
-    """Rename a path to the first free PATH.KIND-N and return that name; None if the path does not exist."""
-    if not os.path.lexists(path):
-        return None
-    names = (f"{path}.{kind}-{number}" for number in itertools.count(1))
-    free = next(name for name in names if not os.path.lexists(name))
-    os.rename(path, free)
-    return free
 
 
 def sidecar_path(path: str) -> str:

@@ -12,8 +12,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from common.artifacts import refuse_overwrite, sha256, write_directory, write_json
 from common.cli import UserError
+from common.files import refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import SIZES, geometry, require_convertible
 from common.records import COUNT, Optional, mismatch

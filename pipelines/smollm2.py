@@ -14,10 +14,11 @@ import re
 
 import torch
 
-from common.artifacts import read_record, write_directory, write_json, write_text
+from common.artifacts import read_record
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
 from common.evaluate import cache_bytes_per_token, perplexity
+from common.files import write_directory, write_json, write_text
 from common.models import load_model, load_tokenizer, source_model
 from common.reporting import plots
 from common.reporting.tables import markdown_table

@@ -9,8 +9,9 @@ Stage 4's seconds include writing both checkpoints and the equivalence check.
 import argparse
 import os
 
-from common.artifacts import read_record, write_text
+from common.artifacts import read_record
 from common.cli import positive, run_stage
+from common.files import write_text
 from common.reporting.tables import markdown_table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import artifacts
+from common import artifacts, files
 from common.cli import UserError
 
 MODEL = {"name": "m", "path": "m", "fingerprint": "f" * 64,
@@ -44,7 +44,7 @@ def test_inputs_are_recorded_by_path_and_digest(tmp_path):
     first = write(tmp_path / "a.safetensors", 2.0)
     second = write(tmp_path / "b.safetensors", 3.0, inputs=(first,))
     record = artifacts.read_record(second, "02_similarity.py")
-    assert record["inputs"] == {"a.safetensors": artifacts.sha256(first)}
+    assert record["inputs"] == {"a.safetensors": files.sha256(first)}
     artifacts.check_input(record, first)
     write(tmp_path / "a.safetensors", 2.5)
     with pytest.raises(UserError, match=r"\(its inputs: a.safetensors\), found a different one; run 02"):
@@ -81,7 +81,7 @@ def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
 
 def test_overwriting_needs_force(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
-    artifacts.refuse_overwrite(path, force=True)
-    artifacts.refuse_overwrite(path + "2", force=False)
+    files.refuse_overwrite(path, force=True)
+    files.refuse_overwrite(path + "2", force=False)
     with pytest.raises(UserError, match="a.safetensors already exists; pass --force"):
-        artifacts.refuse_overwrite(path, force=False)
+        files.refuse_overwrite(path, force=False)

@@ -8,8 +8,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import evaluate
-from common.artifacts import read_layer, sha256
+from common.artifacts import read_layer
 from common.data.tasks import choice_samples, example_from_row
+from common.files import sha256
 from common.models import load_model
 from conftest import byte_tokenizer, expect_error, run, save_tiny
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from common.artifacts import sha256
 from common.cli import UserError
+from common.files import sha256
 from common.models import load_config
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer

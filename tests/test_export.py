@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common.artifacts import digest, sha256, write_record
+from common.artifacts import digest, write_record
+from common.files import sha256
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.training.checkpoints import DIGESTS, TrainedWeights

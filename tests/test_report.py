@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from common.artifacts import write_json
 from common.cli import UserError, stage_parser
+from common.files import write_json
 from common.reporting import report
 from common.reporting.figures import cell, chart, rate
 

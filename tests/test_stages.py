@@ -13,8 +13,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import layers
-from common.artifacts import read_layer, sha256
+from common.artifacts import read_layer
 from common.data.text import load_tokens
+from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
 from conftest import (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import artifacts, cli
+from common import artifacts, cli, files
 from common.cli import UserError
 from common.records import find_fault
 from test_records import valid
@@ -17,7 +17,7 @@ from test_records import valid
 @pytest.fixture
 def artifact(tmp_path) -> str:
     """A directory artifact with three files, one of them in a folder."""
-    with artifacts.write_directory(str(tmp_path / "gqa")) as aside:
+    with files.write_directory(str(tmp_path / "gqa")) as aside:
         for name in ("config.json", "weights", "step-1/shard"):
             os.makedirs(os.path.dirname(os.path.join(aside, name)), exist_ok=True)
             Path(aside, name).write_bytes(name.encode() * 100)
@@ -61,20 +61,20 @@ def test_only_what_this_call_moved_is_removed(tmp_path):
         (tmp_path / name / "mine").write_text(name)
     (tmp_path / "gqa.old-2").symlink_to("nowhere")
     for text in ("first", "second"):
-        with artifacts.write_directory(str(path)) as aside:
+        with files.write_directory(str(path)) as aside:
             Path(aside, "file").write_text(text)
         assert content(path) == {"file": text}
     for name in ("gqa.old", "gqa.old-1"):
         assert content(tmp_path / name) == {"mine": name}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gqa", "gqa.old", "gqa.old-1", "gqa.old-2"]
-    assert artifacts.move_aside(str(path)) == f"{path}.old-3" and artifacts.move_aside(str(path)) is None
+    assert files.move_aside(str(path)) == f"{path}.old-3" and files.move_aside(str(path)) is None
     assert content(tmp_path / "gqa.old-3") == {"file": "second"}
 
 
 @pytest.mark.parametrize("moment", ["in the block", "before the rename"])
 def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatch, moment):
     path, rename = tmp_path / "gqa", os.rename
-    with artifacts.write_directory(str(path)) as aside:
+    with files.write_directory(str(path)) as aside:
         Path(aside, "file").write_text("first")
 
     def refuse(source, target):
@@ -83,7 +83,7 @@ def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatc
         rename(source, target)
 
     with pytest.raises(KeyboardInterrupt):
-        with artifacts.write_directory(str(path)) as aside:
+        with files.write_directory(str(path)) as aside:
             Path(aside, "file").write_text("second")
             if moment == "in the block":
                 raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def test_a_link_or_a_file_is_never_replaced(tmp_path):
     (tmp_path / "file").write_text("mine")
     for name, kind in (("link", "a symbolic link"), ("dangling", "a symbolic link"), ("file", "a file")):
         with pytest.raises(UserError, match=f"expected nothing or a directory, found {kind}"):
-            with artifacts.write_directory(str(tmp_path / name)):
+            with files.write_directory(str(tmp_path / name)):
                 pass
         args = SimpleNamespace(run=str(tmp_path), force=name != "file")
         with pytest.raises(UserError, match="found a symbolic link|pass --force"):
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     for name in ("x.json", "x.safetensors"):
         (tmp_path / name).mkdir()
     with pytest.raises(IsADirectoryError):
-        artifacts.write_json(str(tmp_path / "x.json"), {})
+        files.write_json(str(tmp_path / "x.json"), {})
     with pytest.raises(IsADirectoryError):
         artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
     assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]

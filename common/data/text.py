@@ -10,10 +10,10 @@ import torch
 from numpy.lib.format import write_array_header_1_0
 from tqdm import tqdm
 
-from common.artifacts import temporary_name
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.samples import Sample
+from common.files import temporary_name
 from common.models import DEMO, DEMO_HOME, bos_prefix
 
 C4 = "allenai/c4"

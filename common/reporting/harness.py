@@ -17,10 +17,11 @@ import shlex
 import sys
 from urllib.parse import quote
 
-from common.artifacts import read_record, write_text
+from common.artifacts import read_record
 from common.cli import UserError, run_stage
 from common.data.jsonl import read_objects
 from common.data.tasks import Example, choice_samples
+from common.files import write_text
 
 GROUP = "table5"  # prefix that distinguishes these tasks from lm_eval's
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from common.artifacts import read_record, write_text
+from common.artifacts import read_record
 from common.cli import UserError
+from common.files import write_text
 from common.reporting.figures import (
     Table,
     cell,

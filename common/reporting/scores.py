@@ -2,8 +2,8 @@
 
 import os
 
-from common.artifacts import write_text
 from common.cli import UserError
+from common.files import write_text
 from common.reporting.tables import markdown_table
 
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from common.artifacts import move_aside, sha256, write_json
 from common.cli import UserError
+from common.files import move_aside, sha256, write_json
 
 KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint

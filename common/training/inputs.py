@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from common.artifacts import check_input, read_record, sha256, verify_files
+from common.artifacts import check_input, read_record, verify_files
 from common.cli import Clock, UserError
 from common.data.chat import load_chats
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, size_note, tokenize
 from common.data.text import TextSamples, load_tokens, write_text_tokens
+from common.files import sha256
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout

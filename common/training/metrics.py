@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from common.artifacts import write_text
 from common.cli import UserError
+from common.files import write_text
 from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, read_record, record, verify_files, write_directory, write_record
+from common.artifacts import claim, read_record, record, verify_files, write_record
 from common.cli import UserError
+from common.files import write_directory
 from common.models import load_config, load_tokenizer
 from common.training import checkpoints, distill, jobs
 from common.training.engine import Job, Plan, train

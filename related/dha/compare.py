@@ -12,8 +12,9 @@ learning rate or cache size are refused.
 
 import os
 
-from common.artifacts import check_input, claim, record, write_json, write_text
+from common.artifacts import check_input, claim, record
 from common.cli import Clock, UserError, run_stage, stage_parser
+from common.files import write_json, write_text
 from common.reporting import plots
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics

@@ -27,18 +27,10 @@ import os
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import (
-    check_input,
-    claim,
-    read_record,
-    record,
-    sha256,
-    verify_files,
-    write_directory,
-    write_record,
-)
+from common.artifacts import check_input, claim, read_record, record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
+from common.files import sha256, write_directory
 from common.models import load_config, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.metrics import read_metrics

@@ -13,16 +13,9 @@ the cold start drops the weights that search has trained.
 
 import os
 
-from common.artifacts import (
-    check_input,
-    claim,
-    read_record,
-    record,
-    verify_files,
-    write_directory,
-    write_record,
-)
+from common.artifacts import check_input, claim, read_record, record, verify_files, write_record
 from common.cli import Clock, run_stage, stage_parser
+from common.files import write_directory
 from common.models import load_config, load_model, load_tokenizer
 from related.dha import export, fusion
 from related.dha.records import POOL, SEARCH, read

@@ -21,9 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import claim, record, verify_files, write_directory, write_record
+from common.artifacts import claim, record, verify_files, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
+from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.metrics import read_metrics

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, record, verify_files, write_directory, write_json, write_record
+from common.artifacts import claim, record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
 from common.evaluate import all_logits
+from common.files import write_directory, write_json
 from common.models import (
     DEMO,
     Geometry,

@@ -35,11 +35,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from common.artifacts import claim, record, write_json, write_text
+from common.artifacts import claim, record
 from common.cli import Clock, UserError, non_negative, positive, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
+from common.files import write_json, write_text
 from common.models import DEMO, describe, geometry, load_config, load_model, load_tokenizer, pick_device
 from related.keychannels.cache import KeyChannelCache, cached_bytes, require_prunable
 from related.keychannels.channels import SELECTORS, removed_count

@@ -27,11 +27,12 @@ import sys
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, read_record, record, verify_files, write_json, write_text
+from common.artifacts import claim, read_record, record, verify_files
 from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
+from common.files import write_json, write_text
 from common.layers import Layers
 from common.models import (
     DEMO,

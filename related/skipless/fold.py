@@ -24,9 +24,10 @@ import os
 
 import torch
 
-from common.artifacts import claim, read_record, record, write_directory, write_record
+from common.artifacts import claim, read_record, record, write_record
 from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
 from common.data.text import load_tokens
+from common.files import write_directory
 from common.models import DEMO, describe, load_config, load_model, load_tokenizer
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, fold
 from related.skipless.exactness import LOGIT_TOLERANCE, exact_logits, relative_difference, rounded

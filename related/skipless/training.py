@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import move_aside, record, write_directory, write_record
+from common.artifacts import record, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
 from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
+from common.files import move_aside, write_directory
 from common.layers import run_layer
 from common.method.losses import chunked, cross_entropy
 from common.models import DEMO, describe, fingerprint, load_config, load_model, load_tokenizer

@@ -1,0 +1,107 @@
+"""Files and directories written whole or not at all, and never over something else by accident."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+
+from common.cli import UserError
+
+
+def sha256(path: str) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_overwrite(path: str, force: bool) -> None:
+    """Raise UserError if path is a symbolic link, or exists and force is off. Call it before any work."""
+    if os.path.islink(path):
+        raise UserError(f"{path}: expected nothing or an earlier output, found a symbolic link; "
+                        "remove it first")
+    if os.path.exists(path) and not force:
+        raise UserError(f"{path} already exists; pass --force to replace it")
+
+
+@contextlib.contextmanager
+def temporary_name(path: str):
+    """PATH.tmp for a file to be written, removed again if the block ends with an error."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        yield path + ".tmp"
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise
+
+
+def write_text(path: str, text: str) -> None:
+    """Write text to a temporary file, then rename it."""
+    with temporary_name(path) as aside:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+
+
+def write_json(path: str, value: dict) -> None:
+    """Write JSON to a temporary file, then rename it."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def files_in(directory: str) -> list[str]:
+    """All files below a directory, relative to it, sorted."""
+    files = []
+    for folder, _, names in os.walk(directory):
+        files += [os.path.relpath(os.path.join(folder, name), directory) for name in names]
+    return sorted(files)
+
+
+@contextlib.contextmanager
+def write_directory(path: str):
+    """Context manager: an empty directory PATH.tmp to fill, renamed to PATH if the block succeeds.
+
+    A previous directory stays untouched until then: it is moved aside to a free name and removed once the new
+    one is in place. Raises UserError if path is a file or a symbolic link.
+    """
+    if os.path.islink(path) or os.path.isfile(path):
+        kind = "a symbolic link" if os.path.islink(path) else "a file"
+        raise UserError(f"{path}: expected nothing or a directory, found {kind}; remove it first")
+    aside = path + ".tmp"
+    shutil.rmtree(aside, ignore_errors=True)  # from a killed run
+    os.makedirs(aside)
+    try:
+        yield aside
+        for name in files_in(aside):
+            sync(os.path.join(aside, name))
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    previous = move_aside(path)
+    try:
+        os.rename(aside, path)
+    except BaseException:
+        if previous:
+            os.rename(previous, path)
+        raise
+    if previous:
+        shutil.rmtree(previous)
+
+
+def sync(path: str) -> None:
+    """Flush a file to disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def move_aside(path: str, kind: str = "old") -> str | None:
+    """Rename a path to the first free PATH.KIND-N and return that name; None if the path does not exist."""
+    if not os.path.lexists(path):
+        return None
+    names = (f"{path}.{kind}-{number}" for number in itertools.count(1))
+    free = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, free)
+    return free
