@@ -74,10 +74,10 @@ def driver() -> str:
     """The NVIDIA driver's version."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        words = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     except OSError:
-        found = []
-    return found[0] if found else "unknown"
+        words = []
+    return words[0] if words else "unknown"
 
 
 def describe() -> dict[str, str]:

@@ -69,12 +69,12 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
         masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
     if recompute:
         recompute_layers(model.train())
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # it keeps its address
         return tensor
 

@@ -155,15 +155,15 @@ def test_attention_does_not_cross_samples(attention):
 def test_attentions_agree_with_eager(attention, kv_heads):
     """Hidden states and gradients of a packed row, as the plainest implementation gives them."""
     close = 1e-4
-    row, found = build_row(random_samples(5), 5), []
+    row, results = build_row(random_samples(5), 5), []
     for name in (attention, "eager"):
         model = tiny_model(attn_implementation=name, num_key_value_heads=kv_heads)
         trainee = Trainee(model)
         hidden = trainee(row)
         weights = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
         (hidden * weights).sum().backward()
-        found.append([hidden.detach(), *(p.grad for p in trainee.parameters() if p.grad is not None)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([hidden.detach(), *(p.grad for p in trainee.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=close, atol=close * float(theirs.abs().max()))
 
 
