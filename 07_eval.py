@@ -1,7 +1,7 @@
 """Stage 7: evaluate checkpoints side by side: eight tasks, perplexity, KV cache size, speed.
 
 Reads   any checkpoints (default: those in RUN), the validation sets of the eight tasks, a text
-Writes  RUN/eval.json and RUN/eval.md: one table, a column per checkpoint
+Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
         RUN/eval.jsonl: each checkpoint's answer to each question
         the scores into the model card (README.md) of a checkpoint exported by stage 6
 
@@ -197,6 +197,8 @@ def main():
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
     inputs = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
+    for description in dict.fromkeys(each.text for each in inputs.values() if each.text):
+        print(f"reads   {description}")
     reference, device = next(iter(checkpoints)), pick_device(args.device)
     if args.harness:
         print(harness.write_tasks(args.harness, tasks, inputs[reference].tokenizer))

@@ -50,7 +50,6 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
     tokens, description = None, ""
     if text != "none":
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
-        print(f"reads   {description}")
     samples = {}
     for task, questions in tasks.items():
         samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]

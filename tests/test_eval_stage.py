@@ -363,6 +363,26 @@ def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
     ]
 
 
+def test_many_checkpoints_have_a_row_each():
+    """The same cells as beside each other, and of chance only what there is."""
+    results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
+    tables = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+              for table in results_table(results).split("\n\n")]
+    titles = ["boolq", "*micro average, as published*", "*macro average*"]
+    assert [table[0] for table in tables] == [
+        ["exact match, %", *titles], ["likelihood, %", *titles],
+        ["cost", "perplexity", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
+    ]
+    for table, rate in zip(tables, ("25.0 ± 12.5", "75.0 ± 6.2"), strict=False):
+        assert table[2] == ["chance", "50.0", "40.0", "50.0"]
+        assert table[3:] == [[name, rate, rate, rate] for name in results]
+    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000", "2 of 8", "64", "1000", "11"]
+                             for number in range(7)]
+    del results["gqa6"]
+    header = results_table(results).splitlines()[0].split("|")
+    assert [cell.strip() for cell in header[2:-1]] == ["chance", *results]
+
+
 def test_the_last_line_has_the_micro_average():
     """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
     stage = runpy.run_path(str(ROOT / "07_eval.py"))

@@ -7,30 +7,44 @@ from common.files import write_text
 from common.reporting.tables import markdown_table
 
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
+MOST_COLUMNS = 6  # checkpoints beside each other; more are listed below each other
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 
 
 def results_table(results: dict[str, dict]) -> str:
-    """A Markdown table with a row per figure and a column per checkpoint."""
-    columns = list(results.values())
-    blank = [""] * (len(columns) + 1)
-    rows = []
-    for kind, title in (("exact_match", "exact match"), ("likelihood", "likelihood")):
-        rows.append((f"**{title}, %**", *blank))
-        for task in columns[0]["tasks"]:
-            task_columns = [column["tasks"][task] for column in columns]
-            rows.append(rate_row(task, task_columns, kind, "chance"))
-        for average, name in AVERAGES.items():
-            rows.append(rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance"))
-    rows.append(("**cost**", *blank))
+    """A Markdown table with a column per checkpoint; with many of them, tables with a row per checkpoint."""
+    names, sections = ("chance", *results), table_sections(list(results.values()))
+    if len(results) <= MOST_COLUMNS:
+        rows = []
+        for title, section in sections.items():
+            rows += [(f"**{title}**", *[""] * len(names)), *section]
+        return markdown_table(("", *names), rows)
+    tables = []
+    for title, section in sections.items():
+        titles, *rows = zip(*section, strict=True)
+        named = [(name, *row) for name, row in zip(names, rows, strict=True) if any(row)]
+        tables.append(markdown_table((title, *titles), named))
+    return "\n\n".join(tables)
+
+
+def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
+    """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's figures."""
+    sections = {}
+    for kind, title in (("exact_match", "exact match, %"), ("likelihood", "likelihood, %")):
+        rows = [rate_row(task, [column["tasks"][task] for column in columns], kind, "chance")
+                for task in columns[0]["tasks"]]
+        rows += [rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance")
+                 for average, name in AVERAGES.items()]
+        sections[title] = rows
+    costs = []
     if "perplexity" in columns[0]:
-        rows.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
-    rows.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
+        costs.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
+    costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
     for title, key in (("KV bytes per token", "cache_bytes_per_token"),
                        ("prefill tokens/s", "prefill_tokens_per_s"),
                        ("decode tokens/s", "decode_tokens_per_s")):
-        rows.append((title, "", *(number(column, key, 0) for column in columns)))
-    return markdown_table(("", "chance", *results), rows)
+        costs.append((title, "", *(number(column, key, 0) for column in columns)))
+    return sections | {"cost": costs}
 
 
 def number(column: dict, key: str, digits: int) -> str:
