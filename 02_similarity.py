@@ -2,8 +2,9 @@
 
 Reads   RUN/calibration/
 Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
-        the source's H key/value heads; with --energy also energy: minus the share of the layer's energy that
-        merging the pair in closed form loses, for 03_group.py --by energy
+        the source's H key/value heads; with --energy also energy: minus what merging the pair in closed form
+        loses of the squared outputs W_O v and of the variance of scores, each as a share of the layer's
+        (for 03_group.py --by energy)
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2); RUN/pairs.png: the
         cosines of all pairs of heads in every layer, before alignment (Figure 2 of the paper's version 1)
 

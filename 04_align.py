@@ -20,9 +20,9 @@ fails, nothing is written.
 none it is the mean-pool baseline. --merge first retains the first head of each group (Section 4.4). --merge
 closed-form computes the best shared heads (common/method/merge.py), a start much closer to the source, best
 with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context tokens.
---refit then re-solves each layer's W_O by least squares on the calibration text, for two forward passes over
-it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's attention output, for seven
-passes in all.
+--refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two forward
+passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's attention
+output, at the cost of seven in all.
 """
 
 import os
@@ -64,7 +64,7 @@ def parse():
                         help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive, default=None,
                         help="--merge-keys rope: length of context, in tokens, to preserve scores over "
-                             "(default: the model's positions, 4096 at most)")
+                             "(default: the model's maximum, 4096 at most)")
     parser.add_argument("--refit", nargs="?", choices=("output", "attention"), const="output",
                         help="output (or no value): re-solve each merged layer's W_O by least squares; "
                              "attention: then train its W_Q, W_K, W_V and W_O")

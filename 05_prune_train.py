@@ -27,10 +27,10 @@ on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a m
 --masks off trains merged/ directly, without masks or L0 term: for a merged/ that starts near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs with --deterministic). SIGTERM and Ctrl-C finish the step, save
-and exit with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save:
-pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...)
-and starts over; a teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
+step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s
+for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to
+train.old-1/, ...) and starts over; a teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -71,12 +71,12 @@ def parse():
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
     parser.add_argument("--masks", choices=(*distill.MASKED, "off"),
-                        help="l0-released: as in the authors' code, which moves them towards their target by "
-                             "hand; l0: by Eq. 29 alone; off: train merged/ directly (default: l0-released; "
-                             "for the demo model: l0)")
+                        help="l0-released: as in the authors' code, which moves them along a schedule, not "
+                             "by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly (default: "
+                             "l0-released; for the demo model: l0)")
     parser.add_argument("--train", choices=("all", "attention"), default="all",
-                        help="the student's weights to train; attention: no gradients and optimizer state "
-                             "of the others")
+                        help="the student's weights to train; attention: the others get no gradients and no "
+                             "optimizer state")
     parser.section("length of training")
     parser.add_argument("--teacher-epochs", type=cli.passes,
                         help="SFT passes over samples with answers (published: 2)")
@@ -108,7 +108,7 @@ def add_data_flags(parser) -> None:
                         help=f"tokens per sample of text (default: {TEXT_LENGTH}, or the model's limit if "
                              "lower)")
     parser.add_argument("--text-tokens", type=cli.positive, metavar="N",
-                        help="tokens to take of each source (default: all; c4 needs this flag)")
+                        help="tokens to take from each source of text (default: all; c4 needs this flag)")
     parser.add_argument("--chat", nargs="+", default=[], metavar="FILE",
                         help=".jsonl, .json, .json.gz or .parquet files with a column messages, for the "
                              "tokenizer's chat template; chats are cut at the model's limit")
@@ -118,7 +118,7 @@ def add_training_flags(parser) -> None:
     parser.section("optimization")
     parser.add_argument("--lr", type=cli.positive_float, help="student's peak rate (published: 1e-5)")
     parser.add_argument("--merged-lr-factor", type=cli.positive_float, default=1.0,
-                        help="learning rate of the shared projections, times --lr (the authors' code: 2)")
+                        help="factor on --lr for the shared projections (the authors' code: 2)")
     parser.add_argument("--mask-lr", type=cli.positive_float, help="rate of log alpha (published: 1e-2)")
     parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
     parser.add_argument("--batch", type=cli.positive, help="samples per step over all ranks (published: 64)")
@@ -130,7 +130,8 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--weight-decay", type=cli.non_negative_float,
                         help="of AdamW (the authors' code: 1e-4); norms, biases, masks and the shared "
                              "projections have none")
-    parser.add_argument("--clip", type=cli.non_negative_float, default=1.0, help="gradient norm limit or 0")
+    parser.add_argument("--clip", type=cli.non_negative_float, default=1.0,
+                        help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
     parser.add_argument("--temperature", type=cli.positive_float, default=1.0, help="of the KL term")

@@ -170,7 +170,7 @@ def unit_numbers(gram: torch.Tensor) -> torch.Tensor:
     gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. For each head, start from the
     phases that turn the others towards it; then each in turn takes the phase that best agrees with the rest,
     until none changes by PHASE_TOLERANCE; the best of the D results is kept. Algorithm 1 would never flip a
-    sign: a head's contribution to the mean outweighs the pull towards the other one. The first head of a
+    sign: a head's own share of the mean outweighs the pull towards the opposite sign. The first head of a
     group gets 1.
     """
     gram = gram.movedim(-1, -3)  # [..., d/2, D, D]

@@ -184,8 +184,8 @@ def best_fit(
 ) -> tuple[torch.Tensor, float | None, float, float]:
     """The best on `judge` of W [hidden, heads * d] and its ridge regressions on `fit`.
 
-    Returns the weight, its ridge strength (None: W itself), the error of W, and its error. W is kept if h is
-    zero.
+    Returns the best weight, its ridge strength (None: W itself), the error of W, and that of the best weight.
+    W is kept if h is zero.
     """
     best, best_ridge = weight, None
     before = least = judge.error(weight)

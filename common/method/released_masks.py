@@ -3,13 +3,13 @@
 A mask is nearly deterministic: z = (sigmoid(logit(u) + log_alpha / TEMPERATURE) - 1/2) STRETCH + 1/2, clipped
 to [0, 1], with u uniform in (0.4, 0.6). The clip is straight-through: masks at 0 and 1 have gradients, too.
 
-Masks are also moved to the target T of Eq. 29 by hand. Before a step, `constrain` pulls those with the least
+Masks are also moved to the target T of Eq. 29 directly. Before a step, `constrain` pulls those with the least
 log_alpha towards 0 and the others towards 1, as many as T asks for; after it, `settle` averages log_alpha
 with what it was before. So masks follow T without any gradient: the losses only decide their order.
 
-Two things are simplified. The size that both read is that of the masks as they are, in the released code that
-of the step before: here log_alpha is all that a resumed run needs. And the gradient of a mask is clamped to
-+-1 for the whole batch at once, not for each microbatch.
+Two things are simplified. `constrain` and `settle` read the masks' current size, the released code that of
+the step before, because here log_alpha is all that a resumed run restores. And the gradient of a mask is
+clamped to +-1 for the whole batch at once, not for each microbatch.
 """
 
 import math

@@ -179,7 +179,7 @@ def solve_each(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def start_by_pairs(fit: KeyFit) -> Maps:
-    """A and B pair by pair, for what softmax sees: the mean of a pair counts as far as its turning varies."""
+    """A and B pair by pair. Softmax ignores what is constant, so avg(R) E[k] is subtracted from the keys."""
     mean = fit.turns.turn(fit.mean)
     constant = pair_products(mean[:, :, None, :, None] * mean[:, None, :, None, :])
     weights = key_weights(pair_products(fit.query).real)

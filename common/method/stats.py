@@ -33,7 +33,7 @@ def to_unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def has_exact_products(vectors: torch.Tensor) -> bool:
-    """Whether a GPU's 16-bit matrix units sum the products of these vectors in float32, exact each.
+    """Whether tensor cores can multiply these vectors as they are: exact products, summed in float32.
 
     That is several times faster than the float32 products of the same numbers.
     """
@@ -64,7 +64,8 @@ def raw_gram(vectors: torch.Tensor) -> torch.Tensor:
 def unit_gram(vectors: torch.Tensor) -> torch.Tensor:
     """gram_half of vectors [n, H, d] scaled to unit norm, with products in float32.
 
-    16-bit vectors on a GPU as three exact products: each is the sum of two bfloat16 numbers, to 16 bits.
+    16-bit vectors on a GPU take three exact products: a unit vector is split into two bfloat16 parts, which
+    hold 16 bits of it.
     """
     unit = to_unit(vectors.float())
     if not has_exact_products(vectors):

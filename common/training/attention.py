@@ -18,8 +18,8 @@ def packed_attention(module, query, key, value, attention_mask, row=None, slidin
     with attn_implementation="packed". row: a packing.Row of T tokens, passed through the model's forward;
     None: one sample. sliding_window: number of positions a token attends to, including its own; None for all.
 
-    On GPUs one kernel takes all samples, if torch has it and it has these shapes; otherwise each sample takes
-    a kernel, with a mask if it is longer than the window.
+    On GPUs one kernel call covers all samples, if torch has the kernel and it supports these shapes;
+    otherwise there is one call per sample, with a mask if the sample is longer than the window.
     """
     if row is not None and dropout == 0 and varlen_applies(query):
         states = (query, key, value)

@@ -18,7 +18,7 @@ class Settings:
 
     lr: float  # peak learning rate of the student's weights
     masks: str = "l0"  # "l0": as printed; "l0-released": as in the authors' code; "off": none
-    merged_lr_factor: float = 1.0  # learning rate of the shared projections, times lr (the authors' code: 2)
+    merged_lr_factor: float = 1.0  # factor on lr for the shared projections (the authors' code: 2)
     mask_lr: float = 1e-2  # peak learning rate of log alpha
     l0_weight: float = 1.0  # weight of Eq. 29 in Eq. 31
     beta2: float = 0.999  # of AdamW, for all but the masks

@@ -38,8 +38,9 @@ class Heldout:
         """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
         kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
-        of tokens that both rank first. phase: a Distillation. All ranks call this, each for its share of the
-        samples, and get the same figures. The next training step is the same with and without it.
+        of positions at which both predict the same token. phase: a Distillation. All ranks call this, each
+        for its share of the samples, and get the same figures. The next training step is the same with and
+        without it.
         """
         began, figures = time.perf_counter(), {}
         phase.begin_measurement()

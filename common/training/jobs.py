@@ -107,7 +107,7 @@ def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, swi
     """The student as a GQA model, from merged/ or from the checkpoint `saved`.
 
     switched: `saved` is the masked student's last checkpoint, of which only the merged projections and the
-    shared parameters are read.
+    parameters that no mask blends are read.
     """
     student = build(load_config(pair.merged), setup.ranks, setup.execution,
                     sources=None if saved else lambda name: (pair.merged, name))
