@@ -58,7 +58,7 @@ from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_h
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.schedule import TEXT_LENGTH, make_plans, print_plan, set_defaults
 from common.training.sharding import Execution, free_memory, joined_ranks
-from common.training.teacher import read_teacher, train_teacher
+from common.training.teacher import frozen, read_teacher, train_teacher
 
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
@@ -210,7 +210,7 @@ def train_student(run: Run, plan: Plan) -> bool:
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    teacher = jobs.frozen(run.teacher, ranks, run.execution)
+    teacher = frozen(run.teacher, ranks, run.execution)
     setup = jobs.Setup(run.directory, ranks, run.execution)
     saved = checkpoints.resume_from(run.directory, plan, ranks)
     start = checkpoints.step_of(saved) if saved else 0

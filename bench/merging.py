@@ -42,6 +42,7 @@ from common.training import checkpoints, distill, jobs
 from common.training.engine import Plan, train
 from common.training.inputs import read_pair
 from common.training.sharding import Execution, Ranks, joined_ranks
+from common.training.teacher import frozen
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAIRS, ROPE = ["--merge", "closed-form", "--merge-keys", "pairs"], ["--merge", "closed-form"]
@@ -208,7 +209,7 @@ def measure(args, ranks) -> dict:
 
     text, _ = load_tokens(args.text, tokenizer, SAMPLES, args.length)
     samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
-    distiller = Distiller(args, ranks, jobs.frozen(path, ranks, Execution()), samples)
+    distiller = Distiller(args, ranks, frozen(path, ranks, Execution()), samples)
     starts = [name for name in args.starts if name not in GROUPINGS]
     for steps, seed, name in itertools.product(args.budgets, range(args.seeds), starts):
         run = start_run(args.out, args.distil_kv_heads, name)

@@ -33,6 +33,7 @@ from common.training.engine import Job, Plan, run_step
 from common.training.hardware import peak_flops
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
+from common.training.teacher import frozen
 
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "demo": (128, 256, 4, 8, 1280),
@@ -122,7 +123,7 @@ class Models:
             for path, shape in ((mha, config), (gqa, grouped)):
                 with torch.device(ranks.device):
                     LlamaForCausalLM(shape).to(compute).save_pretrained(path)
-            self.teacher = jobs.frozen(mha, ranks, execution)
+            self.teacher = frozen(mha, ranks, execution)
             self.masked = build(
                 config, ranks, execution, jobs.start_of_masked(mha, gqa),
                 lambda model: masks.patch(model, heads // 4), jobs.start_masks(layers, heads),

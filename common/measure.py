@@ -1,6 +1,6 @@
-"""All figures of one checkpoint: answers to the questions, perplexity, cache size, speed.
+"""All figures of one checkpoint, and the inputs they are measured on: answers, perplexity, cache size, speed.
 
-`args` are the flags of stage 7.
+common/evaluate.py computes each. `args` are the flags of stage 7.
 """
 
 import itertools

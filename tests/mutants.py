@@ -5,11 +5,11 @@
     python tests/mutants.py --sample 20 --seed 1   # a quick look
     python tests/mutants.py --list tests/mutations/method.py  # one part
 
-A mutation is (row of AUDIT.md, file, old text, new text, test[, reason why no test can notice it]). It is
-applied in a scratch copy of the repository. The command fails if a mutation survives that is not marked as
-equivalent, if the old text is not in its file exactly once, or if a test fails without any mutation. Every
-test run is a fork of this process, which has imported the packages of packages.txt there but none of the
-project's modules.
+A mutation is (row of AUDIT.md, or what it is about where there is no row; file, old text, new text, test
+[, reason why no test can notice it]). It is applied in a scratch copy of the repository. The command fails if
+a mutation survives that is not marked as equivalent, if the old text is not in its file exactly once, or if a
+test fails without any mutation. Every test run is a fork of this process, which has imported the packages of
+tests/mutations/packages.txt; none of the project's modules may be among them.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SURVIVED, EQUIVALENT, INVALID = "SURVIVED", "equivalent", "INVALID"
 
 @dataclass(frozen=True)
 class Mutant:
-    row: str  # of AUDIT.md
+    row: str  # of AUDIT.md, or a name of its own
     file: str
     old: str
     new: str
@@ -99,8 +99,8 @@ class TimeUp(BaseException):
 def copy_tree(source: Path, target: Path) -> None:
     """The files git knows of or would add."""
     command = ["git", "ls-files", "-coz", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=source, capture_output=True, check=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    known = subprocess.run(command, cwd=source, capture_output=True, check=True)
+    for name in filter(None, known.stdout.decode().split("\0")):
         if (source / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, target / name)
@@ -221,8 +221,8 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="test runs at a time")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR", help="the repository")
-    parser.add_argument("--list", type=Path, metavar="FILE",
-                        help="a file with MUTANTS (default: all of tests/mutations/)")
+    parser.add_argument("--list", type=Path, metavar="PATH",
+                        help="a file with MUTANTS, or a directory of them (default: tests/mutations/)")
     return parser.parse_args(arguments)
 
 

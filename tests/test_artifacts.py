@@ -68,6 +68,12 @@ def test_damaged_artifacts_are_refused(tmp_path, damage):
         artifacts.read_tensors(str(path), "02_similarity.py")
 
 
+def test_calibration_that_is_not_finite_is_refused(tmp_path):
+    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(UserError, match=r"layer-00000\.safetensors: NaN or Inf in key\.raw"):
+        artifacts.read_layer(str(tmp_path), 0)
+
+
 def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
     path = write(tmp_path / "a.safetensors", 2.0)
     with pytest.raises(UserError, match="an artifact of 01_calibrate.py, found one of 02_similarity.py$"):
@@ -77,11 +83,3 @@ def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
         artifacts.read_record(path, "02_similarity.py", other)
     with pytest.raises(UserError, match="b.safetensors not found; run 02_similarity.py first"):
         artifacts.read_tensors(str(tmp_path / "b.safetensors"), "02_similarity.py")
-
-
-def test_overwriting_needs_force(tmp_path):
-    path = write(tmp_path / "a.safetensors", 2.0)
-    files.refuse_overwrite(path, force=True)
-    files.refuse_overwrite(path + "2", force=False)
-    with pytest.raises(UserError, match="a.safetensors already exists; pass --force"):
-        files.refuse_overwrite(path, force=False)

@@ -19,6 +19,7 @@ from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build
 from conftest import save_tiny
+from training_runs import flip
 
 ADAM = {"initial_lr": 1e-3}
 
@@ -191,12 +192,6 @@ def test_a_tensor_file_that_holds_code_is_refused(saved, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         checkpoints.whole_weights(path)
     assert not mark.exists()
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", [".metadata", "*.distcp"])

@@ -1,4 +1,4 @@
-"""Whole stages on damaged, exchanged or unfinished inputs: one line, and nothing is lost."""
+"""Whole stages on damaged or exchanged inputs, and on a full disk: one line, and nothing is lost."""
 
 import resource
 import shutil
@@ -58,14 +58,6 @@ def test_stages_refuse_damaged_inputs(home):
         ("groups.json", b"\xff", align, "groups.json: expected the record of 03_group.py"),
     ))
     assert not list(home.glob("*.tmp")) and not list(home.glob(".*.lock"))
-
-
-def test_a_wrong_layer_to_draw_is_refused_before_anything_is_written(home):
-    before = (home / "similarity.json").read_bytes()
-    draw = ["02_similarity.py", "--run", home, "--force", "--layers-drawn"]
-    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *draw, 0, 3)
-    expect_error("--layers-drawn: expected a whole number from 0 to 2^31 - 1, found -1", *draw, -1)
-    assert (home / "similarity.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("command", ["01_calibrate.py", "02_similarity.py", "04_align.py"])

@@ -4,45 +4,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from common.data.samples import Sample
 from common.method import masks
-from common.method.losses import bild, kl
-from common.training.distill import Distillation, MaskedDistillation, Settings, Sft
+from common.training.distill import SWITCH, Distillation, MaskedDistillation, Settings, Sft, switch_step
 from common.training.packing import build_row
-from common.training.sharding import Trainee, sum_over_ranks
-from conftest import tiny_model
-
-SAMPLES = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
-
-
-def sample_logits(trainee, sample: Sample) -> torch.Tensor:
-    """Logits [T - 1, V] of the predicted tokens of a sample by itself."""
-    tokens = torch.tensor([[*sample.prompt, *sample.answer]])
-    return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
-
-
-def distillation_terms(student, teacher, kl_on: str = "prompt") -> dict[str, torch.Tensor]:
-    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
-    terms = {"kl": 0.0, "bild": 0.0}
-    for sample in SAMPLES:
-        prompt = len(sample.prompt) - 1
-        ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
-        last = prompt if kl_on == "prompt" else None
-        terms["kl"] = terms["kl"] + kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
-        terms["bild"] = terms["bild"] + bild(ours[prompt:], theirs[prompt:]).mean() / len(SAMPLES)
-    return terms
-
-
-def tiny_trainee(seed: int) -> Trainee:
-    return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
-
-
-def masked_student(log_alpha: torch.Tensor) -> Trainee:
-    """A student whose merged projections are random, with these mask parameters."""
-    model = tiny_model(seed=0, attn_implementation="packed")
-    torch.manual_seed(1)
-    masks.patch(model, 2)
-    return Trainee(model, {"log_alpha": log_alpha})
+from students import (
+    SAMPLES,
+    distillation_terms,
+    masked_student,
+    run_masked_step,
+    sample_logits,
+    tiny_trainee,
+)
 
 
 @pytest.mark.parametrize("kl_on", ["prompt", "all"])
@@ -79,16 +51,6 @@ def test_fine_tuning_counts_answer_tokens_alone():
         expected += float(cross_entropy(answer_logits, torch.tensor(sample.answer)).detach()) / len(SAMPLES)
     loss, _ = Sft(trainee, chunk=2).row_loss(build_row(SAMPLES, len(SAMPLES)))
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
-
-
-def run_masked_step(student, settings: Settings, step: int, rows: list, phase=None) -> dict:
-    """A step of masked distillation without the optimizer; returns its figures."""
-    phase = phase or MaskedDistillation(student, tiny_trainee(2), 100, settings)
-    phase.begin_step(step)
-    for row in rows:
-        phase.row_loss(row)[0].backward()
-    sum_over_ranks(phase.leaves(student))
-    return phase.end_step(step)
 
 
 @pytest.mark.parametrize("step", [0, 40])
@@ -146,3 +108,8 @@ def test_masks_are_clamped_after_an_update():
     phase = MaskedDistillation(masked_student(torch.full((3, 8), 99.0)), None, 10, Settings(lr=1.0))
     phase.after_update(0)
     assert (phase.log_alpha == masks.LIMIT).all()
+
+
+def test_masks_end_after_80_percent_of_the_steps():
+    assert SWITCH == 0.8
+    assert [switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]

@@ -17,7 +17,7 @@ from common.training.engine import Job, Plan, learning_rate
 from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Trainee, build
 from conftest import save_tiny, tiny_model
-from test_heldout import gqa_job, masked_job
+from students import gqa_job, masked_job
 
 
 def plan_of(steps: int, **changes) -> Plan:

@@ -29,6 +29,7 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
+from training_runs import flip
 
 
 def read_outcomes(home) -> list[dict]:
@@ -260,13 +261,6 @@ def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, in
     other = home / "whole-length"
     run("07_eval.py", *flags, "--run", other, "--only", "boolq", "--limit", 1)
     assert json.loads((other / "eval.json").read_text())["results"]["a"]["perplexity_tokens"] == 2 * 256
-
-
-def flip(path) -> None:
-    """Change one byte of a weight in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_run_directory_is_evaluated_again(finished_run, inputs, tmp_path):

@@ -1,4 +1,4 @@
-"""Stage 6: refusals of a training checkpoint that does not fit the model, and memory that a layer sets."""
+"""Stage 6: the export's dtype, checkpoints and exports that are refused, and memory that a layer sets."""
 
 import json
 import os
@@ -9,12 +9,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from common import evaluate
 from common.artifacts import digest, write_record
 from common.files import sha256
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.training.checkpoints import DIGESTS, TrainedWeights
 from conftest import byte_tokenizer, copy_run, expect_error, run
+from tiny_run import digests
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -51,6 +53,14 @@ def refuse(home, message: str) -> None:
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
 
 
+@pytest.mark.parametrize("difference", [1.0, float("nan")])
+def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
+    home = copy_run(finished_run, tmp_path / "run")
+    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
+    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
+    assert digests(home / "gqa") == digests(finished_run / "gqa")
+
+
 def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch):
     """Logits of the checkpoint loaded back; float32 stores what was computed."""
     home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
@@ -75,6 +85,14 @@ def test_a_layer_is_written_before_the_next_is_read(finished_run, tmp_path, monk
     run("06_export.py", "--run", home, "--force")
     layers = [(action, name) for action, name in order if "layers" in name]
     assert layers == [(action, f"model.layers.{index}") for index in range(3) for action in ("read", "write")]
+
+
+def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    shutil.rmtree(home / "gqa")
+    run("06_export.py", "--run", home, "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
 
 
 @pytest.mark.slow
@@ -117,8 +135,8 @@ def untrained_run(finished_run, home, config, kv_heads: int):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     state = {f"weights.net.{name}": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
     dcp.save(state, checkpoint_id=step, no_dist=True)
-    digests = {path.name: sha256(str(path)) for path in step.iterdir()}
-    (step / DIGESTS).write_text(json.dumps(digests))
+    recorded = {path.name: sha256(str(path)) for path in step.iterdir()}
+    (step / DIGESTS).write_text(json.dumps(recorded))
     records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
     write_record(str(home / "train"), records["train"])
     return home

@@ -42,7 +42,7 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
-from test_heldout import PLAN, gqa_job, masked_job
+from students import PLAN, gqa_job, masked_job
 from test_packing import random_samples
 from training_runs import (
     STAGE,

@@ -22,20 +22,19 @@ from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
 from common.models import DEMO, load_config, load_model, load_tokenizer
-from common.training import budget, checkpoints, distill, engine, jobs, schedule
+from common.training import budget, checkpoints, engine, schedule
 from common.training.checkpoints import steps_saved, whole_weights
-from common.training.engine import Job, Plan
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout
 from common.training.inputs import NONE, load_heldout
 from common.training.metrics import METRICS, read_metrics
-from common.training.sharding import Execution, Ranks, build
-from conftest import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
+from common.training.sharding import Ranks
+from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
+from students import PLAN, SETTINGS, gqa_job, masked_job
+from training_runs import STAGE, TIMING
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
 RANKS = Ranks(0, 1, torch.device("cpu"))
-TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
-STEPS = 5
 
 
 def random_ids(draw: torch.Generator, low: int, high: int) -> tuple[int, ...]:
@@ -54,39 +53,6 @@ def heldout_sets() -> dict[str, list[Sample]]:
 
 HELDOUT = Heldout(heldout_sets(), every=2)
 TRAINING = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
-PLAN = Plan(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=None,
-            save_minutes=60.0, print_every=100)
-SETTINGS = distill.Settings(lr=1e-2, mask_lr=1.0, loss_chunk=7)
-
-
-def saved(path: Path, **options) -> str:
-    """A tiny model's directory, written once."""
-    return str(path) if path.exists() else save_tiny(path, **options)
-
-
-def teacher_of(ranks, tmp_path):
-    return jobs.frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
-
-
-def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.Distillation]:
-    """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
-    source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
-    student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
-    (tmp_path / name).mkdir(exist_ok=True)
-    optimizer = jobs.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
-    job = Job(student, optimizer, str(tmp_path / name), ranks)
-    return job, distill.Distillation(student, teacher_of(ranks, tmp_path), SETTINGS)
-
-
-def masked_job(ranks, tmp_path, name: str = "train") -> tuple[Job, distill.MaskedDistillation]:
-    """A student whose masks are partly open."""
-    aligned = saved(tmp_path / "aligned")
-    merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
-    student = build(load_config(aligned), ranks, Execution(), jobs.start_of_masked(aligned, merged),
-                    lambda model: masks.patch(model, 2), {"log_alpha": torch.linspace(-4, 4, 24).view(3, 8)})
-    (tmp_path / name).mkdir(exist_ok=True)
-    job = Job(student, jobs.masked_optimizer(student, SETTINGS), str(tmp_path / name), ranks)
-    return job, distill.MaskedDistillation(student, teacher_of(ranks, tmp_path), STEPS, SETTINGS)
 
 
 class Watch:
@@ -245,7 +211,8 @@ import sys
 from pathlib import Path
 
 from common.training.sharding import joined_ranks
-from test_heldout import gqa_job, masked_job, measured
+from students import gqa_job, masked_job
+from test_heldout import measured
 
 home = Path(sys.argv[1])
 with joined_ranks() as ranks:
@@ -279,9 +246,6 @@ def test_steps_to_measure_after():
 
 
 # the flags of stage 5
-
-
-STAGE = "05_prune_train.py"
 
 
 def arguments(inputs, **changes) -> argparse.Namespace:

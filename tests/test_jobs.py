@@ -11,14 +11,7 @@ from common.training.distill import Settings
 from common.training.engine import Job
 from common.training.sharding import Execution, Trainee, build
 from conftest import save_tiny, tiny_model
-from test_distill import masked_student
-
-
-def rates(optimizer, trainee) -> dict[str, float]:
-    """The peak learning rate of each parameter, by name."""
-    names = {id(parameter): name for name, parameter in trainee.named_parameters()}
-    groups = optimizer.param_groups
-    return {names[id(parameter)]: group["initial_lr"] for group in groups for parameter in group["params"]}
+from students import masked_student, rates
 
 
 def test_each_kind_of_parameter_learns_at_its_rate():
@@ -102,7 +95,8 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
                       (undecayed, 1e-3)]
     path = str(tmp_path / "step-00000003")
     with pytest.raises(UserError, match=r"expected a tensor optimizer\..*k_proj\.bias.*, found none"):
-        checkpoints.load(gqa, path, lambda name: name)  # does not lead to the shared projections
+        # names as they are do not lead to the shared projections
+        checkpoints.load(gqa, path, lambda name: name)
 
     def stored(name: str) -> str:
         return name.replace("k_proj.", "k_proj.merged.").replace("v_proj.", "v_proj.merged.")

@@ -1,8 +1,8 @@
-"""Mistakes a user makes between stages: one line each."""
+"""Mistakes a user makes in flags and between stages: one line each."""
 
 import shutil
 
-from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
+from conftest import copy_run, expect_error, run, save_tiny
 
 
 def test_mistakes_in_calibration(inputs, tmp_path):
@@ -44,16 +44,6 @@ def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     assert (home / "groups.json").exists()
 
 
-def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
-    """One token predicts none: a perplexity would be NaN."""
-    home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2)
-    run("04_align.py", "--run", home)
-    assert "NaN" not in (home / "aligned" / "stage.json").read_text()
-
-
 def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
     cases = [("02_similarity.py", "--key-context 8", "--key-context: expected --energy with it"),
              ("04_align.py", "--merge-keys pairs", "--merge-keys pairs: expected --merge closed-form")]
@@ -61,9 +51,10 @@ def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
         expect_error(message, stage, "--run", aligned_run, *words.split())
 
 
-def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
-    other.write_text("Other text. " * 200)
-    for words, notes in (([], 1), (["--text", other], 0)):
-        printed = run("04_align.py", "--run", home, "--force", *words).stdout
-        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes
+def test_a_wrong_layer_to_draw_is_refused_before_anything_is_written(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    before = (home / "similarity.json").read_bytes()
+    draw = ["02_similarity.py", "--run", home, "--force", "--layers-drawn"]
+    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *draw, 0, 3)
+    expect_error("--layers-drawn: expected a whole number from 0 to 2^31 - 1, found -1", *draw, -1)
+    assert (home / "similarity.json").read_bytes() == before

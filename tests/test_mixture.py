@@ -82,6 +82,14 @@ def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one
     assert len({figures["samples_sha256"] for figures in described}) == 3
 
 
+def test_the_digest_of_samples_sees_every_token_and_boundary():
+    samples = [Sample((1, 2), (3,)), Sample((4,), (5, 6))]
+    token, boundary = Sample((1, 2), (4,)), Sample((1,), (2, 3))
+    others = [[token, samples[1]], [boundary, samples[1]], samples[::-1], samples[:1]]
+    assert len({samples_digest(other) for other in [samples, *others]}) == 5
+    assert samples_digest(list(samples)) == samples_digest(samples)
+
+
 def test_tokens_are_written_once_and_again_when_the_text_changes(
     inputs, tmp_path, group_of_one, monkeypatch
 ):

@@ -247,6 +247,12 @@ def test_sizes_beyond_any_memory_are_refused():
     assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
 
 
+def test_a_calibration_names_its_text():
+    record = valid("01_calibrate.py")
+    for arguments in ({}, {"text": None}, {"text": 3}):
+        assert "arguments" in find_fault(record | {"arguments": arguments}, "01_calibrate.py")
+
+
 @pytest.mark.parametrize("fault", GROUP_FAULTS)
 def test_groups_are_a_partition_of_every_layer(tmp_path, fault):
     for stage in ("03_group.py", "04_align.py"):

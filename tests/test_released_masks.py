@@ -10,8 +10,7 @@ from common.method import masks, released_masks
 from common.training import distill, jobs
 from common.training.distill import ReleasedMaskedDistillation, Settings
 from common.training.packing import build_row
-from test_distill import SAMPLES, distillation_terms, masked_student, run_masked_step, tiny_trainee
-from test_jobs import rates
+from students import SAMPLES, distillation_terms, masked_student, rates, run_masked_step, tiny_trainee
 
 
 def mask(log_alpha: float, u: float) -> float:

@@ -5,7 +5,7 @@ import pytest
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method import masks
-from common.training import distill, schedule
+from common.training import schedule
 from common.training.inputs import Pair, Pool
 from training_runs import flags
 
@@ -17,8 +17,7 @@ def test_published_numbers():
     released = {"beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}
     assert published | released == schedule.PUBLISHED_SETTINGS
     assert schedule.DEMO_SETTINGS.keys() == schedule.PUBLISHED_SETTINGS.keys()
-    assert (distill.SWITCH, schedule.TEACHER_EPOCHS) == (0.8, 2)
-    assert [distill.switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]
+    assert schedule.TEACHER_EPOCHS == 2
     assert [schedule.published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [schedule.epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and schedule.epochs_to_steps(2, 147_580, 128) == 2306

@@ -19,7 +19,7 @@ from common.training import jobs, sharding
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
 from conftest import ROOT, save_tiny, tiny_model
-from test_distill import SAMPLES
+from students import SAMPLES
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64, 65])
@@ -77,7 +77,7 @@ from torch.profiler import profile
 from common.models import load_config
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
-from test_distill import SAMPLES
+from students import SAMPLES
 
 with joined_ranks() as ranks:
     if "two nodes" in sys.argv:
@@ -188,7 +188,7 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
     for compiled in (False, True):
         sources = jobs.start_of_masked(source, save_tiny(tmp_path / "merged", num_hidden_layers=1,
-                                                            num_key_value_heads=2))
+                                                         num_key_value_heads=2))
         trainee = build(load_config(source), group_of_one, Execution(compiled=compiled), sources,
                         lambda model: masks.patch(model, 2), jobs.start_masks(1, 8))
         assert all((layer._compiled_call_impl is not None) == compiled for layer in trainee.net.model.layers)

@@ -10,8 +10,7 @@ from common.training.engine import STOPPED
 from conftest import copy_run, run, run_in_process, save_tiny
 from related.skipless import exactness
 from related.skipless.exactness import LOGIT_TOLERANCE
-from test_skipless import COMPARE, FOLD, TRAIN
-from test_skipless_training import contents, stop_after_two
+from skipless_models import COMPARE, FOLD, TRAIN, contents, stop_after_two
 
 SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
 
@@ -111,6 +110,23 @@ def test_training_with_other_steps_is_refused_by_the_command(inputs, tmp_path, m
     assert contents(tmp_path / "run") == before
     run(TRAIN, *flags, "--steps", 3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["serial"]
+
+
+@pytest.mark.slow
+def test_training_on_other_text_is_refused(inputs, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--text", text]
+    flags += ["--heldout", inputs["text"]]
+    flags += ["--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1]
+    text.write_text("some text, repeated " * 40)
+    stop_after_two(monkeypatch)
+    assert run_in_process(TRAIN, [str(flag) for flag in flags]).returncode == STOPPED
+    monkeypatch.undo()
+    text.write_text("other text, repeated " * 40)
+    before = contents(tmp_path / "run")
+    assert "samples_sha256" in run(TRAIN, *flags, fails=True).stderr and contents(tmp_path / "run") == before
+    text.write_text("some text, repeated " * 40)
+    run(TRAIN, *flags)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from common.models import load_config
 from conftest import ROOT, tiny_model
 from related.skipless import algebra, compare, exactness, report, weights
 from related.skipless.exactness import LOGIT_TOLERANCE, relative_difference
-from test_skipless import matrices, model_of, tokens
+from skipless_models import matrices, model_of, tokens
 
 
 def test_relative_difference_is_over_the_largest_logit_of_the_reference():

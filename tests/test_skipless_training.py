@@ -1,7 +1,6 @@
 """Training skipless models: where it starts, its loss, stopped and resumed."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import Clock, UserError
 from common.data.samples import Sample
-from common.training.engine import STOPPED
 from common.training.packing import build_row
 from common.training.sharding import Trainee
-from conftest import run, run_in_process
 from related.skipless import algebra, training
 from related.skipless.training import initialise, skipless_config
-from test_skipless import HEADS, SIZE, TRAIN, WIDTH, model_of, tokens
+from skipless_models import HEADS, SIZE, WIDTH, contents, model_of, stop_after_two, tokens
 
 
 def fresh_model(parallel: bool = False, kv_heads: int = HEADS):
@@ -94,12 +91,6 @@ def test_next_token_loss_is_that_of_transformers(monkeypatch):
 SETTINGS = {"steps": 3, "lr": 0.001, "seed": 0}
 
 
-def contents(directory) -> dict[str, bytes]:
-    """Relative path -> bytes of all files below a directory."""
-    paths = [path for path in Path(directory).rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
-
-
 @pytest.fixture
 def begun(group_of_one, tmp_path) -> dict[str, bytes]:
     """The files of a training in tmp_path/train that was begun with SETTINGS and has saved a checkpoint."""
@@ -154,34 +145,6 @@ def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path
     with pytest.raises(UserError, match="plan.json"):
         training.begin(str(directory), SETTINGS, group_of_one)
     assert contents(directory) == before
-
-
-def stop_after_two(monkeypatch) -> None:
-    """Have every training stop after its second step, as if by a signal."""
-    whole_training = training.train
-
-    def train(*positional):
-        whole_training(*positional, until=2)
-        return False
-
-    monkeypatch.setattr(training, "train", train)
-
-
-@pytest.mark.slow
-def test_training_on_other_text_is_refused(inputs, tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    flags = ["--run", tmp_path / "run", "--model", inputs["model"], "--text", text]
-    flags += ["--heldout", inputs["text"]]
-    flags += ["--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1]
-    text.write_text("some text, repeated " * 40)
-    stop_after_two(monkeypatch)
-    assert run_in_process(TRAIN, [str(flag) for flag in flags]).returncode == STOPPED
-    monkeypatch.undo()
-    text.write_text("other text, repeated " * 40)
-    before = contents(tmp_path / "run")
-    assert "samples_sha256" in run(TRAIN, *flags, fails=True).stderr and contents(tmp_path / "run") == before
-    text.write_text("some text, repeated " * 40)
-    run(TRAIN, *flags)
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Stages 1 to 4 on a tiny model with biases: artifacts against definitions."""
 
 import itertools
-import json
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import layers
 from common.artifacts import read_layer
 from common.data.text import load_tokens
-from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
 from conftest import (
@@ -29,27 +26,10 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
+from tiny_run import HEADS, LAYERS, SIZE, STAGES, digests, read
 
-LAYERS, HEADS, SIZE, TOKENS = 3, 8, 8, 512  # of the model and of the text of `inputs`; every token is sampled
+TOKENS = 512  # of the text of `inputs`; every one is sampled
 POSITIONS = 256  # of the model
-STAGES = {path.name[:2]: path.name for path in ROOT.glob("0*_*.py")}
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def digests(path: Path) -> dict[str, str]:
-    """sha256 of an artifact's tensors, or of what groups.json says."""
-    if path.name == "groups.json":
-        return {"groups": str(read(path)["groups"])}
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    tensors = [file for file in files if file.suffix in (".safetensors", ".distcp")]
-    return {file.name: sha256(str(file)) for file in tensors}
 
 
 @torch.no_grad()
@@ -317,6 +297,24 @@ def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(align
     assert summary["max_logit_difference"] == pytest.approx(difference, rel=0.5)
 
 
+def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
+    """One token predicts none: a perplexity would be NaN."""
+    home = tmp_path / "run"
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2)
+    run("04_align.py", "--run", home)
+    assert "NaN" not in (home / "aligned" / "stage.json").read_text()
+
+
+def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
+    other.write_text("Other text. " * 200)
+    for words, notes in (([], 1), (["--text", other], 0)):
+        printed = run("04_align.py", "--run", home, "--force", *words).stdout
+        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes
+
+
 def mean_distance(vectors: torch.Tensor, groups: list[list[int]]) -> float:
     """Mean squared distance over all pairs of different heads within groups."""
     pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
@@ -347,6 +345,18 @@ def test_the_closed_form_does_not_depend_on_the_rotation(aligned_run, tmp_path):
         logits.append(AutoModelForCausalLM.from_pretrained(home / "merged")(tokens).logits)
     mean_merged = AutoModelForCausalLM.from_pretrained(aligned_run / "merged")(tokens).logits
     assert (logits[0] - logits[1]).abs().max() < 1e-3 < 1e-1 < (logits[0] - mean_merged).abs().max()
+
+
+def test_mean_pool_baseline(aligned_run, tmp_path):
+    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
+    run("04_align.py", "--run", home, "--rotate", "none", "--force")
+    source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
+    merged = AutoModelForCausalLM.from_pretrained(home / "merged")
+    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
+        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
+        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
-"""Stage 5 under torchrun: two processes or nodes equal one process, a killed run equals one left alone."""
+"""Stage 5 under torchrun: several processes equal one, a killed run one left alone; damage, a full disk."""
 
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -50,8 +49,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
-    together = copy_run(aligned_run, tmp_path / "together")
-    shutil.copytree(alone / "teacher", together / "teacher")
+    together = with_teacher(aligned_run, alone, tmp_path / "together")
     run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
     assert_same_training(together, alone)
     # once more with a teacher that two processes made
@@ -83,8 +81,7 @@ def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
 
 @pytest.mark.slow
 def test_recomputed_layers_train_the_same(alone, aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(alone / "teacher", home / "teacher")
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
     run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED, "--recompute")
     assert_same_training(home, alone)
 
@@ -95,8 +92,7 @@ def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
     round.
     """
     for name, first, then in (("fewer", 2, 0), ("more", 0, 2)):
-        home = copy_run(aligned_run, tmp_path / name)
-        shutil.copytree(alone / "teacher", home / "teacher")
+        home = with_teacher(aligned_run, alone, tmp_path / name)
         process = start(home, inputs, *SHARED, processes=first)
         wait_for_step(home, 4)  # after the checkpoint of step 3
         kill(process)
@@ -108,8 +104,7 @@ def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
 @pytest.mark.slow
 def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path):
     """HSDP: weights sharded within a node, replicated over nodes."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(alone / "teacher", home / "teacher")
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,15 +1,20 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import evaluate
 from common.training.checkpoints import steps_saved, whole_weights
 from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error, run
-from test_stages import LAYERS, SIZE, STAGES, digests, read, read_lines
+from tiny_run import LAYERS, SIZE, STAGES, digests, read
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_whole_run(finished_run):
@@ -44,22 +49,6 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
         assert torch.equal(trained[name], tensor), name
 
 
-def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    shutil.rmtree(home / "gqa")
-    run("06_export.py", "--run", home, "--dtype", "bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
-    assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
-
-
-@pytest.mark.parametrize("difference", [1.0, float("nan")])
-def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
-    home = copy_run(finished_run, tmp_path / "run")
-    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
-    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
-    assert digests(home / "gqa") == digests(finished_run / "gqa")
-
-
 STAGE_OUTPUTS = {
     "01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"],
     "04": ["aligned", "merged"], "05": ["teacher", "train"], "06": ["gqa"],
@@ -81,18 +70,6 @@ def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path,
 
 def test_evaluation_is_refused_without_force(finished_run, inputs):
     expect_error("--force", "07_eval.py", "--run", finished_run, *evaluate_arguments(inputs))
-
-
-def test_mean_pool_baseline(aligned_run, tmp_path):
-    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
-    run("04_align.py", "--run", home, "--rotate", "none", "--force")
-    source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
-    merged = AutoModelForCausalLM.from_pretrained(home / "merged")
-    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
-        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
-        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 
 from common import artifacts, cli, files
 from common.cli import UserError
-from common.records import find_fault
 from test_records import valid
 
 
@@ -106,6 +105,25 @@ def test_a_link_or_a_file_is_never_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
 
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
+    for name in ("x.json", "x.safetensors"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.write_json(str(tmp_path / "x.json"), {})
+    with pytest.raises(IsADirectoryError):
+        artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
+    assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]
+
+
+def test_overwriting_needs_force(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("mine")
+    files.refuse_overwrite(str(path), force=True)
+    files.refuse_overwrite(str(tmp_path / "other.json"), force=False)
+    with pytest.raises(UserError, match="record.json already exists; pass --force"):
+        files.refuse_overwrite(str(path), force=False)
+
+
 @pytest.fixture
 def claims(tmp_path):
     yield SimpleNamespace(run=str(tmp_path / "run"), force=False)
@@ -128,28 +146,6 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
     cli.cleanup.close()
     assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
     artifacts.claim("05_prune_train.py", claims)
-
-
-def test_a_calibration_names_its_text():
-    record = valid("01_calibrate.py")
-    for arguments in ({}, {"text": None}, {"text": 3}):
-        assert "arguments" in find_fault(record | {"arguments": arguments}, "01_calibrate.py")
-
-
-def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
-    for name in ("x.json", "x.safetensors"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(IsADirectoryError):
-        files.write_json(str(tmp_path / "x.json"), {})
-    with pytest.raises(IsADirectoryError):
-        artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
-    assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]
-
-
-def test_calibration_that_is_not_finite_is_refused(tmp_path):
-    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, torch.nan])})
-    with pytest.raises(UserError, match=r"layer-00000\.safetensors: NaN or Inf in key\.raw"):
-        artifacts.read_layer(str(tmp_path), 0)
 
 
 def test_an_empty_run_directory_that_existed_before_stays(claims):

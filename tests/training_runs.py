@@ -91,6 +91,7 @@ def interrupt(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
 
 
 def flip(path: Path) -> None:
+    """Change a bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -99,7 +100,7 @@ def flip(path: Path) -> None:
 def start(home, inputs, *arguments, processes: int = 2, **options) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher = [*launcher, "--local-addr", "127.0.0.1"] if processes else []
-    command = [sys.executable, *launcher, str(ROOT / "05_prune_train.py"), "--run-dir", str(home)]
+    command = [sys.executable, *launcher, str(ROOT / STAGE), "--run-dir", str(home)]
     command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The accelerators that --plan knows, and clusters of them."""
+"""Accelerators: peak FLOP/s, memory, links by name, for --plan and the share of peak in metrics; clusters."""
 
 import re
 from dataclasses import dataclass

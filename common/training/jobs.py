@@ -1,6 +1,6 @@
-"""The models that stage 5 trains, each with its AdamW: the masked and the GQA student; the frozen teacher."""
+"""The students of stage 5 as jobs, masked and GQA; AdamW for them and for the teacher's SFT."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +10,7 @@ from common.training import checkpoints
 from common.training.distill import MASKED, Settings
 from common.training.engine import Job, make_optimizer
 from common.training.inputs import Pair
-from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.sharding import Execution, Ranks, build
 
 UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the authors' code
 # A mask's first gradients are sigmoid'(START) / (layers * heads), about 1e-7, not negligible next to Adam's
@@ -117,10 +117,3 @@ def gqa_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None, swi
         stored_name = (lambda name: masks.blended_name(name, pair.blended)) if switched else lambda name: name
         checkpoints.load(job, saved, stored_name)
     return job
-
-
-def frozen(path: str, ranks: Ranks, execution: Execution) -> Trainee:
-    """The teacher: sharded, without gradients, its weights in the compute dtype."""
-    execution = replace(execution, weights=execution.compute, recompute=False)
-    teacher = build(load_config(path), ranks, execution, lambda name: (path, name))
-    return teacher.eval().requires_grad_(False)

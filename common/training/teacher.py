@@ -3,6 +3,7 @@
 import argparse
 import os
 import shutil
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from common.training import checkpoints, distill, jobs
 from common.training.engine import Job, Plan, train
 from common.training.inputs import SOURCE, STAGE, Pool, Run
 from common.training.metrics import METRICS, read_metrics, summarize
-from common.training.sharding import build
+from common.training.sharding import Execution, Ranks, Trainee, build
 
 
 def read_teacher(run: Run) -> bool:
@@ -82,3 +83,10 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
         write_record(aside, record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
     shutil.rmtree(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
+
+
+def frozen(path: str, ranks: Ranks, execution: Execution) -> Trainee:
+    """The teacher: sharded, without gradients, its weights in the compute dtype."""
+    execution = replace(execution, weights=execution.compute, recompute=False)
+    teacher = build(load_config(path), ranks, execution, lambda name: (path, name))
+    return teacher.eval().requires_grad_(False)

@@ -165,7 +165,7 @@ MUTANTS = [
     ("ours", "common/method/procrustes.py",
      "if members > 2",
      "if members > 1",
-     "test_procrustes::test_two_heads_are_aligned_by_one_polar_factor", 
+     "test_procrustes::test_two_heads_are_aligned_by_one_polar_factor",
      "two heads reach their optimum from any start: it only takes longer"),
     ("ours", "common/method/procrustes.py",
      "(rotation[:, :1].mT @ rotation)",

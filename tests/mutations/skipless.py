@@ -196,7 +196,7 @@ MUTANTS = [
     ("Skipless: training", "related/skipless/training.py",
      'settings["samples_sha256"] = samples_digest(samples)',
      'settings["samples_sha256"] = 0',
-     "test_skipless_training::test_training_on_other_text_is_refused"),
+     "test_skipless_commands::test_training_on_other_text_is_refused"),
     ("Skipless: training", "related/skipless/training.py",
      "    checkpoints.begin(directory, settings, ranks)",
      "    pass",
