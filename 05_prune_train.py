@@ -56,7 +56,7 @@ from common.training.engine import STOPPED, Plan, train
 from common.training.hardware import HARDWARE
 from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_heldout, load_pool, read_pair
 from common.training.metrics import METRICS, read_metrics, summarize
-from common.training.schedule import TEXT_LENGTH, make_plans, print_plan, set_defaults
+from common.training.plans import TEXT_LENGTH, make_plans, print_plan, set_defaults
 from common.training.sharding import Execution, free_memory, joined_ranks
 from common.training.teacher import frozen, read_teacher, train_teacher
 
@@ -224,7 +224,7 @@ def train_student(run: Run, plan: Plan) -> bool:
         size = phase.mean_mask()
         del job, phase
         free_memory(ranks)
-        start, saved = switch, checkpoints.steps_saved(run.directory)[-1]
+        start, saved = switch, checkpoints.saved_checkpoints(run.directory)[-1]
         ranks.say(f"switch  after step {switch}: masks, {size:.3f} on average, set to 0; rebuilt with "
                   f"{pair.kv_heads} kv heads")
 

@@ -34,7 +34,7 @@ from common.method import masks
 from common.method.fuse import merged_config
 from common.models import empty_model, geometry, load_config
 from common.reporting import model_card
-from common.training.checkpoints import TrainedWeights, step_of, steps_saved
+from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
@@ -70,7 +70,7 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
 
 def last_weights(training: str, steps: int) -> TrainedWeights:
     """The weights after the last step. Raises UserError if they are missing."""
-    saved = steps_saved(training)
+    saved = saved_checkpoints(training)
     if not saved or step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
     weights = TrainedWeights(saved[-1])

@@ -153,11 +153,11 @@ class Distiller:
             job = jobs.masked_job(pair, settings, setup)
             phase = distill.MASKED[args.masks](job.trainee, self.teacher, steps, settings)
             self.train(job, phase, plan, switch)
-            saved = checkpoints.steps_saved(directory)[-1]
+            saved = checkpoints.saved_checkpoints(directory)[-1]
         job = jobs.gqa_job(pair, settings, setup, saved, switched=args.masks != "off")
         self.train(job, distill.Distillation(job.trainee, self.teacher, settings), plan)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
-        model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
+        model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
         shutil.rmtree(directory)
         return model
 

@@ -92,10 +92,10 @@ def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
         checkpoints.save(job)
     for name in ("step-00000009.tmp", "step-00000009.damaged-1", "step-9", "notes"):
         os.mkdir(os.path.join(job.directory, name))
-    steps = [checkpoints.step_of(path) for path in checkpoints.steps_saved(job.directory)]
+    steps = [checkpoints.step_of(path) for path in checkpoints.saved_checkpoints(job.directory)]
     assert steps == [2, 3]
     assert checkpoints.newest(job.directory, job.ranks).endswith("step-00000003")
-    assert checkpoints.steps_saved(os.path.join(job.directory, "missing")) == []
+    assert checkpoints.saved_checkpoints(os.path.join(job.directory, "missing")) == []
 
 
 class Attack:

@@ -12,7 +12,7 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.models import load_config
 from common.training import checkpoints, engine, metrics
-from common.training.checkpoints import steps_saved
+from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Plan, learning_rate
 from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Trainee, build
@@ -52,7 +52,8 @@ SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]
 def test_checkpoints_by_the_clock(group_of_one, tmp_path, minutes, expected):
     job = squares_job(group_of_one, tmp_path)
     assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5, save_minutes=minutes))
-    assert [checkpoints.step_of(path) for path in steps_saved(job.directory)] == expected and job.step == 5
+    steps = [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)]
+    assert steps == expected and job.step == 5
 
 
 def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(group_of_one, tmp_path):
@@ -141,7 +142,7 @@ def test_non_finite_gradient_stops_before_the_update(group_of_one, tmp_path):
         engine.train(job, Faulty(), SAMPLES, plan_of(3, save_steps=1))
     after = [p.full_tensor() for p in job.trainee.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert steps_saved(job.directory) == []
+    assert saved_checkpoints(job.directory) == []
 
 
 def test_a_signal_ends_training_after_the_step_and_handlers_are_restored(group_of_one, tmp_path, capsys):
@@ -153,7 +154,7 @@ def test_a_signal_ends_training_after_the_step_and_handlers_are_restored(group_o
                 signal.raise_signal(signal.SIGTERM)
 
     assert not engine.train(job, Interrupted(job.trainee), SAMPLES, plan_of(5))
-    assert job.step == 2 and steps_saved(job.directory)[-1].endswith("step-00000002")
+    assert job.step == 2 and saved_checkpoints(job.directory)[-1].endswith("step-00000002")
     assert "stopped by a signal after step 2; the same command resumes" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == handler
     assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5)) and job.step == 5
@@ -190,7 +191,7 @@ def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path,
     Path(job.directory, "tensorboard").write_text("a file")
     assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(2))
     assert "skipped tensorboard/: cannot be written" in capsys.readouterr().out
-    assert len(steps_saved(job.directory)) == 1
+    assert len(saved_checkpoints(job.directory)) == 1
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", b"null", b'{"loss": 1}', b'{"step": "1"}', b"\xff",

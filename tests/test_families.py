@@ -16,7 +16,7 @@ from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import free_pairs
 from common.method.stats import key_gram
 from common.models import geometry
-from common.training.checkpoints import steps_saved, whole_weights
+from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Trainee
 from conftest import expect_error, run, save_tiny, tiny_model
@@ -256,7 +256,7 @@ def test_whole_run(name, inputs, tmp_path):
     run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5,
         "--batch", 4, "--teacher-steps", 2, "--teacher-batch", 4, "--lr", 1e-3, "--mask-lr", 3)
     run("06_export.py", "--run", home)
-    weights = whole_weights(steps_saved(str(home / "train"))[-1])
+    weights = whole_weights(saved_checkpoints(str(home / "train"))[-1])
     exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
     embedding, tied = exported.model.embed_tokens.weight, bool(changes.get("tie_word_embeddings"))
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == tied

@@ -27,7 +27,7 @@ from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import polar
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
-from common.training.checkpoints import steps_saved
+from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, backward, clip_gradients, run_step
 from common.training.packing import build_row
 from common.training.sharding import Trainee, init_ranks
@@ -398,7 +398,7 @@ def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, ali
     process = start(home, inputs, *LONG, processes=GPUS)
     wait_for_step(home, 8)
     kill(process)
-    assert steps_saved(str(home / "train")) and not (home / "train" / "stage.json").exists()
+    assert saved_checkpoints(str(home / "train")) and not (home / "train" / "stage.json").exists()
     assert "resumes" in train(home, inputs, *LONG, processes=GPUS).stdout
     assert_same_bits(home, together)
 

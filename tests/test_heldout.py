@@ -22,11 +22,12 @@ from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
 from common.models import DEMO, load_config, load_model, load_tokenizer
-from common.training import budget, checkpoints, engine, schedule
-from common.training.checkpoints import steps_saved, whole_weights
+from common.training import budget, checkpoints, engine
+from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout
 from common.training.inputs import NONE, load_heldout
 from common.training.metrics import METRICS, read_metrics
+from common.training.plans import set_defaults
 from common.training.sharding import Ranks
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
@@ -135,7 +136,7 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job)
         torch.manual_seed(0)
         assert engine.train(job, phase, TRAINING, PLAN, heldout=heldout)
         lines.append(read_metrics(str(tmp_path / name / METRICS)))
-        weights.append(whole_weights(steps_saved(job.directory)[-1]))
+        weights.append(whole_weights(saved_checkpoints(job.directory)[-1]))
     steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
     assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
     for line, other in zip(*lines, strict=True):
@@ -149,7 +150,7 @@ def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
     job, phase = gqa_job(group_of_one, tmp_path)
     assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
     model = tiny_model(num_key_value_heads=2)
-    model.load_state_dict(whole_weights(steps_saved(job.directory)[-1]))
+    model.load_state_dict(whole_weights(saved_checkpoints(job.directory)[-1]))
     last = read_metrics(str(tmp_path / "train" / METRICS))[-1]
     expected = figures_by_sample(model, tiny_model(seed=1))
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
@@ -184,7 +185,7 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, monkeypatch, s
                 patched.setattr(engine, "run_step", interrupted_at(stop))
                 assert not engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
             job, phase = masked_job(group_of_one, tmp_path, name)
-            checkpoints.load(job, steps_saved(job.directory)[-1])
+            checkpoints.load(job, saved_checkpoints(job.directory)[-1])
             assert job.step == stop
         assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
         text = Path(tmp_path, name, METRICS).read_text()
@@ -242,7 +243,7 @@ def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes)
 def test_steps_to_measure_after():
     heldout = Heldout({}, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
-    assert [heldout.times(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
+    assert [heldout.measurements(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
 
 
 # the flags of stage 5
@@ -297,7 +298,7 @@ def test_default_held_out_text(demo, text, expected):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "argv", [STAGE, *(["--text", *text] if text else []), *words])
             args = parse()
-        schedule.set_defaults(args, demo, positions=2048)
+        set_defaults(args, demo, positions=2048)
         assert args.heldout_text == chosen
 
 
@@ -329,7 +330,7 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     lines = read_metrics(str(home / "train" / METRICS))
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
-    student.load_state_dict(whole_weights(steps_saved(str(home / "train"))[-1]))
+    student.load_state_dict(whole_weights(saved_checkpoints(str(home / "train"))[-1]))
     tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 4, 256, "heldout")
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
     assert math.exp(lines[-1][f"{TEXT_SET}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)

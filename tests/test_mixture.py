@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.data.tasks import TASKS, load_task
 from common.training import inputs as training_inputs
-from common.training.checkpoints import Reader, steps_saved
+from common.training.checkpoints import Reader, saved_checkpoints
 from common.training.inputs import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
@@ -159,7 +159,7 @@ def test_training_attention_leaves_the_rest_alone(aligned_run, inputs, tmp_path,
     trained, start = final_weights(home), open_checkpoint(str(home / "merged"))
     for name, tensor in trained.items():
         assert torch.equal(tensor, start[name][:]) != (".self_attn." in name), name
-    saved = Reader(steps_saved(str(home / "train"))[-1]).read_metadata().state_dict_metadata
+    saved = Reader(saved_checkpoints(str(home / "train"))[-1]).read_metadata().state_dict_metadata
     states = [name for name in saved if name.startswith("optimizer.state.")]
     assert states and all(".self_attn." in name for name in states)
 

@@ -11,12 +11,12 @@ from common.method.procrustes import (
     agreement,
     align_keys,
     align_values,
+    best_phases,
     key_similarity,
     pair_mean,
     polar,
     relaxed_starts,
     take_turns,
-    unit_numbers,
     value_similarity,
 )
 from common.method.rope import rotate_pairs
@@ -412,7 +412,7 @@ def test_no_single_sign_flip_improves_a_group():
     """100 random groups of six heads; the first head of each keeps its sign."""
     gram = torch.randn(100, 6, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     gram = gram + gram.transpose(1, 2)
-    signs = unit_numbers(gram)
+    signs = best_phases(gram)
     assert (signs.abs() == 1).all() and (signs[:, 0] == 1).all()
     pull = torch.einsum("gijp,gjp->gip", gram, signs) - torch.einsum("giip,gip->gip", gram, signs)
     assert (signs * pull >= 0).all()  # flipping head i changes the sum by -4 s_i pull_i
@@ -424,7 +424,7 @@ def test_signs_are_the_best_of_all_in_nearly_all_groups():
     gram = gram + gram.transpose(1, 2)
     trials = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 6)
     best = torch.einsum("ti,gijp,tj->gpt", trials, gram, trials).amax(-1)
-    signs = unit_numbers(gram)
+    signs = best_phases(gram)
     reached = torch.einsum("gip,gijp,gjp->gp", signs, gram, signs)
     assert (reached > best - 1e-9).double().mean() > 0.95
 
@@ -441,7 +441,7 @@ def test_phases_are_the_best_of_many_starts_in_nearly_all_groups():
             pull = torch.einsum("gjp,tgjp->tgp", between[:, head], trials)
             trials[:, :, head] = pull / pull.abs()
     best = torch.einsum("tgip,gijp,tgjp->tgp", trials.conj(), gram, trials).real.amax(0)
-    units = unit_numbers(gram)
+    units = best_phases(gram)
     reached = torch.einsum("gip,gijp,gjp->gp", units.conj(), gram, units).real
     assert (reached > best * (1 - 1e-6)).double().mean() > 0.95
 

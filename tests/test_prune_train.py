@@ -14,7 +14,7 @@ import torch
 from common.artifacts import write_record
 from common.training import checkpoints
 from common.training import inputs as training_inputs
-from common.training.checkpoints import steps_saved
+from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
 from common.training.inputs import Pool, Run
 from common.training.sharding import Execution
@@ -187,7 +187,7 @@ def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_pat
 def test_a_crafted_checkpoint_runs_nothing_in_stages_5_and_6(finished_run, inputs, tmp_path):
     """A .metadata that would run a command when unpickled, with all digests made to fit."""
     home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
-    for path in steps_saved(str(home / "train")):
+    for path in saved_checkpoints(str(home / "train")):
         Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
         seal(path)
     record = json.loads((home / "train" / "stage.json").read_text())

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from common.training import checkpoints
-from common.training.checkpoints import steps_saved
+from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
 from conftest import ROOT, TRAINING, copy_run, run, run_in_process
 from training_runs import (
@@ -234,4 +234,5 @@ def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pat
     wait_for_step(home, 2)
     process.terminate()
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
-    assert [checkpoints.step_of(path) for path in steps_saved(str(home / "train"))] == [len(metrics(home))]
+    steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
+    assert steps == [len(metrics(home))]

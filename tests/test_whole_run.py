@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.training.checkpoints import steps_saved, whole_weights
+from common.training.checkpoints import saved_checkpoints, whole_weights
 from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error, run
 from tiny_run import LAYERS, SIZE, STAGES, digests, read
 
@@ -43,7 +43,7 @@ def test_whole_run(finished_run):
 
 def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
     exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
-    trained = whole_weights(steps_saved(str(finished_run / "train"))[-1])
+    trained = whole_weights(saved_checkpoints(str(finished_run / "train"))[-1])
     assert len(trained) == len(exported)
     for name, tensor in exported.items():
         assert torch.equal(trained[name], tensor), name

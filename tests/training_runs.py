@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from common.training import engine
-from common.training.checkpoints import steps_saved, whole_weights
+from common.training.checkpoints import saved_checkpoints, whole_weights
 from conftest import ROOT, TRAINING, copy_run
 
 STAGE = "05_prune_train.py"
@@ -44,7 +44,7 @@ def metrics(home) -> list[dict]:
 
 
 def final_weights(home) -> dict[str, torch.Tensor]:
-    return whole_weights(steps_saved(str(home / "train"))[-1])
+    return whole_weights(saved_checkpoints(str(home / "train"))[-1])
 
 
 def assert_same_training(home, other) -> None:
@@ -134,4 +134,4 @@ def wait_for_step(home, step: int) -> None:
 
 def saved_files(home) -> list[list[Path]]:
     """The tensor files of each checkpoint, oldest first."""
-    return [sorted(Path(path).glob("*.distcp")) for path in steps_saved(str(home / "train"))]
+    return [sorted(Path(path).glob("*.distcp")) for path in saved_checkpoints(str(home / "train"))]

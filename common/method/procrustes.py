@@ -158,13 +158,13 @@ def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None) -> torch.Te
     never a reflection, and commutes with RoPE (Eq. 17). Pairs that are not free ([d/2] bool, None for all
     free) get 1 or -1.
     """
-    rotation = unit_numbers(gram)
+    rotation = best_phases(gram)
     if free is None or free.all():
         return rotation
-    return torch.where(free, rotation, unit_numbers(gram.real).to(rotation.dtype))
+    return torch.where(free, rotation, best_phases(gram.real).to(rotation.dtype))
 
 
-def unit_numbers(gram: torch.Tensor) -> torch.Tensor:
+def best_phases(gram: torch.Tensor) -> torch.Tensor:
     """u [..., D, d/2] that make sum_ij conj(u_i) c[i, j] u_j large, separately for each RoPE pair.
 
     gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. For each head, start from the

@@ -71,7 +71,7 @@ def _read_settings(path: str) -> dict:
     return settings
 
 
-def steps_saved(directory: str) -> list[str]:
+def saved_checkpoints(directory: str) -> list[str]:
     """Checkpoints in a directory, oldest first: step-00000040, ..."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return [os.path.join(directory, name) for name in sorted(names) if re.fullmatch(r"step-\d{8}", name)]
@@ -110,7 +110,7 @@ def save(job) -> None:
     if rank == 0:
         shutil.rmtree(path, ignore_errors=True)  # left if the run resumed from an earlier step: same bytes
         os.rename(aside, path)
-        for old in steps_saved(directory)[:-KEPT]:
+        for old in saved_checkpoints(directory)[:-KEPT]:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -158,7 +158,7 @@ def newest(directory: str, ranks) -> str | None:
 
     Damaged ones are renamed to step-N.damaged-1 and reported. Raises UserError if all are damaged.
     """
-    saved = steps_saved(directory)
+    saved = saved_checkpoints(directory)
     dist.barrier()
     for path in reversed(saved):
         faults = [None] * ranks.world

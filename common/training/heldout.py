@@ -29,7 +29,7 @@ class Heldout:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
         return step in (1, steps) or step % self.every == 0
 
-    def times(self, steps: int) -> int:
+    def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
         return sum(self.due(step, steps) for step in range(1, steps + 1))
 

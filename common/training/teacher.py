@@ -73,7 +73,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
     source = run.pair.model["path"]
     config = load_config(source)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
+    model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     with write_directory(run.teacher) as aside:

@@ -225,7 +225,7 @@ def heldout_curve(lines: list[dict], tokens_before: int, tokens_per_step: int) -
 
 def last_weights(directory: str) -> tuple[dict, dict, float, int]:
     """Model weights, operators, lambda (0 if there is none) and step of a phase's last checkpoint."""
-    path = checkpoints.steps_saved(directory)[-1]
+    path = checkpoints.saved_checkpoints(directory)[-1]
     operators = checkpoints.whole_weights(path, "replicated")
     multiplier = float(operators.pop(MULTIPLIER, 0))
     return checkpoints.whole_weights(path), operators, multiplier, checkpoints.step_of(path)

@@ -230,7 +230,7 @@ def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str],
     directory = path + ".train"
     model, tokenizer = load_model(os.path.join(directory, "start")), load_tokenizer(source)
     before = conditions(model)
-    model.load_state_dict(checkpoints.whole_weights(checkpoints.steps_saved(directory)[-1]))
+    model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     tokens, description = heldout
     summary = {"perplexity": perplexity(model, tokens), "perplexity_text": description,
                "conditions_before": before, "conditions_after": conditions(model)}

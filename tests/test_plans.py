@@ -5,8 +5,16 @@ import pytest
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method import masks
-from common.training import schedule
 from common.training.inputs import Pair, Pool
+from common.training.plans import (
+    DEMO_SETTINGS,
+    PUBLISHED_SETTINGS,
+    TEACHER_EPOCHS,
+    epochs_to_steps,
+    make_plans,
+    published_epochs,
+    set_defaults,
+)
 from training_runs import flags
 
 
@@ -15,19 +23,19 @@ def test_published_numbers():
     published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                  "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
     released = {"beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}
-    assert published | released == schedule.PUBLISHED_SETTINGS
-    assert schedule.DEMO_SETTINGS.keys() == schedule.PUBLISHED_SETTINGS.keys()
-    assert schedule.TEACHER_EPOCHS == 2
-    assert [schedule.published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
-    steps = [schedule.epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
-    assert steps == [11530, 23060, 34590] and schedule.epochs_to_steps(2, 147_580, 128) == 2306
-    assert schedule.epochs_to_steps(0.001, 10, 64) == 1
+    assert published | released == PUBLISHED_SETTINGS
+    assert DEMO_SETTINGS.keys() == PUBLISHED_SETTINGS.keys()
+    assert TEACHER_EPOCHS == 2
+    assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
+    steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
+    assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306
+    assert epochs_to_steps(0.001, 10, 64) == 1
 
 
 @pytest.mark.parametrize("group_size", [3, 16])
 def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
     with pytest.raises(UserError, match=f"groups of {group_size} kv heads .* pass --epochs or --steps"):
-        schedule.published_epochs(group_size)
+        published_epochs(group_size)
 
 
 def pair_of(group_size: int) -> Pair:
@@ -37,9 +45,9 @@ def pair_of(group_size: int) -> Pair:
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
     args = flags(*words)
-    schedule.set_defaults(args, demo, positions=2048)
+    set_defaults(args, demo, positions=2048)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    plans = schedule.make_plans(args, pair_of(group_size), pool, False, args.teacher == "source")
+    plans = make_plans(args, pair_of(group_size), pool, False, args.teacher == "source")
     return {name: plan.steps for name, plan in plans.items()}
 
 
@@ -76,25 +84,25 @@ def test_data_flags_left_out():
              (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
     for demo, words, tasks, text, teacher in cases:
         args = flags(*words)
-        schedule.set_defaults(args, demo, positions=100)
+        set_defaults(args, demo, positions=100)
         assert args.tasks == (tasks or "runs/demo-model/tasks")
         assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
     with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        schedule.set_defaults(flags("--text-length", "101"), False, positions=100)
+        set_defaults(flags("--text-length", "101"), False, positions=100)
 
 
 def test_flags_left_out_take_the_published_values():
-    for demo, expected in ((False, schedule.PUBLISHED_SETTINGS), (True, schedule.DEMO_SETTINGS)):
+    for demo, expected in ((False, PUBLISHED_SETTINGS), (True, DEMO_SETTINGS)):
         args = flags()
-        schedule.set_defaults(args, demo, positions=2048)
+        set_defaults(args, demo, positions=2048)
         assert {name: getattr(args, name) for name in expected} == expected
-        plans = schedule.make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
+        plans = make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             plan, batch, warmup = plans[name], expected[f"{prefix}batch"], expected[f"{prefix}warmup"]
             assert (plan.batch, plan.warmup, plan.clip, plan.final_share) == (batch, warmup, 1.0, 0.0)
             assert (plan.seed, plan.tokens_per_microbatch, plan.save_minutes) == (0, 2048, 20)
     args = flags("--lr", "3e-4", "--batch", "5")
-    schedule.set_defaults(args, False, positions=2048)
+    set_defaults(args, False, positions=2048)
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 

@@ -93,5 +93,5 @@ def print_plan(run: Run, plans: dict[str, Plan]) -> None:
     if run.heldout:
         samples = [sample for samples in run.heldout.sets.values() for sample in samples]
         work = budget.Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
-        hours += budget.print_heldout(work, run.heldout.times(plans["student"].steps), args.plan)
+        hours += budget.print_heldout(work, run.heldout.measurements(plans["student"].steps), args.plan)
     print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(plans) > 1)}")
