@@ -168,7 +168,7 @@ def test_pairs_show_the_absolute_cosine_of_every_pair_in_every_layer():
 
 def test_starts_show_a_line_per_way_and_the_source():
     losses = {"mean, masks": {0: [9.0], 10: [5.0, 6.0], 100: [3.0]}, "mean, no masks": {0: [8.0], 100: [2.5]},
-              "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}}
+              "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}, "mean, other masks": {0: [7.0]}}
     figure = figure_of(plots.starts, losses, 1.5, "8 -> 2 kv heads")
     (axis,) = figure.axes
     assert (axis.get_title(), axis.get_xlabel()) == ("8 -> 2 kv heads", "distillation steps")
@@ -180,9 +180,9 @@ def test_starts_show_a_line_per_way_and_the_source():
     assert drawn["mean, no masks"] == ([0, 2], [8.0, 2.5], [0.0, 0.0])
     assert drawn["closed form, masks"] == ([0, 1, 2], [4.0, 3.0, 2.0], [0.0, 0.0, 0.0])
     assert series(axis)["source"] == ([0, 2], [1.5, 1.5])
-    first, second, third = (bars.lines[0] for bars in axis.containers)
-    assert first.get_color() == second.get_color() != third.get_color()
-    assert [line.get_linestyle() for line in (first, second, third)] == ["-", "--", "-"]
+    lines = [bars.lines[0] for bars in axis.containers]
+    assert [line.get_color() for line in lines] == ["C0", "C0", "C1", "C0"]
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-", ":"]
 
 
 def test_positions_show_a_line_per_model():

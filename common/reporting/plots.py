@@ -176,15 +176,16 @@ def starts(
 ):
     """Held-out loss against distillation, one line per merging method; bars of one standard error.
 
-    Names that differ only after their last comma are variants of a method: same colour, later ones dashed.
+    Names that differ only after their last comma are variants of a method: same colour, the second dashed,
+    the third dotted.
     """
     figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
     budgets = sorted(set().union(*losses.values()))
-    colours: dict[str, str] = {}
+    variants: dict[str, int] = {}
     for name, by_steps in losses.items():
-        way = name.rpartition(",")[0]
-        style = "--" if way in colours else "-"
-        colour = colours.setdefault(way, f"C{len(colours)}")
+        method = name.rpartition(",")[0]
+        variants[method] = variants.get(method, 0) + 1
+        colour, style = f"C{list(variants).index(method)}", ("-", "--", ":")[variants[method] - 1]
         means = [statistics.mean(seeds) for seeds in by_steps.values()]
         errors = [standard_error(seeds) if len(seeds) > 1 else 0.0 for seeds in by_steps.values()]
         axis.errorbar([budgets.index(steps) for steps in by_steps], means, errors, color=colour,
