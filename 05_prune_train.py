@@ -192,11 +192,11 @@ def start_anew(run: Run) -> None:
 def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
     """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
     pair = run.pair
-    losses = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
+    tuned = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
     shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts = {name: fingerprint(path) for name, path in starts.items()}
-    return plan.to_resume() | losses | shared | run.pool.description() | starts
+    return plan.to_resume() | tuned | shared | run.pool.description() | starts
 
 
 def train_student(run: Run, plan: Plan) -> bool:

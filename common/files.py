@@ -1,4 +1,4 @@
-"""Files and directories: written whole or not at all, never over something else by accident; their sha256."""
+"""Files and directories, written whole or not at all and never over something else; their sha256."""
 
 import contextlib
 import hashlib

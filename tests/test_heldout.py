@@ -31,7 +31,7 @@ from common.training.plans import set_defaults
 from common.training.sharding import Ranks
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
-from students import PLAN, SETTINGS, gqa_job, masked_job
+from students import PLAN, SAMPLES, SETTINGS, gqa_job, masked_job
 from training_runs import STAGE, TIMING
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
@@ -53,7 +53,6 @@ def heldout_sets() -> dict[str, list[Sample]]:
 
 
 HELDOUT = Heldout(heldout_sets(), every=2)
-TRAINING = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
 
 
 class Watch:
@@ -134,7 +133,7 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job)
     for name, heldout in (("without", None), ("with", HELDOUT)):
         job, phase = make_job(group_of_one, tmp_path, name)
         torch.manual_seed(0)
-        assert engine.train(job, phase, TRAINING, PLAN, heldout=heldout)
+        assert engine.train(job, phase, SAMPLES, PLAN, heldout=heldout)
         lines.append(read_metrics(str(tmp_path / name / METRICS)))
         weights.append(whole_weights(saved_checkpoints(job.directory)[-1]))
     steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
@@ -148,7 +147,7 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job)
 
 def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
     job, phase = gqa_job(group_of_one, tmp_path)
-    assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+    assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
     model = tiny_model(num_key_value_heads=2)
     model.load_state_dict(whole_weights(saved_checkpoints(job.directory)[-1]))
     last = read_metrics(str(tmp_path / "train" / METRICS))[-1]
@@ -158,7 +157,7 @@ def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
 
 def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp_path, capsys):
     job, phase = gqa_job(group_of_one, tmp_path)
-    assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+    assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
     lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT_SET}_kl" in line]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines) == 4
@@ -183,11 +182,11 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, monkeypatch, s
         if name == "stopped":
             with monkeypatch.context() as patched:
                 patched.setattr(engine, "run_step", interrupted_at(stop))
-                assert not engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+                assert not engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
             job, phase = masked_job(group_of_one, tmp_path, name)
             checkpoints.load(job, saved_checkpoints(job.directory)[-1])
             assert job.step == stop
-        assert engine.train(job, phase, TRAINING, PLAN, heldout=HELDOUT)
+        assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
         text = Path(tmp_path, name, METRICS).read_text()
         lines.append([{k: v for k, v in json.loads(line).items() if k not in TIMING}
                       for line in text.splitlines()])

@@ -1,4 +1,4 @@
-"""Accelerators: peak FLOP/s, memory, links by name, for --plan and the share of peak in metrics; clusters."""
+"""Accelerators and clusters of them: peak FLOP/s, memory and bandwidth, for --plan and for MFU."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The students of stage 5 as jobs, masked and GQA; AdamW for them and for the teacher's SFT."""
+"""The students of stage 5, masked and GQA, with their AdamW; that of the teacher's SFT, too."""
 
 from dataclasses import dataclass
 

@@ -327,7 +327,7 @@ MUTANTS = [
      " | starts",
      "test_prune_train::test_other_training_data_of_the_same_size_is_refused"),
     ("all stages", "05_prune_train.py",
-     "return plan.to_resume() | losses | shared",
+     "return plan.to_resume() | tuned | shared",
      "return plan.to_resume() | shared",
      "test_prune_train::test_a_run_resumed_with_other_settings_is_refused"),
     ("all stages", "05_prune_train.py",
