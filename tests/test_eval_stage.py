@@ -67,6 +67,11 @@ def test_figures_follow_from_the_answers(evaluation, inputs):
     assert "averaged over questions (micro, the paper's Avg.)" in (home / "run" / "eval.md").read_text()
 
 
+def test_a_text_that_checkpoints_share_is_named_once(evaluation, inputs):
+    _, _, output = evaluation
+    assert output.count(f"reads   {inputs['text']}: ") == 1
+
+
 def test_answers_are_those_of_the_questions(evaluation, inputs):
     home, _, _ = evaluation
     for row in read_outcomes(home / "run"):
