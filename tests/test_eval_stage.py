@@ -18,7 +18,6 @@ from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
 from common.measure import require_finite
-from common.reporting.scores import caption, results_table, write_scores
 from conftest import (
     ROOT,
     byte_tokenizer,
@@ -325,99 +324,6 @@ def test_a_damaged_record_of_a_checkpoint_is_one_line(inputs, checkpoint, tmp_pa
 def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
     (tmp_path / "eval.json").write_bytes(content)
     expect_error("eval.json", "07_eval.py", "--run", tmp_path, "--report")
-
-
-def figures(**changes) -> dict:
-    task = {"questions": 4, "chance": 0.5, "exact_match": 0.25, "exact_match_stderr": 0.125,
-            "likelihood": 0.75, "likelihood_stderr": 0.0625}
-    result = {"tasks": {"boolq": task}, "heads": 8, "kv_heads": 2, "cache_bytes_per_token": 64.0,
-              "prefill_tokens_per_s": 1000.4, "decode_tokens_per_s": 10.6,
-              "macro_chance": 0.5, "micro_chance": 0.4}
-    for average in ("macro", "micro"):
-        result |= {f"{average}_exact_match": 0.25, f"{average}_exact_match_stderr": 0.125,
-                   f"{average}_likelihood": 0.75, f"{average}_likelihood_stderr": 0.0625}
-    return result | changes
-
-
-def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
-    results = {"a": figures(perplexity=7.12345), "b": figures(perplexity=8, kv_heads=4)}
-    lines = results_table(results).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["", "chance", "a", "b"] and set(lines[1]) == {"|", "-"}
-    assert cells[2:] == [
-        ["**exact match, %**", "", "", ""],
-        ["boolq", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["*micro average, as published*", "40.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["*macro average*", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["**likelihood, %**", "", "", ""],
-        ["boolq", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["*micro average, as published*", "40.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["*macro average*", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["**cost**", "", "", ""],
-        ["perplexity", "", "7.123", "8.000"],
-        ["kv heads", "", "2 of 8", "4 of 8"],
-        ["KV bytes per token", "", "64", "64"],
-        ["prefill tokens/s", "", "1000", "1000"],
-        ["decode tokens/s", "", "11", "11"],
-    ]
-
-
-def test_many_checkpoints_have_a_row_each():
-    """The same cells as beside each other, and of chance only what there is."""
-    results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
-    tables = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-              for table in results_table(results).split("\n\n")]
-    titles = ["boolq", "*micro average, as published*", "*macro average*"]
-    assert [table[0] for table in tables] == [
-        ["exact match, %", *titles], ["likelihood, %", *titles],
-        ["cost", "perplexity", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
-    ]
-    for table, rate in zip(tables, ("25.0 ± 12.5", "75.0 ± 6.2"), strict=False):
-        assert table[2] == ["chance", "50.0", "40.0", "50.0"]
-        assert table[3:] == [[name, rate, rate, rate] for name in results]
-    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000", "2 of 8", "64", "1000", "11"]
-                             for number in range(7)]
-    del results["gqa6"]
-    header = results_table(results).splitlines()[0].split("|")
-    assert [cell.strip() for cell in header[2:-1]] == ["chance", *results]
-
-
-def test_the_last_line_has_the_micro_average():
-    """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
-    stage = runpy.run_path(str(ROOT / "07_eval.py"))
-    results = {"a": figures(micro_exact_match=0.5), "b": figures(micro_exact_match_stderr=0.25)}
-    assert stage["summarize"](results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
-                                           "KV cache of the last 1.000 of the first's")
-
-
-HOSTILE = "a|b\n<!-- /scores -->"
-
-
-def test_names_break_neither_the_table_nor_the_card(tmp_path):
-    """A second evaluation must find the place of the first, with nothing of the first left behind."""
-    reference = figures(perplexity=7.0, perplexity_text=HOSTILE)
-    note = caption(reference, HOSTILE, None, None, "cpu, float32", bos=False)
-    table = results_table({HOSTILE: reference})
-    assert "\n" not in note and {line.count(" | ") for line in table.splitlines()[2:]} == {2}
-    assert len(table.splitlines()) == 16
-    card = tmp_path / "README.md"
-    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
-    for scores in (f"{table}\n\n{note}", "| 2 |"):
-        assert write_scores(str(tmp_path), scores)
-    assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
-
-
-def test_scores_go_between_the_markers_of_a_card(tmp_path):
-    card = tmp_path / "README.md"
-    assert not write_scores(str(tmp_path), "| 1 |")  # no card
-    for markers in ("", "<!-- scores -->", "<!-- /scores -->\n<!-- scores -->"):
-        card.write_text(text := f"# Model\n{markers}\nmore")
-        assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
-    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
-    for scores in ("| 1 |", "| 2 |\n| 3 |"):  # a second evaluation replaces the first
-        assert write_scores(str(tmp_path), scores)
-        assert card.read_text() == f"# Model\n<!-- scores -->\n{scores}\n<!-- /scores -->\nmore"
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):

@@ -9,6 +9,7 @@ from common.models import load_config
 from common.training import checkpoints, jobs
 from common.training.distill import Settings
 from common.training.engine import Job
+from common.training.inputs import Pair
 from common.training.sharding import Execution, Trainee, build
 from conftest import save_tiny, tiny_model
 from students import masked_student, rates
@@ -74,12 +75,11 @@ def test_a_masked_student_starts_from_aligned_and_merged():
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
     """A masked student after some steps of Adam, saved and loaded as the GQA model: the same weights and the
     same AdamW state where there is a counterpart, nothing else."""
-    mha = load_config(save_tiny(tmp_path / "mha", bias=True))
-    grouped = load_config(save_tiny(tmp_path / "gqa", bias=True, num_key_value_heads=2))
+    mha, grouped = (save_tiny(tmp_path / name, bias=True, num_key_value_heads=kv_heads)
+                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
     settings = Settings(lr=1e-3, merged_lr_factor=2)
-    student = build(
-        mha, group_of_one, Execution(), None, lambda model: masks.patch(model, 2), jobs.start_masks(3, 8)
-    )
+    student = build(load_config(mha), group_of_one, Execution(), None, lambda model: masks.patch(model, 2),
+                    jobs.start_masks(3, 8))
     masked = Job(student, jobs.masked_optimizer(student, settings), str(tmp_path), group_of_one, 3)
     for _ in range(3):
         for parameter in student.parameters():
@@ -87,21 +87,21 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
             parameter.grad = torch.randn_like(parameter)
         masked.optimizer.step()
     checkpoints.save(masked)
-    student = build(grouped, group_of_one, Execution())
-    gqa = Job(student, jobs.gqa_optimizer(student, settings, masks.KEY_VALUE), str(tmp_path), group_of_one)
-    groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
-    shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
-    assert groups == [(len(list(student.parameters())) - shared - undecayed, 1e-3), (shared, 2e-3),
-                      (undecayed, 1e-3)]
-    path = str(tmp_path / "step-00000003")
+
+    pair = Pair(mha, grouped, {"kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    setup, saved = jobs.Setup(str(tmp_path), group_of_one, Execution()), str(tmp_path / "step-00000003")
     with pytest.raises(UserError, match=r"expected a tensor optimizer\..*k_proj\.bias.*, found none"):
         # names as they are do not lead to the shared projections
-        checkpoints.load(gqa, path, lambda name: name)
+        jobs.gqa_job(pair, settings, setup, saved, switched=False)
+    gqa = jobs.gqa_job(pair, settings, setup, saved, switched=True)
+    groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
+    shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
+    rest = len(list(gqa.trainee.parameters())) - shared - undecayed
+    assert groups == [(rest, 1e-3), (shared, 2e-3), (undecayed, 1e-3)]
 
     def stored(name: str) -> str:
         return name.replace("k_proj.", "k_proj.merged.").replace("v_proj.", "v_proj.merged.")
 
-    checkpoints.load(gqa, path, stored)
     assert gqa.step == 3
     before = dict(masked.trainee.named_parameters())
     for name, parameter in gqa.trainee.named_parameters():

@@ -192,7 +192,7 @@ MUTANTS = [
     ("Tables 1, 2", "07_eval.py",
      'rate, error = figures["micro_exact_match"]',
      'rate, error = figures["macro_exact_match"]',
-     "test_eval_stage::test_the_last_line_has_the_micro_average"),
+     "test_scores::test_the_last_line_has_the_micro_average"),
     ("Section 4.1", "07_eval.py",
      'load_task(task, "validation", source)',
      'load_task(task, "train", source)',
