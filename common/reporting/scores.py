@@ -7,7 +7,7 @@ from common.files import write_text
 from common.reporting.tables import markdown_table
 
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
-MOST_COLUMNS = 6  # checkpoints beside each other; more are listed below each other
+MOST_COLUMNS = 6  # checkpoints beside each other; with more, lines are too long to read and each gets a row
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 
 
