@@ -7,7 +7,7 @@
 # make mutants       check that the tests notice faults: mutate one line at a time
 # make lint          ruff
 PYTHON ?= python3
-# tests/test_gpu.py is for make gpu; the other tests are of CPUs
+# tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs
 PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo smollm2 gpu test test-all test-release mutants lint clean

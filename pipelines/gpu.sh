@@ -42,7 +42,7 @@ row() {
 pytest="-m pytest -o addopts= -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb=short"
 step="-m bench.train_step --device cuda --tokens-per-microbatch 8192 --pairs 3"
 layer="--heads 32 --kv-heads 8 --head-dim 128 --intermediate 11008 --layers 4"  # of 7B proportions
-row tests     300 $pytest tests/test_gpu.py
+row tests     300 $pytest tests/stages/test_gpu.py
 row step-1.3b  80 $step --shape 1.3b --batch 64
 row step-7b    80 $step --shape 7b --layers 8 --batch 64
 row transform  60 -m bench.transform --device cuda $layer --threads "$OMP_NUM_THREADS" --tokens 65536 \

@@ -133,10 +133,16 @@ def run_tests(job: Job, slot: Path) -> tuple[int, int]:
     signal.signal(signal.SIGALRM, time_up)
     signal.setitimer(signal.ITIMER_REAL, job.limit)
     tally = Tally()
-    tests = [f"tests/{name.replace('::', '.py::', 1)}" for name in job.test.split()]
+    tests = [f"{file_of(name)}::{name.split('::', 1)[1]}" for name in job.test.split()]
     options = ["-x", "--no-header", "--tb=line", "-m", "", f"--basetemp={slot / 'temporary'}"]
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
     return int(pytest.main([*options, *plugins, *tests], plugins=[tally])), tally.passed
+
+
+def file_of(test: str, tree: Path = Path()) -> Path:
+    """The file of `file::test`, by its name alone: somewhere below tree/tests."""
+    name = f"{test.split('::')[0]}.py"
+    return next((tree / "tests").rglob(name), tree / "tests" / name)
 
 
 def judge(job: Job, slot: Path) -> None:

@@ -231,7 +231,8 @@ def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes)
     script.write_text(ON_EVERY_RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                str(processes), str(script), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/training",
+                                "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
     for rank in range(processes):
         figures = json.loads(Path(tmp_path, f"figures-{rank}.json").read_text())

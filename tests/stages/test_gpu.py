@@ -1,6 +1,6 @@
 """Every stage on a GPU against the same stage on the CPU: run by make gpu, skipped without a GPU.
 
-    GPU_TESTS_ON=cpu python -m pytest tests/test_gpu.py     # tries the tests themselves, without a GPU
+    GPU_TESTS_ON=cpu python -m pytest tests/stages/test_gpu.py     # tries the tests themselves, without a GPU
 
 Stage 5 has no --device: it takes the GPU wherever there is one. Its CPU runs are processes that see none.
 With --deterministic no kernel of a training step may depend on the order of atomic additions.

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from conftest import ROOT
-from mutants import MUTATIONS, listed
+from mutants import MUTATIONS, file_of, listed
 
 EXEMPT: dict[str, str] = {}  # claim of a row that no mutation tries -> the reason
 
@@ -54,8 +54,7 @@ def test_the_table_is_read_whole():
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_named_tests_exist(row):
     for name in named_tests(row):
-        file, test = name.split("::")
-        assert f"def {test}(" in (ROOT / "tests" / f"{file}.py").read_text(), name
+        assert f"def {name.split('::')[1]}(" in file_of(name, ROOT).read_text(), name
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])

@@ -15,11 +15,11 @@ from bench.gpu import Row
 from common.cli import UserError
 from conftest import ROOT
 
-LOG = """tests/test_gpu.py::test_a[x] PASSED    [ 25%]
-tests/test_gpu.py::test_b[--merge closed-form] FAILED   [ 50%]
-tests/test_gpu.py::test_c SKIPPED (needs two GPUs)   [ 75%]
-tests/test_gpu.py::test_d ERROR   [100%]
-FAILED tests/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2""".splitlines()
+LOG = """tests/stages/test_gpu.py::test_a[x] PASSED    [ 25%]
+tests/stages/test_gpu.py::test_b[--merge closed-form] FAILED   [ 50%]
+tests/stages/test_gpu.py::test_c SKIPPED (needs two GPUs)   [ 75%]
+tests/stages/test_gpu.py::test_d ERROR   [100%]
+FAILED tests/stages/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2""".splitlines()
 STEP = {"mfu": 0.4512, "step_over_floor": 1.04, "gqa_step_over_floor": 0.98, "packed_over_single": 6.0,
         "tokens_per_s": 31234, "memory_gib": 20.0, "step_seconds": 0.5,
         "planned": {"memory_gib": 22.0, "step_seconds": 0.45}, "profile": {"matmul": 0.6, "host": 0.4}}
@@ -108,7 +108,7 @@ def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch):
 def test_tests_are_counted_by_outcome():
     assert gpu.tests_by_outcome(LOG) == {"PASSED": ["test_a[x]"], "FAILED": ["test_b[--merge closed-form]"],
                                          "SKIPPED": ["test_c"], "ERROR": ["test_d"]}
-    hanging = [*LOG[:1], "tests/test_gpu.py::test_b[--merge closed-form] "]
+    hanging = [*LOG[:1], "tests/stages/test_gpu.py::test_b[--merge closed-form] "]
     expected = {"PASSED": ["test_a[x]"], "RUNNING": ["test_b[--merge closed-form]"]}
     assert gpu.tests_by_outcome(hanging) == expected
     expected = "failed, exit code 1: 1 passed, 1 failed, 1 skipped, 1 error"
