@@ -38,7 +38,8 @@ def test_score_equals_eq_23():
 
 
 def test_a_swap_is_kept_exactly_when_the_full_score_rises():
-    similarity = random_similarity(2, 8)
+    """On whole numbers, whose sums are exact: many swaps leave the score as it is, and are not kept."""
+    similarity = np.rint(random_similarity(2, 8))
     random = np.random.default_rng(3)
     slots = random.permuted(np.tile(np.arange(8), (2, 50, 1)), axis=-1)
     kept = 0
@@ -58,7 +59,7 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
     for a, b in itertools.combinations(range(8), 2):
         swapped = settled.copy()
         swapped[[a, b]] = swapped[[b, a]]
-        assert direct_score(similarity[0], swapped.reshape(4, 2)) <= best + 1e-12
+        assert direct_score(similarity[0], swapped.reshape(4, 2)) <= best
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 4), (9, 3), (6, 1)])
