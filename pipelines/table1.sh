@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 KV=${KV:-16 8 4}
 declare -A BUDGET=([16]=11530 [8]=23060 [4]=34590)  # 5, 10 and 15 epochs of 147,580 samples, 64 a step
-[ -z "${V1:-}" ] || BUDGET=([16]=11530 [8]=34590 [4]=46120)
+[ -z "${V1:-}" ] || BUDGET=([16]=11530 [8]=34590 [4]=46119)
 NAME=table1${V1:+-v1} MODEL=${MODEL:-meta-llama/Llama-2-7b-hf} HEADS=32 TEACHER_STEPS=2306
 source pipelines/recipe.sh
 table

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.data.tasks import TASKS
+from common.training.plans import epochs_to_steps
 from conftest import ROOT
 from pipelines import table6
 from pipelines.smollm2 import STARTS
@@ -102,8 +103,8 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
         assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
         assert after("--calibration", merge) == f"{run}/calibration"
         assert after("--teacher", training) == f"{run}/teacher"
-        assert abs(int(after("--steps", training)) - budgets[kv_heads] * 147580 / 64) < 20
-        assert abs(int(after("--teacher-steps", training)) - teacher_epochs * 147580 / 128) < 3
+        assert after("--steps", training) == str(epochs_to_steps(budgets[kv_heads], 147580, 64))
+        assert after("--teacher-steps", training) == str(epochs_to_steps(teacher_epochs, 147580, 128))
     models = stages[6][0][stages[6][0].index("--model") + 1:]
     expected = [f"gqa{kv_heads}-{row}={run}/gqa{kv_heads}-{row}/gqa" for kv_heads, row in rows]
     assert models == [f"teacher={run}/teacher", *expected]
@@ -158,8 +159,8 @@ def test_recipes_pass_the_published_budgets(name, recorded, tmp_path):
     training = [words for words in recorded(name, RUN=tmp_path) if "05_prune_train.py" in words]
     assert training
     for words in training:
-        assert abs(int(after("--steps", words)) - epochs * 147580 / 64) < epochs
-        assert abs(int(after("--teacher-steps", words)) - teacher_epochs * 147580 / 128) < teacher_epochs
+        assert after("--steps", words) == str(epochs_to_steps(epochs, 147580, 64))
+        assert after("--teacher-steps", words) == str(epochs_to_steps(teacher_epochs, 147580, 128))
 
 
 def test_small_recipes_scale_the_kv_heads_to_the_demo_model(recorded, tmp_path):
