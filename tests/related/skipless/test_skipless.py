@@ -133,12 +133,15 @@ def test_a_matrix_left_unchanged_is_noticed(parallel, name):
 
 def test_parallel_blocks_lose_both_q_and_p_only_where_one_undoes_the_other():
     model = model_of(parallel=True, attention_bias=False)
+    assert difference(model, algebra.fold(model, "p")) < LOGIT_TOLERANCE
     folded = algebra.fold(model, "q")
+    assert difference(model, folded) < LOGIT_TOLERANCE
     assert np.abs(row_matrices(folded, 0)["P"] - np.eye(WIDTH)).max() > 0.1
     with torch.no_grad():
         for layer, following in zip(model.model.layers, model.model.layers[1:], strict=False):
             following.self_attn.q_proj.weight.copy_(torch.linalg.inv(layer.self_attn.o_proj.weight))
     folded = algebra.fold(model, "q")
+    assert difference(model, folded) < LOGIT_TOLERANCE
     for index in range(LAYERS - 1):
         assert np.allclose(row_matrices(folded, index)["P"], np.eye(WIDTH))
 
