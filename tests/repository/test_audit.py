@@ -1,8 +1,9 @@
 """AUDIT.md names functions and tests that exist, and every row's test is tried by a mutation.
 
 A row is | what | function | test | or | paper | what | function | test |: the last two cells are read. The
-function cell names files and definitions in them, `common/method/fuse.py` `fuse_layer`; the test cell
-`test_file::test_name`, where `::test_name` is in the file named before it.
+function cell links files and names definitions in them, [`common/method/fuse.py`] `fuse_layer`; the links'
+targets are listed at the end. The test cell names `test_file::test_name`, where `::test_name` is in the file
+named before it.
 """
 
 import ast
@@ -32,6 +33,11 @@ def named_tests(row: list[str]) -> list[str]:
     return names
 
 
+def linked_files(row: list[str]) -> list[str]:
+    """Files that a row's function cell links."""
+    return re.findall(r"\[`([^`]+)`\]", row[-2])
+
+
 def definitions(path: str) -> set[str]:
     """Names that a file defines at its top level or in a class: functions, classes, constants."""
     names = set()
@@ -59,11 +65,18 @@ def test_named_tests_exist(row):
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_named_functions_exist(row):
-    known, names = set(), re.findall(r"`([^`]+)`", row[-2])
-    files = [name for name in names if name.endswith(".py")]
+    known, files = set(), linked_files(row)
     for file in files:
         known |= definitions(file)
-    assert files and not {name.split(".")[-1] for name in names if name not in files} - known
+    names = set(re.findall(r"`([^`]+)`", row[-2])) - set(files)
+    assert files and not {name.split(".")[-1] for name in names} - known
+
+
+def test_links_lead_to_the_files_they_name():
+    targets = re.findall(r"^\[`([^`]+)`\]: (\S+)$", (ROOT / "AUDIT.md").read_text(), re.MULTILINE)
+    assert all(name == target and (ROOT / target).is_file() for name, target in targets)
+    linked = {file for row in rows() for file in linked_files(row)}
+    assert sorted(name for name, _ in targets) == sorted(linked)
 
 
 def test_a_mutation_tries_every_row():
