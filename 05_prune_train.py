@@ -39,7 +39,6 @@ authors' code), or for the demo model to values that suit its size.
 
 import argparse
 import os
-from dataclasses import asdict, fields
 
 import torch
 import torch.distributed as dist
@@ -49,18 +48,41 @@ from common.artifacts import RECORD, claim, record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.files import move_aside
+from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import DEMO, fingerprint, load_config
 from common.reporting import plots
-from common.training import checkpoints, distill, jobs
-from common.training.engine import STOPPED, Plan, train
+from common.training import checkpoints
+from common.training.budget import print_plan
+from common.training.defaults import TEXT_LENGTH, make_schedules, with_defaults
+from common.training.distill import (
+    MASKS,
+    Masks,
+    distillation_flops,
+    distillation_loss,
+    mask_figures,
+    switch_step,
+)
+from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.hardware import HARDWARE
-from common.training.inputs import HELDOUT_QUESTIONS, SOURCE, STAGE, Run, load_heldout, load_pool, read_pair
+from common.training.heldout import QUESTIONS, load_heldout
 from common.training.metrics import METRICS, read_metrics, summarize
-from common.training.plans import TEXT_LENGTH, make_plans, print_plan, set_defaults
-from common.training.sharding import Execution, free_memory, joined_ranks
-from common.training.teacher import frozen, read_teacher, train_teacher
+from common.training.pool import load_pool
+from common.training.run import SOURCE, STAGE, Run
+from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
+from common.training.students import (
+    Rates,
+    freeze,
+    gqa_optimizer,
+    gqa_student,
+    masked_optimizer,
+    masked_student,
+    read_pair,
+)
+from common.training.teacher import find_teacher, frozen, train_teacher
 
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
+TUNED = ("lr", "masks", "merged_lr_factor", "mask_lr", "l0_weight", "beta2", "weight_decay", "kl_on",
+         "temperature", "train", "seed")  # flags that must match on resume, besides the schedule's
 
 
 def parse():
@@ -70,7 +92,7 @@ def parse():
     parser.add_argument("--teacher", metavar="DIR",
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
-    parser.add_argument("--masks", choices=(*distill.MASKED, "off"),
+    parser.add_argument("--masks", choices=(*MASKS, "off"),
                         help="l0-released: as in the authors' code, which moves them along a schedule, not "
                              "by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly (default: "
                              "l0-released; for the demo model: l0)")
@@ -147,7 +169,7 @@ def add_heldout_flags(parser) -> None:
                         help="number of texts, of --text-length tokens each")
     parser.add_argument("--heldout-questions", type=cli.non_negative,
                         help="first N of each task's validation split (default: "
-                             f"{HELDOUT_QUESTIONS}, of tasks that have one)")
+                             f"{QUESTIONS}, of tasks that have one)")
     parser.add_argument("--heldout-every", type=cli.positive, default=50,
                         help="steps between measurements; the first and the last step are measured, too")
 
@@ -179,6 +201,116 @@ def add_execution_flags(parser) -> None:
                         help=f"only print memory, FLOPs and time on {', '.join(HARDWARE)}")
 
 
+
+def distil(step: Step, teacher, args) -> None:
+    """Eq. 30: the gradients of KL + BiLD, accumulated over this rank's packed samples."""
+    student, head = step.job.trainee, teacher.net.lm_head
+    for row in step.rows:
+        with torch.no_grad():
+            hidden = teacher(row)  # [tokens, hidden]; logits are formed in the loss, a chunk at a time
+        loss, kl, bild = distillation_loss(
+            student, row, hidden, head, args.kl_on, args.temperature, args.loss_chunk)
+        step.backward(loss, kl=kl, bild=bild)
+
+
+def masked_step(step: Step, masks: Masks, teacher, args) -> None:
+    """Eq. 31: Eq. 30 for the student that the masks blend, plus the L0 term, which closes them."""
+    student = step.job.trainee
+    drawn = masks.draw(step.number)  # z of Eq. 27, 28 [layers, kv heads], the same on every rank
+    z = drawn.detach().requires_grad_()  # a leaf: all rows of all ranks add up their dL/dz in it
+    set_masks(student.net, z)
+    distil(step, teacher, args)
+    sum_over_ranks([z])
+    size, target = masks.expected(), masks.target(step.number)
+    l0 = l0_loss(size.mean(), target)  # Eq. 29
+    torch.autograd.backward([drawn, args.l0_weight * l0], [z.grad, None])  # into log_alpha
+    step.update(l0=l0.detach(), mask_target=target, **mask_figures(size, z))  # clip, then AdamW
+    masks.settle(step.number)
+    set_masks(student.net, masks.noiseless())  # for the held-out measurement
+
+
+def gqa_step(step: Step, teacher, args) -> None:
+    """Eq. 30 for a student without masks."""
+    distil(step, teacher, args)
+    step.update()
+
+
+def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bool:
+    """The first 80 % of the steps: masks close, heads move from their own projections to their group's.
+
+    saved: the checkpoint to resume from. Returns False if a signal stopped it.
+    """
+    args, pair, until = run.args, run.pair, switch_step(schedule.steps)
+    student = masked_student(pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved)
+    freeze(student, args.train)
+    optimizer = masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
+    job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
+    if saved:
+        checkpoints.load(job, saved)
+    masks = MASKS[args.masks](student.replicated["log_alpha"], schedule.steps, args.seed)
+
+    for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
+        masked_step(step, masks, teacher, args)
+        run.heldout.measure(step, teacher, args.loss_chunk)  # every --heldout-every steps
+    if job.stopped:
+        return False
+    run.ranks.say(f"switch  after step {until}: masks, {float(masks.noiseless().mean()):.3f} on average, "
+                  f"set to 0; rebuilt with {pair.kv_heads} kv heads")
+    return True
+
+
+def train_gqa(run: Run, schedule: Schedule, teacher, saved: str | None, switched: bool) -> bool:
+    """The last 20 % of the steps, or all with --masks off: the student is a plain GQA model.
+
+    saved: the checkpoint to resume from; switched: it is the masked student's last, whose masks are all set
+    to 0 by reading the shared projections alone, and what no mask blends. Returns False if a signal stopped
+    it.
+    """
+    args, pair = run.args, run.pair
+    student = gqa_student(pair, run.ranks, run.execution, fresh=not saved)
+    freeze(student, args.train)
+    optimizer = gqa_optimizer(student, student_rates(args), pair.blended)
+    job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
+    if saved:
+        names = (lambda name: blended_name(name, pair.blended)) if switched else (lambda name: name)
+        checkpoints.load(job, saved, names)
+
+    for step in steps(job, schedule, run.pool):
+        gqa_step(step, teacher, args)
+        run.heldout.measure(step, teacher, args.loss_chunk)
+    return not job.stopped
+
+
+def train_student(run: Run, schedule: Schedule) -> bool:
+    """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
+    args, ranks, pair = run.args, run.ranks, run.pair
+    settings = student_settings(run, schedule)
+    checkpoints.begin(run.directory, settings, ranks)
+    if os.path.exists(os.path.join(run.directory, RECORD)):
+        ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
+        return True
+    ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
+    teacher = frozen(run.teacher, ranks, run.execution)
+    saved = checkpoints.resume_from(run.directory, schedule, ranks)
+    start = checkpoints.step_of(saved) if saved else 0
+    switch = switch_step(schedule.steps) if args.masks != "off" else 0
+
+    if start < switch:
+        if not train_masked(run, schedule, teacher, saved):
+            return False
+        free_memory(ranks)
+        start, saved = switch, checkpoints.saved_checkpoints(run.directory)[-1]
+    if not train_gqa(run, schedule, teacher, saved, switched=bool(switch) and start == switch):
+        return False
+    if ranks.first:
+        write_student(run, schedule, settings)
+    return True
+
+
+def student_rates(args) -> Rates:
+    return Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor)
+
+
 def start_anew(run: Run) -> None:
     """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
     if run.ranks.first:
@@ -189,55 +321,17 @@ def start_anew(run: Run) -> None:
     dist.barrier()
 
 
-def student_settings(run: Run, plan: Plan, settings: distill.Settings) -> dict:
+def student_settings(run: Run, schedule: Schedule) -> dict:
     """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
     pair = run.pair
-    tuned = {name: value for name, value in asdict(settings).items() if name != "loss_chunk"}
+    tuned = {name: getattr(run.args, name) for name in TUNED}
     shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts = {name: fingerprint(path) for name, path in starts.items()}
-    return plan.to_resume() | tuned | shared | run.pool.description() | starts
+    return schedule.to_resume() | tuned | shared | run.pool.description() | starts
 
 
-def train_student(run: Run, plan: Plan) -> bool:
-    """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
-    args, ranks, pair = run.args, run.ranks, run.pair
-    names = (field.name for field in fields(distill.Settings))
-    settings = distill.Settings(**{name: getattr(args, name) for name in names})
-    recorded = student_settings(run, plan, settings)
-    checkpoints.begin(run.directory, recorded, ranks)
-    if os.path.exists(os.path.join(run.directory, RECORD)):
-        ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
-        return True
-    ranks.say(f"pruning {pair.title}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    teacher = frozen(run.teacher, ranks, run.execution)
-    setup = jobs.Setup(run.directory, ranks, run.execution)
-    saved = checkpoints.resume_from(run.directory, plan, ranks)
-    start = checkpoints.step_of(saved) if saved else 0
-    switch = distill.switch_step(plan.steps) if args.masks != "off" else 0
-
-    if start < switch:  # masks go from 1 to 0, heads from their own projections to their group's
-        job = jobs.masked_job(pair, settings, setup, saved)
-        phase = distill.MASKED[args.masks](job.trainee, teacher, plan.steps, settings)
-        if not train(job, phase, run.pool, plan, switch, run.heldout):
-            return False
-        size = phase.mean_mask()
-        del job, phase
-        free_memory(ranks)
-        start, saved = switch, checkpoints.saved_checkpoints(run.directory)[-1]
-        ranks.say(f"switch  after step {switch}: masks, {size:.3f} on average, set to 0; rebuilt with "
-                  f"{pair.kv_heads} kv heads")
-
-    job = jobs.gqa_job(pair, settings, setup, saved, switched=bool(switch) and start == switch)
-    phase = distill.Distillation(job.trainee, teacher, settings)
-    if not train(job, phase, run.pool, plan, heldout=run.heldout):
-        return False
-    if ranks.first:
-        write_student(run, plan, recorded)
-    return True
-
-
-def write_student(run: Run, plan: Plan, settings: dict) -> None:
+def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
     """Write curves.png and then the record, which marks training as complete."""
     pair, directory = run.pair, run.directory
     lines = read_metrics(os.path.join(directory, METRICS))
@@ -248,33 +342,33 @@ def write_student(run: Run, plan: Plan, settings: dict) -> None:
         inputs.append(os.path.join(run.teacher, RECORD))
     write_record(directory, record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
-    print(f"05_prune_train: {plan.steps} steps, {summary['tokens']} tokens, distillation loss "
+    print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, distillation loss "
           f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")
-
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = read_pair(args.run, ranks)
     source = pair.model["path"]
-    set_defaults(args, pair.model["name"] == DEMO, load_config(source).max_position_embeddings)
-    pool = load_pool(args, source, ranks)
+    config = load_config(source)
+    args = with_defaults(args, pair.model["name"] == DEMO, config.max_position_embeddings)
+    pool, heldout = load_pool(args, source, ranks), load_heldout(args, source, ranks)
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
-    run = Run(args, ranks, pair, pool, execution, clock, load_heldout(args, source, ranks))
-    has_teacher = (args.teacher or not args.force) and read_teacher(run)  # refuse before moving anything
-    plans = make_plans(args, pair, pool, cuda, has_teacher)
+    run = Run(args, ranks, pair, pool, heldout, execution, clock)
+    has_teacher = find_teacher(run)  # refuses one before anything is moved
+    schedules = make_schedules(args, pair, pool, cuda, has_teacher)
     if args.plan:
-        print_plan(run, plans)
+        print_plan(run, schedules)
         return 0
     if args.force:
         start_anew(run)
     if has_teacher:
         ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
-    elif not train_teacher(run, plans["teacher"]):
+    elif not train_teacher(run, schedules["teacher"]):
         return STOPPED
-    return 0 if train_student(run, plans["student"]) else STOPPED
+    return 0 if train_student(run, schedules["student"]) else STOPPED
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from common.measure import LENGTH, measure, measure_layerwise, prepare
 from common.models import DEMO, DEMO_HOME, describe, pick_device
 from common.reporting import harness, report
 from common.reporting.scores import caption, results_table, write_scores
-from common.training.inputs import SOURCE, STAGE
+from common.training.run import SOURCE, STAGE
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files

@@ -4,9 +4,9 @@
     python -m bench.merging --model DIR --text train.txt --heldout heldout.txt --name NAME
     python -m bench.merging --masks l0 --starts paper --seeds 1     # adds a row to the same tables
 
-Stages 1 to 4 make each start. Each is then distilled from the source model by the phases and loop of stage
-5, with masks or without, on calibration text (KL on every token, BiLD on the last of each sample), and its
-loss on held-out text is measured. The seeds change the order of the samples and the noise of the masks.
+Stages 1 to 4 make each start. Each is then distilled from the source model by the steps of stage 5, with
+masks or without, on calibration text (KL on every token, BiLD on the last of each sample), and its loss on
+held-out text is measured. The seeds change the order of the samples and the noise of the masks.
 
 Starts: mean-pool; paper (values by distance, rotations, mean); closed form (pairs), keys merged RoPE pair by
 RoPE pair; closed form, keys merged with RoPE in mind, on adjacent, value and energy groups; with the output
@@ -15,6 +15,7 @@ merging.md and merging.png. Starts and losses that are there already are kept.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,14 +37,17 @@ from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import write_text
+from common.method.masks import blended_name
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table, mean_and_error
-from common.training import checkpoints, distill, jobs
-from common.training.engine import Plan, train
-from common.training.inputs import read_pair
+from common.training import checkpoints, distill, engine, students
+from common.training.engine import Job, Schedule
 from common.training.sharding import Execution, Ranks, joined_ranks
+from common.training.students import read_pair
 from common.training.teacher import frozen
+
+stage5 = importlib.import_module("05_prune_train")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAIRS, ROPE = ["--merge", "closed-form", "--merge-keys", "pairs"], ["--merge", "closed-form"]
@@ -137,33 +142,40 @@ class Distiller:
     teacher: torch.nn.Module  # the source model, frozen
     samples: list[Sample]
 
-    def distil(self, run: str, steps: int, seed: int):
-        """The model in run/merged after `steps` of stage 5's pruning."""
+    def distil(self, run: str, count: int, seed: int):
+        """The model in run/merged after `count` steps of stage 5."""
         args, directory = self.args, os.path.join(run, "bench-train")
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory)
-        settings = distill.Settings(lr=args.lr, masks=args.masks, kl_on="all", seed=seed,
-                                    **mask_settings(args.masks, steps))
-        plan = Plan(steps=steps, batch=args.batch, warmup=max(1, steps // 10), clip=1.0, seed=seed,
-                    tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=1e9,
-                    print_every=10**9)
-        pair, setup = read_pair(run, self.ranks), jobs.Setup(directory, self.ranks, Execution())
-        saved, switch = None, distill.switch_step(steps)
+        options = SimpleNamespace(kl_on="all", temperature=1.0, loss_chunk=512,
+                                  **mask_settings(args.masks, count))
+        schedule = Schedule(steps=count, batch=args.batch, warmup=max(1, count // 10), clip=1.0, seed=seed,
+                            tokens_per_microbatch=args.batch * args.length, save_steps=None,
+                            save_minutes=1e9, print_every=10**9)
+        pair, rates = read_pair(run, self.ranks), students.Rates(args.lr, beta2=0.999, weight_decay=0.0)
         if args.masks != "off":
-            job = jobs.masked_job(pair, settings, setup)
-            phase = distill.MASKED[args.masks](job.trainee, self.teacher, steps, settings)
-            self.train(job, phase, plan, switch)
+            student = students.masked_student(pair, self.ranks, Execution(), args.masks, seed)
+            optimizer = students.masked_optimizer(student, rates, args.masks, options.mask_lr)
+            masks = distill.MASKS[args.masks](student.replicated["log_alpha"], count, seed)
+            job = Job(student, optimizer, directory, self.ranks)
+            for step in self.steps(job, schedule, distill.switch_step(count)):
+                stage5.masked_step(step, masks, self.teacher, options)
+        student = students.gqa_student(pair, self.ranks, Execution(), fresh=args.masks == "off")
+        job = Job(student, students.gqa_optimizer(student, rates, pair.blended), directory, self.ranks)
+        if args.masks != "off":
             saved = checkpoints.saved_checkpoints(directory)[-1]
-        job = jobs.gqa_job(pair, settings, setup, saved, switched=args.masks != "off")
-        self.train(job, distill.Distillation(job.trainee, self.teacher, settings), plan)
+            checkpoints.load(job, saved, lambda name: blended_name(name, pair.blended))
+        for step in self.steps(job, schedule):
+            stage5.gqa_step(step, self.teacher, options)
         model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
         shutil.rmtree(directory)
         return model
 
-    def train(self, job, phase, plan: Plan, until: int | None = None) -> None:
+    def steps(self, job: Job, schedule: Schedule, until: int | None = None):
         """Stage 5's loop. A signal ends the bench: a model whose training it cut short is not measured."""
-        if not train(job, phase, self.samples, plan, until):
+        yield from engine.steps(job, schedule, self.samples, until)
+        if job.stopped:
             raise KeyboardInterrupt
 
 

@@ -42,8 +42,8 @@ def row(model: str, machine: str, train: str) -> list[str]:
     student = budget.Student(config.num_key_value_heads // 4, (), train)
     work = budget.Workload(config, [LENGTH], [0], chunk=512, recompute=True)
     batch = BATCH * cluster.nodes
-    plan = SimpleNamespace(batch=batch, tokens_per_microbatch=4096, reduce="step")
-    step = budget.step_cost(work, student, plan, cluster)
+    schedule = SimpleNamespace(batch=batch, tokens_per_microbatch=4096, reduce="step")
+    step = budget.step_cost(work, student, schedule, cluster)
     need = budget.memory(work, student, cluster.ranks_per_node, step.row, step.rows > 1)["total"] / 2**30
     usable = budget.USABLE * cluster.device.memory
     hours = TOKENS / LENGTH / batch * step.seconds / 3600

@@ -37,9 +37,9 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
         hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
-        plan = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
+        schedule = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                reduce="step")
-        cost = budget.step_cost(work, student, plan, Cluster(world, hardware))
+        cost = budget.step_cost(work, student, schedule, Cluster(world, hardware))
         figures["step_seconds"] = round(cost.seconds, 4)
     return figures
 

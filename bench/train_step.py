@@ -15,11 +15,13 @@ memory and time are compared with --plan's. The last line is JSON: medians of pa
 
 import argparse
 import copy
+import importlib
 import json
 import os
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,12 +30,15 @@ from bench import step_plan, step_profile
 from bench.machine import machine
 from common.data.samples import Sample
 from common.method import masks
-from common.training import distill, jobs
-from common.training.engine import Job, Plan, run_step
+from common.training import distill, students
+from common.training.engine import Job, Schedule, Step
 from common.training.hardware import peak_flops
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
+from common.training.students import Rates
 from common.training.teacher import frozen
+
+stage5 = importlib.import_module("05_prune_train")
 
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "demo": (128, 256, 4, 8, 1280),
@@ -113,8 +118,7 @@ class Models:
     def __init__(self, args, ranks, config):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
-        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention,
-                              compiled=args.compile)
+        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention)
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)
@@ -125,25 +129,40 @@ class Models:
                     LlamaForCausalLM(shape).to(compute).save_pretrained(path)
             self.teacher = frozen(mha, ranks, execution)
             self.masked = build(
-                config, ranks, execution, jobs.start_of_masked(mha, gqa),
-                lambda model: masks.patch(model, heads // 4), jobs.start_masks(layers, heads),
+                config, ranks, execution, students.start_of_masked(mha, gqa),
+                lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)},
             )
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
-        self.settings = distill.Settings(lr=1e-5, loss_chunk=args.loss_chunk)
-        self.plan = Plan(STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
-                         tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
+        if args.compile:
+            for trainee in (self.teacher, self.masked, self.plain, self.gqa):
+                for layer in trainee.net.model.layers:
+                    layer.compile()
+        self.options = SimpleNamespace(kl_on="prompt", temperature=1.0, l0_weight=1.0,
+                                       loss_chunk=args.loss_chunk)
+        self.schedule = Schedule(
+            STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
+            tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
+        self.masks = distill.Masks(self.masked.replicated["log_alpha"], STEPS, seed=0)
+        rates = Rates(1e-5, beta2=0.999, weight_decay=0.0)
         optimizers = {
-            self.masked: jobs.masked_optimizer(self.masked, self.settings),
-            self.plain: jobs.teacher_optimizer(self.plain, 1e-5),
-            self.gqa: jobs.gqa_optimizer(self.gqa, self.settings, masks.KEY_VALUE),
+            self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
+            self.plain: students.teacher_optimizer(self.plain, rates),
+            self.gqa: students.gqa_optimizer(self.gqa, rates, masks.KEY_VALUE),
         }
-        self.jobs = {trainee: Job(trainee, optimizer, directory="", ranks=ranks, step=STEP)
+        self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
+                                  distill.distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}
 
-    def step(self, phase, rows: list, samples: list[Sample]) -> None:
-        """A whole pruning step."""
-        run_step(self.jobs[phase.student], phase, rows, samples, self.plan)
+    def masked_step(self, rows: list, samples: list[Sample]) -> None:
+        """A whole step with masks."""
+        step = Step(self.jobs[self.masked], self.schedule, rows, samples)
+        stage5.masked_step(step, self.masks, self.teacher, self.options)
+
+    def gqa_step(self, rows: list, samples: list[Sample]) -> None:
+        """A whole step after the switch."""
+        step = Step(self.jobs[self.gqa], self.schedule, rows, samples)
+        stage5.gqa_step(step, self.teacher, self.options)
 
     def floor(self, rows: list) -> None:
         """The teacher's forward pass, and a training step of the plain model."""
@@ -200,13 +219,11 @@ def measure(args, ranks) -> dict:
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         config = step_plan.fit_layers(config, samples, args, memory)
     models = Models(args, ranks, config)
-    masked = distill.MaskedDistillation(models.masked, models.teacher, STEPS, models.settings)
-    gqa = distill.Distillation(models.gqa, models.teacher, models.settings)
     packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
     single = lay_out(evenly_spread(samples, args.singles), 1, ranks.device)
-    ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.step(masked, packed, samples),
-            "gqa": lambda: models.step(gqa, packed, samples),
-            "single": lambda: models.step(masked, single, samples)}
+    ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.masked_step(packed, samples),
+            "gqa": lambda: models.gqa_step(packed, samples),
+            "single": lambda: models.masked_step(single, samples)}
     taken = time_pairs(ways, args.pairs, Timed(cuda))
 
     seconds = {name: statistics.median(times) for name, times in taken.items()}
@@ -215,7 +232,7 @@ def measure(args, ranks) -> dict:
     figures |= {"samples_per_s": {name: round(rate, 2) for name, rate in rates.items()},
                 "tokens_per_s": round(sum(map(len, samples)) / seconds["masked"]), "rows": len(packed),
                 "layers": config.num_hidden_layers, "step_seconds": round(seconds["masked"], 4)}
-    flops = sum(map(masked.flops, packed))
+    flops = sum(map(models.jobs[models.masked].flops, packed))
     figures["tflops_per_s"] = round(flops / seconds["masked"] / 1e12, 3)
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:

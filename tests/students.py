@@ -1,6 +1,9 @@
-"""Tiny students, teachers and jobs, and distillation written out."""
+"""Tiny students and teachers, the steps of stage 5, and distillation written out."""
 
+import importlib
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -8,18 +11,25 @@ from common.data.samples import Sample
 from common.method import masks
 from common.method.losses import bild, kl
 from common.models import load_config
-from common.training import jobs
-from common.training.distill import Distillation, MaskedDistillation, Settings
-from common.training.engine import Job, Plan
-from common.training.sharding import Execution, Trainee, build, sum_over_ranks
+from common.training import students
+from common.training.distill import Masks
+from common.training.engine import Job, Schedule, Step, steps
+from common.training.heldout import Heldout
+from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.students import Rates
 from common.training.teacher import frozen
 from conftest import save_tiny, tiny_model
 
+stage5 = importlib.import_module("05_prune_train")
+
 SAMPLES = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
 STEPS = 5
-PLAN = Plan(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=None,
-            save_minutes=60.0, print_every=100)
-SETTINGS = Settings(lr=1e-2, mask_lr=1.0, loss_chunk=7)
+SCHEDULE = Schedule(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64,
+                    save_steps=None, save_minutes=60.0, print_every=100)
+RATES = Rates(1e-2, beta2=0.999, weight_decay=0.0)
+OPTIONS = SimpleNamespace(kl_on="prompt", temperature=1.0, loss_chunk=7, l0_weight=1.0)
+ALONE = Ranks(0, 1, torch.device("cpu"))
+NOTHING = Heldout({}, 1)
 
 
 def sample_logits(trainee, sample: Sample) -> torch.Tensor:
@@ -52,14 +62,23 @@ def masked_student(log_alpha: torch.Tensor) -> Trainee:
     return Trainee(model, {"log_alpha": log_alpha})
 
 
-def run_masked_step(student, settings: Settings, step: int, rows: list, phase=None) -> dict:
-    """A step of masked distillation without the optimizer; returns its figures."""
-    phase = phase or MaskedDistillation(student, tiny_trainee(2), 100, settings)
-    phase.begin_step(step)
-    for row in rows:
-        phase.row_loss(row)[0].backward()
-    sum_over_ranks(phase.leaves(student))
-    return phase.end_step(step)
+class Gradients(Step):
+    """A step of a model that is not sharded, which leaves the gradients as they are."""
+
+    @property
+    def rows(self):
+        return iter(self._rows)
+
+    def update(self, **figures) -> None:
+        self.figures |= figures
+
+
+def run_masked_step(trained: Masks, student, step: int, rows: list, l0_weight: float = 1.0) -> dict:
+    """Stage 5's step with masks up to the optimizer; returns its figures."""
+    options = SimpleNamespace(**vars(OPTIONS) | {"l0_weight": l0_weight})
+    taken = Gradients(Job(student, None, "", ALONE, step=step), SCHEDULE, rows, SAMPLES)
+    stage5.masked_step(taken, trained, tiny_trainee(2), options)
+    return taken.figures
 
 
 def rates(optimizer, trainee) -> dict[str, float]:
@@ -78,22 +97,48 @@ def teacher_of(ranks, tmp_path):
     return frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
 
 
-def gqa_job(ranks, tmp_path, name: str = "train") -> tuple[Job, Distillation]:
+@dataclass
+class Student:
+    """A student in training by the steps of stage 5."""
+
+    job: Job
+    teacher: Trainee
+    masks: Masks | None = None
+
+    def take(self, step: Step) -> None:
+        """A step's body."""
+        if self.masks:
+            stage5.masked_step(step, self.masks, self.teacher, OPTIONS)
+        else:
+            stage5.gqa_step(step, self.teacher, OPTIONS)
+
+    def train(self, heldout: Heldout = NOTHING, before_step=lambda step: None) -> bool:
+        """Train to the end of SCHEDULE. Returns False if a signal stopped it."""
+        for step in steps(self.job, SCHEDULE, SAMPLES):
+            before_step(step)
+            self.take(step)
+            heldout.measure(step, self.teacher, OPTIONS.loss_chunk)
+        return not self.job.stopped
+
+
+def gqa_student(ranks, tmp_path, name: str = "train") -> Student:
     """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
     student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
     (tmp_path / name).mkdir(exist_ok=True)
-    optimizer = jobs.gqa_optimizer(student, SETTINGS, masks.KEY_VALUE)
-    job = Job(student, optimizer, str(tmp_path / name), ranks)
-    return job, Distillation(student, teacher_of(ranks, tmp_path), SETTINGS)
+    optimizer = students.gqa_optimizer(student, RATES, masks.KEY_VALUE)
+    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher_of(ranks, tmp_path))
 
 
-def masked_job(ranks, tmp_path, name: str = "train") -> tuple[Job, MaskedDistillation]:
+def half_masked_student(ranks, tmp_path, name: str = "train") -> Student:
     """A student whose masks are partly open."""
     aligned = saved(tmp_path / "aligned")
     merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
-    student = build(load_config(aligned), ranks, Execution(), jobs.start_of_masked(aligned, merged),
-                    lambda model: masks.patch(model, 2), {"log_alpha": torch.linspace(-4, 4, 24).view(3, 8)})
+    log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
+    student = build(load_config(aligned), ranks, Execution(), students.start_of_masked(aligned, merged),
+                    lambda model: masks.patch(model, 2), {"log_alpha": log_alpha})
     (tmp_path / name).mkdir(exist_ok=True)
-    job = Job(student, jobs.masked_optimizer(student, SETTINGS), str(tmp_path / name), ranks)
-    return job, MaskedDistillation(student, teacher_of(ranks, tmp_path), STEPS, SETTINGS)
+    optimizer = students.masked_optimizer(student, RATES, "l0", mask_lr=1.0)
+    trained = Masks(student.replicated["log_alpha"], STEPS, seed=0)
+    masks.set_masks(student.net, trained.noiseless())
+    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher_of(ranks, tmp_path), trained)

@@ -80,14 +80,14 @@ def train_arguments(home, inputs, *arguments) -> list:
 
 def interrupt(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
     """Send this process a signal during a training step."""
-    rate = engine.learning_rate
+    rate = engine.Schedule.rate
 
-    def interrupting(now, plan):
+    def interrupting(schedule, now):
         if now == step:
             signal.raise_signal(number)
-        return rate(now, plan)
+        return rate(schedule, now)
 
-    monkeypatch.setattr(engine, "learning_rate", interrupting)
+    monkeypatch.setattr(engine.Schedule, "rate", interrupting)
 
 
 def flip(path: Path) -> None:

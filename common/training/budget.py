@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
 from common.method import masks
-from common.models import geometry
+from common.models import geometry, load_config
 from common.training.hardware import Cluster, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
@@ -159,7 +159,7 @@ def seconds(flops: float, traffic: float, network: float, cluster: Cluster) -> f
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """The cost of one training step on a cluster."""
 
     rows: int  # per rank
@@ -170,49 +170,49 @@ class Step:
     seconds: float
 
 
-def step_cost(work: Workload, student: Student | None, plan, cluster: Cluster) -> Step:
+def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluster) -> StepCost:
     """The cost of a step of fine-tuning (student None) or distillation.
 
-    plan: an object with batch, tokens_per_microbatch and reduce.
+    schedule: an object with batch, tokens_per_microbatch and reduce.
     """
     count, ranks = len(work.lengths), cluster.ranks_per_node * cluster.nodes
-    tokens = plan.batch * sum(work.lengths) / count
-    predicted = tokens if student else plan.batch * sum(work.answers) / count
-    attended = plan.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
+    tokens = schedule.batch * sum(work.lengths) / count
+    predicted = tokens if student else schedule.batch * sum(work.answers) / count
+    attended = schedule.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
     forward = forward_flops(work.config, tokens, attended, predicted)
     useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
     if student:
         useful += forward  # the teacher's
-    capacity = plan.tokens_per_microbatch
+    capacity = schedule.tokens_per_microbatch
     row = int(max(max(work.lengths), min(capacity, tokens / ranks)))
     filled = sum(min(length / capacity, 1) for length in work.lengths)  # a longer sample is a row by itself
-    rows = max(1, math.ceil(plan.batch * filled / count / ranks))
+    rows = max(1, math.ceil(schedule.batch * filled / count / ranks))
     student_size, source = size(work.config, student), size(work.config).whole
     trained, _ = student_size.trained(student)
     gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
-    reductions = rows if plan.reduce == "row" else 1
+    reductions = rows if schedule.reduce == "row" else 1
     sharded = cluster.ranks_per_node > 1
     traffic = (rows * gathered + reductions * 4 * trained) * sharded  # gradients are reduced in float32
     # a rank's shard of the gradients, once a step: a ring passes it round twice
     network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.ranks_per_node
     expected = seconds(useful + forward * work.recompute, traffic, network, cluster)
-    return Step(rows, row, useful, traffic, network, expected)
+    return StepCost(rows, row, useful, traffic, network, expected)
 
 
-def report(title: str, work: Workload, student: Student | None, plan, cluster: Cluster) -> tuple:
+def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:
     """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
-    step = step_cost(work, student, plan, cluster)
-    whole_gradients = step.rows > 1 and plan.reduce == "step"
+    step = step_cost(work, student, schedule, cluster)
+    whole_gradients = step.rows > 1 and schedule.reduce == "step"
     need = memory(work, student, cluster.ranks_per_node, step.row, whole_gradients)
     limit = USABLE * cluster.device.memory * 2**30
-    fits, hours = need["total"] <= limit, plan.steps * step.seconds / 3600
+    fits, hours = need["total"] <= limit, schedule.steps * step.seconds / 3600
     mean = sum(work.lengths) / len(work.lengths)
     gib = " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items())
     moved = f"{step.traffic / 2**30:.3g} GiB moved per rank"
     if cluster.nodes > 1:
         moved += f", {step.network / 2**30:.3g} GiB between nodes"
     lines = [
-        f"{title}: {plan.steps} steps of {plan.batch} samples, {mean:.0f} tokens each; "
+        f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each; "
         f"{step.rows} row(s) of up to {step.row} tokens per rank",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
@@ -229,13 +229,13 @@ def report(title: str, work: Workload, student: Student | None, plan, cluster: C
 
 
 def print_phases(phases: list[tuple], hardware: str) -> float:
-    """Print the cost of each (title, work, student, plan) on hardware like "8xA100-80GB"; return the hours.
+    """Print the cost of each (title, work, student, schedule) on hardware like "8xA100-80GB".
 
-    Raises UserError if one does not fit.
+    Returns the hours. Raises UserError if one does not fit.
     """
     cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
-    for title, work, student, plan in phases:
-        lines, phase_hours, fits = report(title, work, student, plan, cluster)
+    for title, work, student, schedule in phases:
+        lines, phase_hours, fits = report(title, work, student, schedule, cluster)
         print("\n".join(lines))
         hours, all_fit = hours + phase_hours, all_fit and fits
     if not all_fit:
@@ -254,3 +254,24 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
           f"{hours:.2g} h in total")
     return hours
+
+
+def print_plan(run, schedules: dict) -> None:
+    """Print what both trainings of a stage-5 run need on --plan's hardware. run: a training.run.Run.
+
+    schedules: "teacher", unless it exists, and "student". Raises UserError if one does not fit.
+    """
+    args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
+    student = Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
+
+    def workload(samples) -> Workload:
+        return Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
+
+    phases = [(f"pruning {pair.title}", workload(run.pool), student, schedules["student"])]
+    if "teacher" in schedules:
+        phases.insert(0, ("teacher", workload(run.pool.answered), None, schedules["teacher"]))
+    hours = print_phases(phases, args.plan)
+    if run.heldout.sets:
+        work = workload([sample for samples in run.heldout.sets.values() for sample in samples])
+        hours += print_heldout(work, run.heldout.measurements(schedules["student"].steps), args.plan)
+    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(phases) > 1)}")

@@ -25,7 +25,7 @@ from common.files import move_aside, sha256, write_json
 
 KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
-SETTINGS = "plan.json"  # the settings that training started with
+SETTINGS = "settings.json"  # the settings that training started with
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 METADATA = {  # module -> classes allowed in .metadata, besides torch's dtypes
     "torch.distributed.checkpoint.metadata": {
@@ -175,11 +175,11 @@ def newest(directory: str, ranks) -> str | None:
     return None
 
 
-def resume_from(directory: str, plan, ranks) -> str | None:
+def resume_from(directory: str, schedule, ranks) -> str | None:
     """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
     path = newest(directory, ranks)
     if path:
-        ranks.say(f"resumes {directory} after step {step_of(path)} of {plan.steps}")
+        ranks.say(f"resumes {directory} after step {step_of(path)} of {schedule.steps}")
     return path
 
 

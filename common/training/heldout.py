@@ -1,15 +1,22 @@
 """Held-out measurement: how close the student is to its teacher on samples that it is not trained on."""
 
+import os
 import time
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from common.cli import UserError
 from common.data.samples import Sample
+from common.data.tasks import check_lengths, has_split, load_task, tokenize
+from common.data.text import load_tokens
 from common.method.losses import cross_entropy, kl
+from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
+from common.training.pool import NONE
 
+QUESTIONS = 16  # of each task, where it has a validation split
 TEXT_SET, TASK_SET = SETS = ("heldout", "heldout_task")  # prefixes of the figures' names
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
@@ -22,64 +29,115 @@ class Heldout:
     text's first.
     """
 
-    sets: dict[str, list[Sample]]  # TEXT_SET, TASK_SET or both -> samples, at least one
+    sets: dict[str, list[Sample]]  # TEXT_SET, TASK_SET, both or neither -> samples, at least one
     every: int  # steps between measurements
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
-        return step in (1, steps) or step % self.every == 0
+        return bool(self.sets) and (step in (1, steps) or step % self.every == 0)
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
         return sum(self.due(step, steps) for step in range(1, steps + 1))
 
+    def measure(self, step, teacher, chunk: int) -> None:
+        """Add the figures to those of an engine.Step after which they are due."""
+        if self.due(step.number + 1, step.schedule.steps):
+            step.figures |= self.figures(step.job, teacher, step.schedule, chunk)
+
     @torch.no_grad()
-    def figures(self, phase, plan, ranks) -> dict[str, float]:
+    def figures(self, job, teacher, schedule, chunk: int) -> dict[str, float]:
         """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
         kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
-        of positions at which both predict the same token. phase: a Distillation. All ranks call this, each
-        for its share of the samples, and get the same figures. The next training step is the same with and
-        without it.
+        of positions at which both predict the same token. job: the student's; chunk: tokens whose logits are
+        in memory at a time. All ranks call this, each for its share of the samples, and get the same figures.
+        The next training step is the same with and without it.
         """
-        began, figures = time.perf_counter(), {}
-        phase.begin_measurement()
-        phase.student.eval()
+        began, figures, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
+        student.eval()
         for prefix, samples in self.sets.items():
             answers = any(sample.answer_tokens for sample in samples)
-            rows = rows_of_step(samples, 0, replace(plan, batch=len(samples)), ranks)  # each sample once
+            rows = rows_of_step(samples, 0, replace(schedule, batch=len(samples)), ranks)  # each sample once
             sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=ranks.device)
             for row in rows:
                 row = row.to(ranks.device)
-                sums += compare(phase, row, row.answer_at if answers else row.prompt_at)
+                positions = row.answer_at if answers else row.prompt_at
+                sums += compare(student, teacher, row, positions, chunk)
             dist.all_reduce(sums)
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):
                 figures[f"{prefix}_{name}"] = total / tokens
-        phase.student.train()
-        phase.student.reshard()  # without a backward pass, FSDP keeps the root's weights gathered
+        student.train()
+        student.reshard()  # without a backward pass, FSDP keeps the root's weights gathered
         return figures | {"heldout_seconds": round(time.perf_counter() - began, 4)}
 
 
 def compare(
-    phase,
+    student,
+    teacher,
     row,
     positions: torch.Tensor,  # [n] of the row's tokens that predict one
+    chunk: int,  # tokens whose logits are in memory at a time
 ) -> torch.Tensor:
-    """[5] float64: n, and sums over these positions of the figures in COMPARED.
-
-    Logits are in memory for phase.settings.loss_chunk tokens at a time.
-    """
-    teacher_hidden, teacher_head = phase.teacher(row), phase.teacher.net.lm_head
+    """[5] float64: n, and sums over these positions of the figures in COMPARED."""
+    teacher_hidden, teacher_head = teacher(row), teacher.net.lm_head
 
     def sums_of(hidden, lm_head):
         sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=hidden.device)
-        for at in positions.split(phase.settings.loss_chunk):
-            student, teacher = lm_head(hidden[at]).float(), teacher_head(teacher_hidden[at]).float()
-            losses = (cross_entropy(logits, row.targets[at]) for logits in (student, teacher))
-            columns = (kl(student, teacher), *losses, student.argmax(-1) == teacher.argmax(-1))
+        for at in positions.split(chunk):
+            ours, theirs = lm_head(hidden[at]).float(), teacher_head(teacher_hidden[at]).float()
+            losses = (cross_entropy(logits, row.targets[at]) for logits in (ours, theirs))
+            columns = (kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1))
             sums[0] += len(at)
             sums[1:] += torch.stack([column.double().sum() for column in columns])
         return sums
 
-    return phase.student(row, sums_of)
+    return student(row, sums_of)
+
+
+def load_heldout(args, model: str, ranks) -> Heldout:
+    """What stage 5's flags hold out, tokenized for the checkpoint `model`.
+
+    Raises UserError for data that cannot be read, is too short, or is trained on.
+    """
+    tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
+    sets = {}
+    if args.heldout_text != NONE:
+        sets[TEXT_SET] = heldout_texts(args, tokenizer, ranks)
+    questions = heldout_questions(args, tokenizer, positions)
+    if questions:
+        ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
+        sets[TASK_SET] = questions
+    return Heldout(sets, args.heldout_every)
+
+
+def heldout_texts(args, tokenizer, ranks) -> list[Sample]:
+    """--heldout-sequences texts of --text-length tokens. Raises UserError if --text has the same file."""
+    source = args.heldout_text
+    if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
+        raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
+    tokens, description = load_tokens(source, tokenizer, args.heldout_sequences, args.text_length, "heldout")
+    ranks.say(f"reads   {description}; held out")
+    return [Sample(ids) for ids in tokens.tolist()]
+
+
+def heldout_questions(args, tokenizer, positions: int) -> list[Sample]:
+    """The first --heldout-questions of each task's validation split.
+
+    Left out: QUESTIONS of each task that has that split. Raises UserError if it is passed and a task
+    has none.
+    """
+    asked, samples = args.heldout_questions, []
+    if args.tasks == NONE and asked:
+        raise UserError(f"--heldout-questions {asked}: expected --tasks with it, found --tasks none")
+    if args.tasks == NONE or asked == 0:
+        return []
+    for task in args.only:
+        if asked is None and not has_split(task, "validation", args.tasks):
+            continue
+        examples, origin = load_task(task, "validation", args.tasks)
+        chosen = [tokenize(example, tokenizer) for example in examples[: asked or QUESTIONS]]
+        check_lengths(enumerate(chosen), positions, origin)
+        samples += chosen
+    return samples

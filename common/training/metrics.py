@@ -25,8 +25,8 @@ class Metrics:
     On resume, lines and events after the checkpoint are dropped.
     """
 
-    def __init__(self, job, plan):
-        self.path, self.plan, self.ranks = os.path.join(job.directory, METRICS), plan, job.ranks
+    def __init__(self, job, schedule):
+        self.path, self.schedule, self.ranks = os.path.join(job.directory, METRICS), schedule, job.ranks
         self.start, self.began, self.events = job.step, time.perf_counter(), None
         cuda = self.ranks.device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(self.ranks.device)) if cuda else None
@@ -51,7 +51,7 @@ class Metrics:
             print(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all", flush=True)
 
     def write(self, figures: dict) -> None:
-        """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the plan says so."""
+        """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
         if not self.ranks.first:
             return
         figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
@@ -67,15 +67,15 @@ class Metrics:
                 for name, number in figures.items():
                     if isinstance(number, (int, float)) and name != "step":
                         self.events.add_scalar(TAGS.get(name, name), number, figures["step"])
-        wanted = figures["step"] % self.plan.print_every == 0 or figures["step"] == self.plan.steps
+        wanted = figures["step"] % self.schedule.print_every == 0 or figures["step"] == self.schedule.steps
         if wanted or "heldout_seconds" in figures:
             self.show(figures)
 
     def show(self, figures: dict) -> None:
         """Print a step's figures on one line."""
         step, seconds = figures["step"], time.perf_counter() - self.began
-        left = seconds / (step - self.start) * (self.plan.steps - step)
-        columns = [f"step {step:5d}/{self.plan.steps}"]
+        left = seconds / (step - self.start) * (self.schedule.steps - step)
+        columns = [f"step {step:5d}/{self.schedule.steps}"]
         columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
         for prefix in SETS:
             if f"{prefix}_kl" in figures:

@@ -115,18 +115,18 @@ def build_row(samples: list[Sample], batch: int) -> Row:
                prompt.nonzero()[:, 0], answer.nonzero()[:, 0], starts, lengths)
 
 
-def rows_of_step(samples: list[Sample], step: int, plan, ranks) -> list[Row]:
+def rows_of_step(samples: list[Sample], step: int, schedule, ranks) -> list[Row]:
     """This rank's rows for a step, padded with idle rows to the same number on every rank.
 
-    Sharded layers communicate in every row, so ranks need equally many. plan: an object with batch (samples
-    over all ranks), seed and tokens_per_microbatch; ranks: one with rank and world.
+    Sharded layers communicate in every row, so ranks need equally many. schedule: an object with batch
+    (samples over all ranks), seed and tokens_per_microbatch; ranks: one with rank and world.
     """
-    indices = batch_indices(step, plan.batch, len(samples), plan.seed)
+    indices = batch_indices(step, schedule.batch, len(samples), schedule.seed)
     shares = [indices[rank :: ranks.world] for rank in range(ranks.world)]
-    packed = [pack([len(samples[i]) for i in share], plan.tokens_per_microbatch) for share in shares]
+    packed = [pack([len(samples[i]) for i in share], schedule.tokens_per_microbatch) for share in shares]
     rows = []
     for row in packed[ranks.rank]:
-        rows.append(build_row([samples[shares[ranks.rank][position]] for position in row], plan.batch))
+        rows.append(build_row([samples[shares[ranks.rank][position]] for position in row], schedule.batch))
     idle = max(map(len, packed)) - len(rows)
     return rows + [idle_row(samples[indices[0]]) for _ in range(idle)]
 
@@ -139,7 +139,7 @@ def idle_row(sample: Sample) -> Row:
     return replace(row, prompt_at=row.prompt_at[:0], answer_at=row.answer_at[:0])
 
 
-def rows_ahead(samples: list[Sample], steps: range, plan, ranks):
+def rows_ahead(samples: list[Sample], steps: range, schedule, ranks):
     """Yield rows_of_step for each of these steps. A thread builds the next step's rows meanwhile.
 
     For a GPU they are pinned. Closing the generator ends the thread.
@@ -147,7 +147,7 @@ def rows_ahead(samples: list[Sample], steps: range, plan, ranks):
     cuda = ranks.device.type == "cuda"
 
     def rows_of(step: int) -> list[Row]:
-        rows = rows_of_step(samples, step, plan, ranks)
+        rows = rows_of_step(samples, step, schedule, ranks)
         return [row.pinned() for row in rows] if cuda else rows
 
     # a thread starts on the first GPU, where pinning would take memory for every rank

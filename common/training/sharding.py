@@ -48,7 +48,6 @@ class Execution:
     compute: torch.dtype = torch.float32
     recompute: bool = False  # activation checkpointing of every decoder layer
     attention: str = "packed"
-    compiled: bool = False  # torch.compile of every decoder layer but its attention
 
 
 def init_ranks() -> Ranks:
@@ -163,9 +162,6 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         )
         if prepare:
             prepare(model)
-        if execution.compiled:
-            for layer in model.model.layers:
-                layer.compile()
         trainee = Trainee(model, replicated)
     precision = MixedPrecisionPolicy(param_dtype=execution.compute, reduce_dtype=torch.float32)
     options = {"mesh": device_mesh(ranks), "mp_policy": precision}

@@ -13,15 +13,18 @@ from common.artifacts import claim, read_record, record, verify_files, write_rec
 from common.cli import UserError
 from common.files import write_directory
 from common.models import load_config, load_tokenizer
-from common.training import checkpoints, distill, jobs
-from common.training.engine import Job, Plan, train
-from common.training.inputs import SOURCE, STAGE, Pool, Run
+from common.training import checkpoints
+from common.training.distill import next_token_loss, sft_flops
+from common.training.engine import Job, Schedule, steps
 from common.training.metrics import METRICS, read_metrics, summarize
+from common.training.pool import Pool
+from common.training.run import SOURCE, STAGE, Run
 from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.students import Rates, teacher_optimizer
 
 
-def read_teacher(run: Run) -> bool:
-    """Whether a teacher exists, the source or a fine-tune of it; False if one is to be trained.
+def find_teacher(run: Run) -> bool:
+    """Whether there is a teacher, the source or a fine-tune of it; False if one is to be trained.
 
     Raises UserError for one that is damaged or of another model, and if there are no answers to train one on.
     """
@@ -32,35 +35,41 @@ def read_teacher(run: Run) -> bool:
         return True
     if os.path.realpath(run.teacher) == os.path.realpath(run.directory):
         raise UserError(f"--teacher: expected another directory than the student's, found {run.teacher}")
-    if not os.path.lexists(run.teacher):
-        if not run.pool.answered:
-            raise UserError(f"--teacher {run.teacher}: expected one that exists, or source, as text has no "
-                            "answers to fine-tune one on")
-        return False
-    teacher_record = read_record(run.teacher, STAGE, run.pair.model)
-    if run.ranks.first:
-        verify_files(run.teacher, teacher_record)
-    return True
+    replaced = run.args.force and not run.args.teacher
+    if os.path.lexists(run.teacher) and not replaced:
+        teacher_record = read_record(run.teacher, STAGE, run.pair.model)
+        if run.ranks.first:
+            verify_files(run.teacher, teacher_record)
+        return True
+    if not run.pool.answered:
+        raise UserError(f"--teacher {run.teacher}: expected one that exists, or source, as text has no "
+                        "answers to fine-tune one on")
+    return False
 
 
-def train_teacher(run: Run, plan: Plan) -> bool:
-    """Fine-tune the source model and write teacher/. Returns False if a signal stopped it."""
-    source, directory, ranks = run.pair.model["path"], run.teacher + ".train", run.ranks
-    if run.args.teacher:  # shared: another run may be training it, too
+def train_teacher(run: Run, schedule: Schedule) -> bool:
+    """Fine-tune the source model on the samples' answers. Returns False if a signal stopped it."""
+    args, ranks, samples = run.args, run.ranks, run.pool.answered
+    source, directory = run.pair.model["path"], run.teacher + ".train"
+    if args.teacher:  # shared: another run may be training it, too
         parent, name = os.path.split(os.path.abspath(run.teacher))
         claim(name, argparse.Namespace(run=parent))
-    ranks.say(f"teacher {source}: {plan.steps} steps of {plan.batch} samples on {ranks}")
-    samples = run.pool.answered
-    adam = {"lr": run.args.teacher_lr, "beta2": run.args.beta2, "weight_decay": run.args.weight_decay}
-    source_fingerprint = {"source": run.pair.model["fingerprint"]}
-    settings = plan.to_resume() | adam | Pool(samples).description() | source_fingerprint
+    ranks.say(f"teacher {source}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
+    settings = schedule.to_resume() | Pool(samples).description() | {"source": run.pair.model["fingerprint"]}
+    settings |= {"lr": args.teacher_lr, "beta2": args.beta2, "weight_decay": args.weight_decay}
     checkpoints.begin(directory, settings, ranks)
-    saved = checkpoints.resume_from(directory, plan, ranks)
-    trainee = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
-    job = Job(trainee, jobs.teacher_optimizer(trainee, **adam), directory, ranks)
+    saved = checkpoints.resume_from(directory, schedule, ranks)
+    teacher = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
+    optimizer = teacher_optimizer(teacher, Rates(args.teacher_lr, args.beta2, args.weight_decay))
+    job = Job(teacher, optimizer, directory, ranks, sft_flops(teacher))
     if saved:
         checkpoints.load(job, saved)
-    if not train(job, distill.Sft(trainee, run.args.loss_chunk), samples, plan):
+
+    for step in steps(job, schedule, samples):
+        for row in step.rows:
+            step.backward(next_token_loss(teacher, row, row.answer_at, row.answer_weight, args.loss_chunk))
+        step.update()
+    if job.stopped:
         return False
     if ranks.first:
         write_teacher(run, directory, settings)

@@ -186,20 +186,25 @@ def fuse(args, clock, ranks) -> bool:
     if ranks.first:
         unchanged = training.check_unchanged(source, start, groups, tokens[:2])
 
-    plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
-    settings = data | {"search": sha256(plan_path), "warmup": plan.warmup}
+    schedule = training.make_schedule(data, args.steps, args.warmup, args.print_every)
+    settings = data | {"search": sha256(plan_path), "warmup": schedule.warmup}
     settings |= {name: getattr(args, name) for name in SETTINGS}
     rates = data["lr"], args.operator_lr, args.lambda_lr
     job = training.begin(directory, settings, source, ranks, rates, start)
-    phase = training.Fusing(job, plan, heldout, args.heldout_every, groups, args.margin_steps)
+    operators = training.operators_in(job.trainee)
+    fusion.set_operators(job.trainee.net, operators, groups)
+    heldout = training.Heldout(heldout, args.heldout_every, data["tokens_per_microbatch"], ranks.device)
 
     def fused_enough() -> bool:
-        return float(fusion.fusion_loss(phase.operators).detach()) < FUSED
+        return float(fusion.fusion_loss(operators).detach()) < FUSED
 
-    ended = training.train_until(fused_enough, job, phase, samples, plan, args.check_steps)
-    if ended and ranks.first:
+    for step in training.steps_until(fused_enough, job, schedule, samples, args.check_steps):
+        training.fuse_step(step, heldout, args.margin_steps)
+    if job.stopped:
+        return False
+    if ranks.first:
         finish(args, clock, searched, tokens, unchanged)
-    return ended
+    return True
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
-from common.training.engine import STOPPED
+from common.training.engine import STOPPED, steps
 from common.training.metrics import read_metrics
 from common.training.sharding import joined_ranks
 from related.dha import training
@@ -51,7 +51,7 @@ def parse():
     return parser.parse_args()
 
 
-def make_plan(args, data: dict, before: int):
+def make_schedule(args, data: dict, before: int):
     """The steps that are left after `before` steps of search and fusion, in this phase's own batches."""
     if args.steps <= before:
         raise UserError(
@@ -61,22 +61,25 @@ def make_plan(args, data: dict, before: int):
     sequences = (args.steps - before) * data["batch"]
     if sequences % batch:
         raise UserError(f"--batch: expected a divisor of the {sequences} sequences left, found {batch}")
-    return training.make_plan(data | {"batch": batch}, sequences // batch, args.warmup, args.print_every)
+    return training.make_schedule(
+        data | {"batch": batch}, sequences // batch, args.warmup, args.print_every
+    )
 
 
-def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
+def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> None:
     """Write the trained checkpoint with its held-out losses; called on the first rank."""
     output = os.path.join(args.run, args.name)
-    directory, per_step = output + ".train", plan.batch * data["length"]
+    directory, per_step = output + ".train", schedule.batch * data["length"]
     tokens = args.steps * data["batch"] * data["length"]
     model = AutoModelForCausalLM.from_config(load_config(start), dtype=torch.float32).eval()
     model.load_state_dict(training.last_weights(directory)[0])
     lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
-    losses = training.heldout_curve(lines, tokens - plan.steps * per_step, per_step) + [[tokens, last_loss]]
+    before = tokens - schedule.steps * per_step
+    losses = [*training.heldout_curve(lines, before, per_step), [tokens, last_loss]]
     cached_bytes = cache_bytes_per_token(model, torch.zeros(data["length"], dtype=torch.long))
     summary = {
-        "steps": plan.steps,
-        "batch": plan.batch,
+        "steps": schedule.steps,
+        "batch": schedule.batch,
         "tokens": tokens,
         "heldout": losses,
         "cache_bytes_per_token": cached_bytes,
@@ -90,8 +93,8 @@ def finish(args, clock, start: str, data: dict, plan, last_loss: float) -> None:
     shutil.rmtree(directory)
     print(f"wrote   {output}")
     print(
-        f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {plan.steps} steps, "
-        f"{cached_bytes:.0f} bytes of cache per token, in {clock()} s"
+        f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {schedule.steps} "
+        f"steps, {cached_bytes:.0f} bytes of cache per token, in {clock()} s"
     )
 
 
@@ -104,20 +107,23 @@ def pretrain(args, clock, ranks) -> bool:
     before, tokenizer = steps_before(start_record, data), load_tokenizer(start)
     if ranks.first and start_record and "files" in start_record:
         verify_files(start, start_record)
-    plan = make_plan(args, data, before)
+    schedule = make_schedule(args, data, before)
     ranks.say(f"reads   {start}")
     samples, heldout = training.load_data(data, tokenizer, ranks)
-    ranks.say(f"trains  {plan.steps} steps of {plan.batch} x {data['length']} tokens, after {before} steps")
+    ranks.say(f"trains  {schedule.steps} steps of {schedule.batch} x {data['length']} tokens, after {before} "
+              "steps")
     training.open_directory(directory, args.force, ranks)
-    settings = data | {"start": fingerprint(start), "batch": plan.batch}
-    settings |= {"steps": plan.steps, "warmup": plan.warmup}
+    settings = data | {"start": fingerprint(start), "batch": schedule.batch}
+    settings |= {"steps": schedule.steps, "warmup": schedule.warmup}
     job = training.begin(directory, settings, start, ranks, (data["lr"],))
-    phase = training.LanguageModel(job, plan, heldout, args.heldout_every)
-    if job.step < plan.steps and not training.train(job, phase, samples, plan):
+    heldout = training.Heldout(heldout, args.heldout_every, data["tokens_per_microbatch"], ranks.device)
+    for step in steps(job, schedule, samples):
+        training.pretrain_step(step, heldout)
+    if job.stopped:
         return False
-    loss = phase.heldout_loss()
+    loss = heldout.loss(job.trainee)
     if ranks.first:
-        finish(args, clock, start, data, plan, loss)
+        finish(args, clock, start, data, schedule, loss)
     return True
 
 

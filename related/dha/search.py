@@ -43,7 +43,7 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
-from common.training.engine import STOPPED
+from common.training.engine import STOPPED, steps
 from common.training.sharding import joined_ranks
 from related.dha import export, fusion, grouping, similarity, training
 from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before
@@ -279,19 +279,23 @@ def search(args, clock, ranks) -> bool:
     if ranks.first:
         figures |= measure_source(args, path, start, whole, heldout)
 
-    plan = training.make_plan(data, args.steps, args.warmup, args.print_every)
+    schedule = training.make_schedule(data, args.steps, args.warmup, args.print_every)
     settings = data | {
         "model": description["fingerprint"],
         "steps": args.steps,
         "operator_lr": args.operator_lr,
-        "warmup": plan.warmup,
+        "warmup": schedule.warmup,
     }
     job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), start)
-    phase = training.Searching(job, plan, heldout, args.heldout_every, whole)
-    ended = job.step == plan.steps or training.train(job, phase, samples, plan)
-    if ended and ranks.first:
+    fusion.set_operators(job.trainee.net, training.operators_in(job.trainee), whole)
+    heldout = training.Heldout(heldout, args.heldout_every, args.tokens_per_microbatch, ranks.device)
+    for step in steps(job, schedule, samples):
+        training.search_step(step, heldout)
+    if job.stopped:
+        return False
+    if ranks.first:
         finish(args, clock, description, data, budget, figures)
-    return ended
+    return True
 
 
 def main() -> int:

@@ -6,6 +6,8 @@ The training loop is common/training/engine.py's.
 
 import os
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,14 @@ from common.cli import UserError, positive, probability
 from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import all_logits, max_difference
-from common.method.losses import chunked, cross_entropy
 from common.models import load_config, load_model
 from common.training import checkpoints, engine
-from common.training.engine import Job, Phase, Plan, train
-from common.training.inputs import samples_digest
+from common.training.distill import next_token_loss
+from common.training.engine import Job, Schedule, Step, steps
 from common.training.packing import build_row
-from common.training.sharding import Execution, build
-from related.dha.fusion import fusion_loss, margin, patch, set_operators, with_operators
+from common.training.pool import samples_digest
+from common.training.sharding import Execution, build, sum_over_ranks
+from related.dha.fusion import fusion_loss, margin, patch, with_operators
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 OPERATOR_ADAM = ADAM | {"eps": 1e-15}  # a mean over all factors of all layers has tiny gradients
@@ -75,9 +77,19 @@ def as_tokens(samples: list[Sample]) -> torch.Tensor:
     return torch.tensor([(*sample.prompt, *sample.answer) for sample in samples])
 
 
-def make_plan(data: dict, steps: int, warmup: float, print_every: int) -> Plan:
+@dataclass(frozen=True)
+class DecaySchedule(Schedule):
+    """A schedule whose cosine ends at FINAL_SHARE of the peak."""
+
+    def rate(self, step: int) -> float:
+        if step < self.warmup:
+            return super().rate(step)
+        return FINAL_SHARE + (1 - FINAL_SHARE) * super().rate(step)
+
+
+def make_schedule(data: dict, steps: int, warmup: float, print_every: int) -> Schedule:
     """A phase of `steps` steps on the batches that all rows share. warmup: share of the steps."""
-    return Plan(
+    return DecaySchedule(
         steps=steps,
         batch=data["batch"],
         warmup=max(1, round(warmup * steps)),
@@ -87,72 +99,77 @@ def make_plan(data: dict, steps: int, warmup: float, print_every: int) -> Plan:
         save_steps=None,
         save_minutes=20,
         print_every=print_every,
-        final_share=FINAL_SHARE,
     )
 
 
-class LanguageModel(Phase):
-    """Next-token cross-entropy; every `every` steps it is also measured on held-out samples."""
+class Heldout:
+    """Held-out samples on which the next-token loss is measured before every `every`-th step."""
 
-    def __init__(self, job: Job, plan: Plan, heldout: list[Sample], every: int):
-        self.trainee, self.every, self.measured = job.trainee, every, {}
-        size = max(1, plan.tokens_per_microbatch // len(heldout[0]))
-        self.heldout = []
-        for start in range(0, len(heldout), size):
-            row = build_row(heldout[start : start + size], len(heldout))
-            self.heldout.append(row.to(job.ranks.device))
+    def __init__(self, samples: list[Sample], every: int, tokens_per_microbatch: int, device):
+        self.every = every
+        size = max(1, tokens_per_microbatch // len(samples[0]))
+        starts = range(0, len(samples), size)
+        self.rows = [build_row(samples[i : i + size], len(samples)).to(device) for i in starts]
 
     @torch.no_grad()
-    def heldout_loss(self) -> float:
-        """Mean next-token loss of the held-out samples, in nats."""
-        self.trainee.eval()
-        total = sum(float(self.row_loss(row)[0]) for row in self.heldout)
-        self.trainee.train()
-        self.trainee.reshard()  # a forward pass without a backward pass leaves the root's weights gathered
+    def loss(self, trainee) -> float:
+        """The mean, in nats."""
+        trainee.eval()
+        total = sum(float(language_model_loss(trainee, row)) for row in self.rows)
+        trainee.train()
+        trainee.reshard()  # a forward pass without a backward pass leaves the root's weights gathered
         return total
 
-    def begin_step(self, step: int) -> None:
-        self.measured = {"heldout": self.heldout_loss()} if step % self.every == 0 else {}
-
-    def row_loss(self, row):
-        """The row's share of the batch's cross-entropy."""
-
-        def loss(kind, at, logits):
-            return (cross_entropy(logits.float(), row.targets[at]) * row.all_weight[at]).sum()
-
-        pieces = [("next token", at) for at in row.all_weight.nonzero()[:, 0].split(CHUNK)]
-        return self.trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), {}
-
-    def end_step(self, step: int) -> dict:
-        return self.measured
+    def figures(self, step: Step) -> dict[str, float]:
+        """For the step's line of metrics.jsonl: the loss before it, if it is due."""
+        return {"heldout": self.loss(step.job.trainee)} if step.number % self.every == 0 else {}
 
 
-class Searching(LanguageModel):
+def language_model_loss(trainee, row) -> torch.Tensor:
+    """The row's share of the batch's mean cross-entropy of every next token, a scalar."""
+    return next_token_loss(trainee, row, row.all_weight.nonzero()[:, 0], row.all_weight, CHUNK)
+
+
+def accumulate(step: Step) -> None:
+    """The gradients of the language-model loss in the weights, operators and lambda."""
+    trainee = step.job.trainee
+    for row in step.rows:
+        step.backward(language_model_loss(trainee, row))
+    sum_over_ranks(trainee.replicated.values())
+
+
+def pretrain_step(step: Step, heldout: Heldout) -> None:
+    """Continued pre-training, by the language-model loss alone."""
+    figures = heldout.figures(step)
+    accumulate(step)
+    step.update(**figures)
+
+
+def search_step(step: Step, heldout: Heldout) -> None:
     """Search: the language-model loss trains weights and operators; the fusion loss is only measured."""
-
-    def __init__(self, job: Job, plan: Plan, heldout: list[Sample], every: int, groups: dict[str, list]):
-        super().__init__(job, plan, heldout, every)
-        self.operators = operators_in(job.trainee)
-        set_operators(job.trainee.net, self.operators, groups)
-
-    @torch.no_grad()
-    def end_step(self, step: int) -> dict:
-        return super().end_step(step) | {"fusion_loss": float(fusion_loss(self.operators))}
+    figures = heldout.figures(step)
+    accumulate(step)
+    with torch.no_grad():
+        figures["fusion_loss"] = float(fusion_loss(operators_in(step.job.trainee)))
+    step.update(**figures)
 
 
-class Fusing(Searching):
+def fuse_step(step: Step, heldout: Heldout, margin_steps: int) -> None:
     """Eq. 8: min over weights and operators, max over lambda of L_lm + lambda max(L_fusion - t, 0)."""
+    figures, trainee = heldout.figures(step), step.job.trainee
+    accumulate(step)
+    loss, allowed = fusion_loss(operators_in(trainee)), margin(step.number, margin_steps)
+    multiplier = trainee.replicated[MULTIPLIER]  # its optimizer ascends
+    (multiplier * (loss - allowed).clamp(min=0)).sum().backward()
+    figures |= {"fusion_loss": float(loss.detach()), "margin": allowed, "lambda": float(multiplier.detach())}
+    step.update(**figures)
 
-    def __init__(self, job, plan, heldout, every, groups, margin_steps: int):
-        super().__init__(job, plan, heldout, every, groups)
-        self.multiplier, self.margin_steps = job.trainee.replicated[MULTIPLIER], margin_steps
 
-    def end_step(self, step: int) -> dict:
-        """Add the gradient of the second term to the operators and to lambda, which its optimizer ascends."""
-        figures, allowed = super().end_step(step), margin(step, self.margin_steps)
-        excess = (fusion_loss(self.operators) - allowed).clamp(min=0)
-        (self.multiplier * excess).sum().backward()
-        return figures | {"margin": allowed, "lambda": float(self.multiplier.detach())}
+def steps_until(done, job: Job, schedule: Schedule, samples: list, every: int) -> Iterator[Step]:
+    """engine.steps to done() or the schedule's end; it asks, and saves, every `every` steps."""
+    while job.step < schedule.steps and not job.stopped and not done():
+        following = job.step + every - job.step % every
+        yield from steps(job, schedule, samples, min(following, schedule.steps))
 
 
 def operators_in(trainee) -> dict[str, torch.Tensor]:
@@ -203,15 +220,6 @@ def open_directory(directory: str, force: bool, ranks) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory, exist_ok=True)
     dist.barrier()
-
-
-def train_until(done, job: Job, phase: Phase, samples: list, plan: Plan, every: int) -> bool:
-    """Train to done() or the plan's end, asking and saving every `every` steps; False after a signal."""
-    while job.step < plan.steps and not done():
-        following = job.step + every - job.step % every
-        if not train(job, phase, samples, plan, min(following, plan.steps)):
-            return False
-    return True
 
 
 def heldout_curve(lines: list[dict], tokens_before: int, tokens_per_step: int) -> list[list[float]]:

@@ -22,12 +22,12 @@ from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import move_aside, write_directory
 from common.layers import run_layer
-from common.method.losses import chunked, cross_entropy
 from common.models import DEMO, describe, fingerprint, load_config, load_model, load_tokenizer
 from common.training import checkpoints
-from common.training.engine import Job, Phase, Plan, make_optimizer, train
-from common.training.inputs import samples_digest
+from common.training.distill import next_token_loss
+from common.training.engine import Job, Schedule, make_optimizer, steps
 from common.training.metrics import METRICS
+from common.training.pool import samples_digest
 from common.training.sharding import Execution, Ranks, build
 from related.skipless.algebra import condition_numbers
 from related.skipless.modeling import SkiplessConfig
@@ -111,24 +111,6 @@ def start_near_identity(layer, generator: torch.Generator) -> None:
     nn.init.zeros_(mlp.down_proj.bias)
 
 
-class NextToken(Phase):
-    """Cross-entropy of every next token."""
-
-    def __init__(self, trainee):
-        self.trainee = trainee
-
-    def row_loss(self, row):
-        pieces = [("all", at) for at in row.all_weight.nonzero()[:, 0].split(LOSS_CHUNK)]
-
-        def loss(kind, at, logits):
-            return (cross_entropy(logits.float(), row.targets[at]) * row.all_weight[at]).sum()
-
-        def head_loss(hidden, lm_head):
-            return chunked(loss, pieces, hidden, lm_head.weight)
-
-        return self.trainee(row, head_loss), {}
-
-
 def conditions(model) -> list[dict[str, float]]:
     """Condition numbers of the square attention matrices of each layer."""
     return [condition_numbers(layer.self_attn) for layer in model.model.layers]
@@ -150,8 +132,8 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     ranks.say(f"reads   {source}: shape and tokenizer; {description}")
     ranks.say(f"{name}: {args.steps} steps of {args.batch} sequences of {args.length} tokens "
               f"on {ranks.world} {ranks.device.type}")
-    plan = make_plan(args)
-    settings = plan.to_resume() | {"lr": args.lr, "length": args.length, "source": fingerprint(source)}
+    schedule = make_schedule(args)
+    settings = schedule.to_resume() | {"lr": args.lr, "length": args.length, "source": fingerprint(source)}
     settings["samples_sha256"] = samples_digest(samples)
     if args.force:
         start_anew(directory, ranks)
@@ -159,7 +141,12 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     config = skipless_config(load_config(source), parallel, mlp_bias=True)
     start = write_start(directory, config, text[: args.batch], args.seed, ranks)
     job = make_job(directory, start, args.lr, ranks)
-    if job.step < plan.steps and not train(job, NextToken(job.trainee), samples, plan):
+    for step in steps(job, schedule, samples):
+        for row in step.rows:
+            at = row.all_weight.nonzero()[:, 0]
+            step.backward(next_token_loss(job.trainee, row, at, row.all_weight, LOSS_CHUNK))
+        step.update()
+    if job.stopped:
         return False
     if ranks.first:
         write_model(args, source, path, heldout, clock)
@@ -167,9 +154,9 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     return True
 
 
-def make_plan(args) -> Plan:
+def make_schedule(args) -> Schedule:
     """One row per step and rank, checkpoints by time alone."""
-    return Plan(
+    return Schedule(
         steps=args.steps, batch=args.batch, warmup=args.warmup, clip=1.0, seed=args.seed,
         tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=20,
         print_every=args.print_every,

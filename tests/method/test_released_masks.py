@@ -7,9 +7,10 @@ import torch
 from scipy.integrate import quad
 
 from common.method import masks, released_masks
-from common.training import distill, jobs
-from common.training.distill import ReleasedMaskedDistillation, Settings
+from common.training import distill, students
+from common.training.distill import ReleasedMasks
 from common.training.packing import build_row
+from common.training.students import Rates
 from students import SAMPLES, distillation_terms, masked_student, rates, run_masked_step, tiny_trainee
 
 
@@ -133,48 +134,39 @@ def test_masks_follow_the_target_without_any_gradient():
 def test_a_step_pulls_draws_and_settles(group_of_one):
     """The gradient is Eq. 31's at the masks that were pulled; the update is averaged with them."""
     start = released_masks.start((3, 8), seed=4) - 2  # about 0, between open and closed
-    settings, student = Settings(lr=1.0, l0_weight=0.3, seed=5, masks="l0-released"), masked_student(start)
+    student = masked_student(start)
     rows, step = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))], 20
-    phase = ReleasedMaskedDistillation(student, tiny_trainee(2), 100, settings)
-    figures = run_masked_step(student, settings, step, rows, phase)
+    trained = ReleasedMasks(student.replicated["log_alpha"], 100, seed=5)
+    figures = run_masked_step(trained, student, step, rows, l0_weight=0.3)
 
     pulled, goal = start.clone(), 1 - 20 / 30
     released_masks.constrain(pulled, goal, 20 / 80)
-    assert torch.equal(phase.log_alpha.detach(), pulled) and not torch.equal(pulled, start)
+    assert torch.equal(trained.before, pulled) and not torch.equal(pulled, start)
     reference, teacher = masked_student(pulled.clone()), tiny_trainee(2)
     log_alpha = reference.replicated["log_alpha"]
     drawn = released_masks.draw(log_alpha, 5, step)
     masks.set_masks(reference.net, drawn)
     gap = released_masks.expected(log_alpha).mean() - goal
     (sum(distillation_terms(reference, teacher).values()) + 0.3 * (gap.abs() + gap**2)).backward()
-    torch.testing.assert_close(phase.log_alpha.grad, log_alpha.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(trained.log_alpha.grad, log_alpha.grad, rtol=1e-3, atol=1e-6)
     assert figures["mask_mean"] == pytest.approx(float(drawn.detach().mean()), rel=1e-5)
     torch.testing.assert_close(figures["mask_mean_per_layer"].float(), drawn.detach().mean(1),
                                rtol=0, atol=1e-5)
 
     with torch.no_grad():
-        phase.log_alpha += 1
+        trained.log_alpha.copy_(pulled + 1)
     moved = pulled + 1
     released_masks.settle(moved, pulled, 1 - 21 / 30, 21 / 80)
-    phase.after_update(step)
-    torch.testing.assert_close(phase.log_alpha.detach(), moved)
-
-
-def test_a_held_out_measurement_is_without_noise():
-    start = torch.linspace(-2, 2, 24).view(3, 8)
-    phase = ReleasedMaskedDistillation(masked_student(start), None, 10, Settings(lr=1.0))
-    phase.begin_measurement()
-    z = released_masks.deterministic(start)
-    for index, _, projections in masks.blended_projections(phase.student.net):
-        assert all(torch.equal(projection.z, z[index]) for projection in projections)
+    trained.settle(step)
+    torch.testing.assert_close(trained.log_alpha.detach(), moved)
 
 
 def test_their_start_and_their_adam():
     """Betas 0.9, 0.95 and eps 1e-8 on a thousandth of log alpha: its gradients are a thousand times ours."""
-    expected = released_masks.start((3, 8), 6)
-    assert torch.equal(jobs.start_masks(3, 8, "l0-released", 6)["log_alpha"], expected)
-    student, settings = masked_student(torch.zeros(3, 8)), Settings(lr=1.0, mask_lr=7.0, masks="l0-released")
-    optimizer = jobs.masked_optimizer(student, settings)
+    start = torch.linspace(-2, 2, 24).view(3, 8)
+    assert torch.equal(ReleasedMasks(start, 10, 0).noiseless(), released_masks.deterministic(start))
+    student = masked_student(torch.zeros(3, 8))
+    optimizer = students.masked_optimizer(student, Rates(1.0, 0.999, 0.0), "l0-released", mask_lr=7.0)
     assert rates(optimizer, student)["replicated.log_alpha"] == 7.0
     group = optimizer.param_groups[-1]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-11, 0)

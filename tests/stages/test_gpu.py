@@ -27,8 +27,9 @@ from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import polar
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
+from common.training import engine
 from common.training.checkpoints import saved_checkpoints
-from common.training.engine import STOPPED, backward, clip_gradients, run_step
+from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Trainee, init_ranks
 from conftest import (
@@ -42,7 +43,7 @@ from conftest import (
     save_tiny,
     tiny_model,
 )
-from students import PLAN, gqa_job, masked_job
+from students import SCHEDULE, gqa_student, half_masked_student
 from test_packing import random_samples
 from training_runs import (
     STAGE,
@@ -354,22 +355,30 @@ def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned, inputs, tmp
         assert rounded == pytest.approx(exact, rel=BF16_STEP)
 
 
-@pytest.mark.parametrize("make_job", [masked_job, gqa_job])
-def test_a_step_is_queued_without_waiting_for_the_gpu(group_of_one, tmp_path, make_job):
+@pytest.mark.parametrize("make_student", [half_masked_student, gqa_student])
+def test_a_step_is_queued_without_waiting_for_the_gpu(group_of_one, tmp_path, monkeypatch, make_student):
     """torch raises an error where the host would wait; the first step still allocates and picks kernels."""
-    job, phase = make_job(group_of_one, tmp_path)
+    student = make_student(group_of_one, tmp_path)
     rows = [build_row(random_samples(3, seed), 6) for seed in (0, 1)]
     rows = rows if DEVICE == "cpu" else [row.pinned() for row in rows]
-    run_step(job, phase, rows, [], PLAN)
+    student.take(Step(student.job, SCHEDULE, rows, []))
     refuse_waits = (lambda mode: None) if DEVICE == "cpu" else torch.cuda.set_sync_debug_mode
+    norms = []
+
+    def clip_and_wait(trainee, clip):  # the first line of Step.update that may wait is after it
+        norms.append(clip_gradients(trainee, clip))
+        refuse_waits("default")
+        return norms[-1]
+
+    monkeypatch.setattr(engine, "clip_gradients", clip_and_wait)
+    step = Step(student.job, SCHEDULE, rows, [])
     refuse_waits("error")
     try:
-        phase.begin_step(1)
-        totals = backward(job, phase, rows, PLAN)
-        norm = clip_gradients(job.trainee, PLAN.clip)
+        student.take(step)
     finally:
         refuse_waits("default")
-    assert float(totals["loss"]) > 0 and float(norm) > 0 and totals["loss"].device.type == DEVICE
+    assert float(step.totals["loss"]) > 0 and float(norms[0]) > 0
+    assert step.totals["loss"].device.type == DEVICE
 
 
 def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_path, monkeypatch):

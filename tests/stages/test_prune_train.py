@@ -13,10 +13,11 @@ import torch
 
 from common.artifacts import write_record
 from common.training import checkpoints
-from common.training import inputs as training_inputs
+from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
-from common.training.inputs import Pool, Run
+from common.training.pool import Pool
+from common.training.run import Run
 from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process
 from test_checkpoints import Attack, seal
@@ -76,13 +77,13 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
     home = copy_run(aligned_run, tmp_path / "run")
-    original = training_inputs.tokenize
+    original = pool_module.tokenize
 
     def interrupting(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(training_inputs, "tokenize", interrupting)
+    monkeypatch.setattr(pool_module, "tokenize", interrupting)
     done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
     assert done.returncode == 130
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
@@ -180,8 +181,9 @@ def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_pat
     expect_error("metrics.jsonl line 1: expected a step's figures", STAGE, *train_arguments(home, inputs))
     (home / "train" / "metrics.jsonl").unlink()
     expect_error("expected loss and tokens of every step", STAGE, *train_arguments(home, inputs))
-    (home / "train" / "plan.json").write_text("{")
-    expect_error("plan.json: expected the settings of a training run", STAGE, *train_arguments(home, inputs))
+    (home / "train" / "settings.json").write_text("{")
+    message = "settings.json: expected the settings of a training run"
+    expect_error(message, STAGE, *train_arguments(home, inputs))
 
 
 def test_a_crafted_checkpoint_runs_nothing_in_stages_5_and_6(finished_run, inputs, tmp_path):
@@ -215,7 +217,7 @@ def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
             (tmp_path / name).mkdir(exist_ok=True)
         args = flags("--run", str(tmp_path), "--force", *given)
         before = set(os.listdir(tmp_path))
-        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), Execution(), None))
+        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), None, Execution(), None))
         after = set(os.listdir(tmp_path))
         if given:
             assert (after - before, before - after) == ({"train.old-3"}, {"train"})
@@ -237,7 +239,7 @@ def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, alig
         assert (home / name / "stage.json").exists(), name
     assert all(mark.is_dir() and not list(mark.iterdir()) for mark in marks)
     for seed, name in enumerate(("train.old-1", "train.old-2", "train")):
-        assert json.loads((home / name / "plan.json").read_text())["seed"] == seed
+        assert json.loads((home / name / "settings.json").read_text())["seed"] == seed
     run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
     assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
 

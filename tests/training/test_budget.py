@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from common.cli import UserError
 from common.method import masks
 from common.training import budget, hardware
-from common.training.engine import Plan
+from common.training.engine import Schedule
 from common.training.packing import build_row
 from common.training.sharding import Trainee, recompute_layers
 from conftest import tiny_model
@@ -101,9 +101,9 @@ def test_a_recomputed_layer_keeps_its_input_alone():
     assert budget.activation_bytes(config, tokens, 4)[1] == pytest.approx(layer, rel=0.02)
 
 
-def plan(steps: int, batch: int) -> Plan:
-    return Plan(steps, batch, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=4096, save_steps=None,
-                save_minutes=20, print_every=1)
+def schedule(steps: int, batch: int) -> Schedule:
+    return Schedule(steps, batch, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=4096, save_steps=None,
+                    save_minutes=20, print_every=1)
 
 
 LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
@@ -118,7 +118,7 @@ def test_report_of_a_7b_run():
     verdicts = []
     for text in ("8xA100-80GB", "1xA100-80GB"):
         cluster, student = hardware.parse_hardware(text), budget.Student(8)
-        lines, hours, fits = budget.report("pruning", work, student, plan(23060, 64), cluster)
+        lines, hours, fits = budget.report("pruning", work, student, schedule(23060, 64), cluster)
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
     assert verdicts == [True, False]
@@ -137,21 +137,21 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     cluster = hardware.parse_hardware("4xA100-80GB")
     tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
     source, pruned = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8)).whole
-    sft = budget.step_cost(work, None, plan(1, 64), cluster)
-    distillation = budget.step_cost(work, budget.Student(8), plan(1, 64), cluster)
+    sft = budget.step_cost(work, None, schedule(1, 64), cluster)
+    distillation = budget.step_cost(work, budget.Student(8), schedule(1, 64), cluster)
     assert (sft.rows, sft.row) == (distillation.rows, distillation.row) == (1, 3200)
     assert sft.flops == 3 * budget.forward_flops(LLAMA2_7B, tokens, pairs, 64 * 5)
     assert distillation.flops == 4 * budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
     computed = distillation.flops * 5 / 4  # with the forward pass once more
     assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.4))
-    attention = budget.step_cost(work, budget.Student(8, (), "attention"), plan(1, 64), cluster)
+    attention = budget.step_cost(work, budget.Student(8, (), "attention"), schedule(1, 64), cluster)
     trained = 32 * (2 * 4096**2 + 2 * 4096 * 1024)
     whole = budget.size(LLAMA2_7B, budget.Student(8, ())).whole
     assert attention.traffic == 4 * whole + 4 * trained + 2 * source
     forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
     assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
-    alone = budget.step_cost(work, budget.Student(8), plan(1, 64), hardware.parse_hardware("1xA100-80GB"))
+    alone = budget.step_cost(work, budget.Student(8), schedule(1, 64), hardware.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
 
@@ -159,7 +159,7 @@ def test_cost_of_a_step_is_counted_from_its_parts():
 def test_a_sample_longer_than_a_row_has_one_to_itself():
     """16 samples of 16,384 tokens and 16 of 1024, in rows of 4096 on four ranks."""
     work = budget.Workload(LLAMA2_7B, lengths=[16384, 1024], answers=[1, 1], chunk=512, recompute=True)
-    step = budget.step_cost(work, None, plan(1, 32), hardware.parse_hardware("4xA100-80GB"))
+    step = budget.step_cost(work, None, schedule(1, 32), hardware.parse_hardware("4xA100-80GB"))
     assert (step.rows, step.row) == ((16 + 16 / 4) / 4, 16384)
 
 
@@ -167,14 +167,14 @@ def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
     """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
     cluster, size = hardware.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
-    once = budget.step_cost(work, None, plan(1, 64), cluster)
-    every = budget.step_cost(work, None, replace(plan(1, 64), reduce="row"), cluster)
+    once = budget.step_cost(work, None, schedule(1, 64), cluster)
+    every = budget.step_cost(work, None, replace(schedule(1, 64), reduce="row"), cluster)
     assert once.rows == every.rows == 4
     assert once.traffic == (4 * 4 + 4) * size.whole and every.traffic == (4 * 4 + 4 * 4) * size.whole
     summed, sharded = (budget.memory(work, None, 2, 4096, whole) for whole in (True, False))
     assert summed["gradients"] - sharded["gradients"] == 4 * size.whole / 2
     for reduce, expected in (("step", summed), ("row", sharded)):
-        lines, _, _ = budget.report("sft", work, None, replace(plan(1, 64), reduce=reduce), cluster)
+        lines, _, _ = budget.report("sft", work, None, replace(schedule(1, 64), reduce=reduce), cluster)
         assert f"gradients {expected['gradients'] / 2**30:.3g}" in lines[1]
 
 
@@ -184,8 +184,9 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
     cluster, one = hardware.parse_hardware(f"{nodes}x8xA100-80GB"), hardware.parse_hardware("8xA100-80GB")
     assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (nodes, 8, one.device)
-    batch = replace(plan(1, 64 * nodes), reduce="row")
-    step, alone = budget.step_cost(work, None, batch, cluster), budget.step_cost(work, None, plan(1, 64), one)
+    batch = replace(schedule(1, 64 * nodes), reduce="row")
+    step = budget.step_cost(work, None, batch, cluster)
+    alone = budget.step_cost(work, None, schedule(1, 64), one)
     assert step.network == pytest.approx(2 * (nodes - 1) / nodes * 4 * 6_738_415_616 / 8)
     assert alone.network == 0
     assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
@@ -217,7 +218,8 @@ def test_memory_is_that_of_the_weights_on_one_rank():
 def test_all_phases_must_fit(capsys):
     work = budget.Workload(LLAMA2_7B, lengths=[100], answers=[4], chunk=512, recompute=True)
     other = replace(work, lengths=[300])
-    phases = [("teacher", work, None, plan(10, 64)), ("pruning", other, budget.Student(8), plan(20, 64))]
+    phases = [("teacher", work, None, schedule(10, 64)),
+              ("pruning", other, budget.Student(8), schedule(20, 64))]
     hours = budget.print_phases(phases, "8xA100-80GB")
     cluster = hardware.parse_hardware("8xA100-80GB")
     each = [budget.report(*phase, cluster)[1] for phase in phases]

@@ -29,7 +29,7 @@ def new_job(source: str, directory, ranks, seed: int = 0) -> Job:
     config = load_config(source)
     extra = {"extra": torch.ones(2, 3)}
     trainee = build(config, ranks, Execution(), lambda name: (source, name), None, extra)
-    job = Job(trainee, make_optimizer(trainee, ADAM), str(directory), ranks, 1)
+    job = Job(trainee, make_optimizer(trainee, ADAM), str(directory), ranks, step=1)
     generator = torch.Generator().manual_seed(seed)
     for parameter in trainee.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -241,12 +241,12 @@ def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
     checkpoints.begin(directory, dict(settings), group_of_one)
     with pytest.raises(UserError, match=r"other settings \(samples_sha256 a -> b\): pass the same"):
         checkpoints.begin(directory, settings | {"samples_sha256": "b"}, group_of_one)
-    assert json.loads((tmp_path / "train" / "plan.json").read_text()) == settings
+    assert json.loads((tmp_path / "train" / "settings.json").read_text()) == settings
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\udcff", "[" * 100_000])
 def test_damaged_settings_are_one_line(group_of_one, tmp_path, text):
-    (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
+    (tmp_path / "settings.json").write_text(text, errors="surrogateescape")
     message = "expected the settings of a training run, found .*--force starts over"
     with pytest.raises(UserError, match=message) as error:
         checkpoints.begin(str(tmp_path), {"lr": 1.0}, group_of_one)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
-from common.training.distill import SWITCH, Distillation, MaskedDistillation, Settings, Sft, switch_step
+from common.training.distill import SWITCH, Masks, distillation_loss, next_token_loss, switch_step
 from common.training.packing import build_row
 from students import (
     SAMPLES,
@@ -13,35 +13,42 @@ from students import (
     masked_student,
     run_masked_step,
     sample_logits,
+    stage5,
     tiny_trainee,
 )
+
+
+def loss_of_all(student, teacher, kl_on: str = "prompt", temperature: float = 1.0, chunk: int = 512):
+    """distillation_loss of all samples in one row."""
+    row = build_row(SAMPLES, len(SAMPLES))
+    with torch.no_grad():
+        hidden = teacher(row)
+    return distillation_loss(student, row, hidden, teacher.net.lm_head, kl_on, temperature, chunk)
 
 
 @pytest.mark.parametrize("kl_on", ["prompt", "all"])
 def test_distillation_is_equation_30(kl_on):
     student, teacher = tiny_trainee(0), tiny_trainee(1)
-    phase = Distillation(student, teacher, Settings(lr=1.0, kl_on=kl_on, loss_chunk=2))
-    loss, parts = phase.row_loss(build_row(SAMPLES, len(SAMPLES)))
+    loss, *parts = loss_of_all(student, teacher, kl_on, chunk=2)
     terms = distillation_terms(student, teacher, kl_on)
     expected = {name: float(term.detach()) for name, term in terms.items()}
-    assert {name: float(part) for name, part in parts.items()} == pytest.approx(expected, rel=1e-4)
+    assert dict(zip(("kl", "bild"), map(float, parts), strict=True)) == pytest.approx(expected, rel=1e-4)
     assert float(loss.detach()) == pytest.approx(sum(expected.values()), rel=1e-4)
 
 
 def test_the_temperature_of_the_kl():
     """KL of softened distributions, times T^2 so that gradients keep their size; BiLD has its own."""
     student, teacher = tiny_trainee(0), tiny_trainee(1)
-    phase = Distillation(student, teacher, Settings(lr=1.0, temperature=2.0))
-    _, parts = phase.row_loss(build_row(SAMPLES, len(SAMPLES)))
+    _, kl, bild = loss_of_all(student, teacher, temperature=2.0)
     expected = 0.0
     for sample in SAMPLES:
         prompt = len(sample.prompt) - 1
         logits = (sample_logits(model, sample)[:prompt] for model in (student, teacher))
         ours, theirs = ((rows.detach() / 2).softmax(-1) for rows in logits)
         expected += 4 * float((theirs * (theirs / ours).log()).sum(-1).mean()) / len(SAMPLES)
-    assert float(parts["kl"]) == pytest.approx(expected, rel=1e-4)
+    assert float(kl) == pytest.approx(expected, rel=1e-4)
     bild_alone = float(distillation_terms(student, teacher)["bild"].detach())
-    assert float(parts["bild"]) == pytest.approx(bild_alone, rel=1e-4)
+    assert float(bild) == pytest.approx(bild_alone, rel=1e-4)
 
 
 def test_fine_tuning_counts_answer_tokens_alone():
@@ -49,7 +56,8 @@ def test_fine_tuning_counts_answer_tokens_alone():
     for sample in SAMPLES:
         answer_logits = sample_logits(trainee, sample)[len(sample.prompt) - 1 :]
         expected += float(cross_entropy(answer_logits, torch.tensor(sample.answer)).detach()) / len(SAMPLES)
-    loss, _ = Sft(trainee, chunk=2).row_loss(build_row(SAMPLES, len(SAMPLES)))
+    row = build_row(SAMPLES, len(SAMPLES))
+    loss = next_token_loss(trainee, row, row.answer_at, row.answer_weight, chunk=2)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
@@ -57,9 +65,10 @@ def test_fine_tuning_counts_answer_tokens_alone():
 def test_mask_gradient_is_that_of_equation_31(group_of_one, step):
     """By one backward pass through draw, blend, Eq. 30 and Eq. 29, without the leaf and in one row."""
     start = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
-    settings, student = Settings(lr=1.0, l0_weight=0.3, seed=5), masked_student(start)
+    student = masked_student(start)
     rows = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))]
-    figures = run_masked_step(student, settings, step, rows)
+    trained = Masks(student.replicated["log_alpha"], 100, seed=5)
+    figures = run_masked_step(trained, student, step, rows, l0_weight=0.3)
 
     reference, teacher = masked_student(start), tiny_trainee(2)
     log_alpha = reference.replicated["log_alpha"]
@@ -84,30 +93,38 @@ def test_the_two_parts_of_the_mask_gradient_are_both_there(group_of_one):
     rows, gradients = [build_row(SAMPLES, len(SAMPLES))], {}
     for weight in (0.0, 1.0, 2.0):
         student = masked_student(start)
-        run_masked_step(student, Settings(lr=1.0, l0_weight=weight), 50, rows)
-        gradients[weight] = student.replicated["log_alpha"].grad
+        trained = Masks(student.replicated["log_alpha"], 100, seed=0)
+        run_masked_step(trained, student, 50, rows, weight)
+        gradients[weight] = trained.log_alpha.grad
     assert gradients[0.0].abs().max() > 1e-6  # of Eq. 30
     l0_part = gradients[1.0] - gradients[0.0]
     assert (l0_part > 0).all()  # of Eq. 29 at a target of 0: descent closes every mask
     torch.testing.assert_close(gradients[2.0] - gradients[0.0], 2 * l0_part, rtol=1e-4, atol=1e-7)
 
 
-def test_each_step_draws_masks_of_its_own_from_the_seed():
-    start, drawn = torch.zeros(3, 8), {}
+def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatch):
+    start, drawn, blended_by = torch.zeros(3, 8), {}, []
+
+    def watched(net, z):
+        blended_by.append(z.detach().clone())
+        masks.set_masks(net, z)
+
+    monkeypatch.setattr(stage5, "set_masks", watched)
     for seed, step in ((0, 3), (0, 4), (1, 3)):
-        phase = MaskedDistillation(masked_student(start), None, 10, Settings(lr=1.0, seed=seed))
-        phase.begin_step(step)
-        drawn[seed, step] = phase.z.detach()
-        assert torch.equal(phase.z, masks.draw(start, seed, step))
-        for index, _, projections in masks.blended_projections(phase.student.net):
-            assert all(torch.equal(projection.z, phase.z[index]) for projection in projections)
+        student = masked_student(start)
+        trained = Masks(student.replicated["log_alpha"], 10, seed)
+        drawn[seed, step] = trained.draw(step).detach()
+        assert torch.equal(drawn[seed, step], masks.draw(start, seed, step))
+        run_masked_step(trained, student, step, [build_row(SAMPLES, len(SAMPLES))])
+        assert torch.equal(blended_by[-2], drawn[seed, step])
+        assert torch.equal(blended_by[-1], masks.deterministic(start))  # what a measurement finds
     assert not torch.equal(drawn[0, 3], drawn[0, 4]) and not torch.equal(drawn[0, 3], drawn[1, 3])
 
 
 def test_masks_are_clamped_after_an_update():
-    phase = MaskedDistillation(masked_student(torch.full((3, 8), 99.0)), None, 10, Settings(lr=1.0))
-    phase.after_update(0)
-    assert (phase.log_alpha == masks.LIMIT).all()
+    log_alpha = torch.full((3, 8), 99.0)
+    Masks(log_alpha, 10, seed=0).settle(0)
+    assert (log_alpha == masks.LIMIT).all()
 
 
 def test_masks_end_after_80_percent_of_the_steps():

@@ -13,27 +13,29 @@ from common.data.samples import Sample
 from common.models import load_config
 from common.training import checkpoints, engine, metrics
 from common.training.checkpoints import saved_checkpoints
-from common.training.engine import Job, Plan, learning_rate
+from common.training.engine import Job, Schedule, Step, steps
 from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Trainee, build
 from conftest import save_tiny, tiny_model
-from students import gqa_job, masked_job
+from students import gqa_student, half_masked_student
+
+SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]
 
 
-def plan_of(steps: int, **changes) -> Plan:
+def schedule_of(count: int, **changes) -> Schedule:
     numbers = {"batch": 1, "warmup": 1, "clip": 1.0, "seed": 0, "tokens_per_microbatch": 64,
                "save_steps": None, "save_minutes": 60.0, "print_every": 1}
-    return Plan(steps=steps, **(numbers | changes))
+    return Schedule(steps=count, **(numbers | changes))
 
 
-class Squares(engine.Phase):
-    """A loss that needs no teacher."""
-
-    def __init__(self, trainee):
-        self.trainee = trainee
-
-    def row_loss(self, row):
-        return self.trainee(row).square().mean(), {}
+def train_squares(job: Job, schedule: Schedule, before_step=lambda step: None) -> bool:
+    """Train on a loss that needs no teacher. Returns False if a signal stopped it."""
+    for step in steps(job, schedule, SAMPLES):
+        before_step(step)
+        for row in step.rows:
+            step.backward(job.trainee(row).square().mean())
+        step.update()
+    return not job.stopped
 
 
 def squares_job(group_of_one, tmp_path, name: str = "train") -> Job:
@@ -45,39 +47,36 @@ def squares_job(group_of_one, tmp_path, name: str = "train") -> Job:
     return Job(trainee, optimizer, str(directory), group_of_one)
 
 
-SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]
-
-
 @pytest.mark.parametrize("minutes, expected", [(0.0, [4, 5]), (60.0, [5])])
 def test_checkpoints_by_the_clock(group_of_one, tmp_path, minutes, expected):
     job = squares_job(group_of_one, tmp_path)
-    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5, save_minutes=minutes))
-    steps = [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)]
-    assert steps == expected and job.step == 5
+    assert train_squares(job, schedule_of(5, save_minutes=minutes))
+    saved = [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)]
+    assert saved == expected and job.step == 5
 
 
 def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(group_of_one, tmp_path):
     """Three steps of SGD by hand on the same batches, each sample in a row of its own."""
     job = squares_job(group_of_one, tmp_path)
     reference = Trainee(tiny_model(attn_implementation="packed"))
-    plan = plan_of(3, clip=0.5, warmup=2, batch=2, final_share=0.2, tokens_per_microbatch=1)
-    assert engine.train(job, Squares(job.trainee), SAMPLES, plan)
+    schedule = schedule_of(3, clip=0.5, warmup=2, batch=2, tokens_per_microbatch=1)
+    assert train_squares(job, schedule)
     lines = [json.loads(line) for line in Path(job.directory, "metrics.jsonl").read_text().splitlines()]
     for step in range(3):
         reference.zero_grad()
         total = 0.0
-        for row in rows_of_step(SAMPLES, step, plan, group_of_one):
+        for row in rows_of_step(SAMPLES, step, schedule, group_of_one):
             loss = reference(row).square().mean()
             loss.backward()
             total += float(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(reference.net.parameters(), 0.5))
         assert norm > 0.5 and lines[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert lines[step]["lr"] == pytest.approx(1e-3 * learning_rate(step, plan))
+        assert lines[step]["lr"] == pytest.approx(1e-3 * schedule.rate(step))
         assert lines[step]["loss"] == pytest.approx(total, rel=1e-4)
         with torch.no_grad():
             for parameter in reference.parameters():
                 if parameter.grad is not None:
-                    parameter -= 1e-3 * learning_rate(step, plan) * parameter.grad
+                    parameter -= 1e-3 * schedule.rate(step) * parameter.grad
     for ours, theirs in zip(job.trainee.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
 
@@ -94,26 +93,26 @@ class Operations(TorchDispatchMode):
         return super().__enter__()
 
 
-@pytest.mark.parametrize("make_job", [masked_job, gqa_job])
-def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path, make_job):
+@pytest.mark.parametrize("make_student", [half_masked_student, gqa_student])
+def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path, make_student):
     """On a GPU, float() of a tensor waits for all work before it: none until the gradients are complete."""
-    job, phase = make_job(group_of_one, tmp_path)
+    student = make_student(group_of_one, tmp_path)
     rows = [build_row(SAMPLES[:1], 2), build_row(SAMPLES[1:], 2)]
+    step = Step(student.job, schedule_of(5), rows, SAMPLES)
     with Operations() as operations:
-        figures = engine.run_step(job, phase, rows, SAMPLES, plan_of(5, clip=1.0))
-    assert figures["loss"] > 0 and figures["tokens"] == 7
+        student.take(step)
+    assert step.figures["loss"] > 0 and step.figures["tokens"] == 7
     norms = [number for number, name in enumerate(operations.names) if "_foreach_norm" in name]
     reads = [number for number, name in enumerate(operations.names) if "_local_scalar_dense" in name]
     assert norms and reads and reads[0] > norms[-1]
 
 
-@pytest.mark.parametrize("final_share", [0.0, 0.1])
-def test_learning_rate_warms_up_and_falls_along_a_cosine(final_share):
-    plan = plan_of(100, warmup=10, final_share=final_share)
-    shares = [learning_rate(step, plan) for step in range(101)]
+def test_learning_rate_warms_up_and_falls_along_a_cosine():
+    schedule = schedule_of(100, warmup=10)
+    shares = [schedule.rate(step) for step in range(101)]
     assert shares[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
-    assert shares[55] == pytest.approx((1 + final_share) / 2)  # halfway
-    assert shares[100] == pytest.approx(final_share) and shares[99] > final_share
+    assert shares[55] == pytest.approx(0.5)  # halfway
+    assert shares[100] == pytest.approx(0) and shares[99] > 0
 
 
 def test_no_clipping_leaves_gradients_as_they_are():
@@ -132,14 +131,13 @@ def test_non_finite_gradient_stops_before_the_update(group_of_one, tmp_path):
     """A loss can be finite where its gradient is not: sqrt at 0."""
     job = squares_job(group_of_one, tmp_path)
 
-    class Faulty(engine.Phase):
-        def row_loss(self, row):
-            return (0 * job.trainee(row)).abs().sum().sqrt(), {}
-
     before = [p.full_tensor().clone() for p in job.trainee.parameters()]
     message = r"step 1: expected a finite loss, found a gradient of norm nan, samples \[[01]\]"
     with pytest.raises(UserError, match=message):
-        engine.train(job, Faulty(), SAMPLES, plan_of(3, save_steps=1))
+        for step in steps(job, schedule_of(3, save_steps=1), SAMPLES):
+            for row in step.rows:
+                step.backward((0 * job.trainee(row)).abs().sum().sqrt())
+            step.update()
     after = [p.full_tensor() for p in job.trainee.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert saved_checkpoints(job.directory) == []
@@ -148,16 +146,15 @@ def test_non_finite_gradient_stops_before_the_update(group_of_one, tmp_path):
 def test_a_signal_ends_training_after_the_step_and_handlers_are_restored(group_of_one, tmp_path, capsys):
     job, handler = squares_job(group_of_one, tmp_path), signal.getsignal(signal.SIGTERM)
 
-    class Interrupted(Squares):
-        def begin_step(self, step: int) -> None:
-            if step == 1:
-                signal.raise_signal(signal.SIGTERM)
+    def interrupt(step: Step) -> None:
+        if step.number == 1:
+            signal.raise_signal(signal.SIGTERM)
 
-    assert not engine.train(job, Interrupted(job.trainee), SAMPLES, plan_of(5))
+    assert not train_squares(job, schedule_of(5), interrupt)
     assert job.step == 2 and saved_checkpoints(job.directory)[-1].endswith("step-00000002")
     assert "stopped by a signal after step 2; the same command resumes" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(5)) and job.step == 5
+    assert train_squares(job, schedule_of(5)) and job.step == 5
 
 
 def test_a_signal_after_the_last_step_is_passed_on():
@@ -182,14 +179,14 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resume(group_of_one, tmp_pa
     path = Path(job.directory, metrics.METRICS)
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
     job.step = 2
-    metrics.Metrics(job, plan_of(4)).close()
+    metrics.Metrics(job, schedule_of(4)).close()
     assert [line["step"] for line in metrics.read_metrics(str(path))] == [1, 2]
 
 
 def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path, capsys):
     job = squares_job(group_of_one, tmp_path)
     Path(job.directory, "tensorboard").write_text("a file")
-    assert engine.train(job, Squares(job.trainee), SAMPLES, plan_of(2))
+    assert train_squares(job, schedule_of(2))
     assert "skipped tensorboard/: cannot be written" in capsys.readouterr().out
     assert len(saved_checkpoints(job.directory)) == 1
 

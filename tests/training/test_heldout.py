@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,17 @@ from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
 from common.models import DEMO, load_config, load_model, load_tokenizer
-from common.training import budget, checkpoints, engine
+from common.training import budget, checkpoints
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from common.training.heldout import TASK_SET, TEXT_SET, Heldout
-from common.training.inputs import NONE, load_heldout
+from common.training.defaults import with_defaults
+from common.training.engine import steps
+from common.training.heldout import TASK_SET, TEXT_SET, Heldout, load_heldout
 from common.training.metrics import METRICS, read_metrics
-from common.training.plans import set_defaults
+from common.training.pool import NONE
 from common.training.sharding import Ranks
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
-from students import PLAN, SAMPLES, SETTINGS, gqa_job, masked_job
+from students import NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
 from training_runs import STAGE, TIMING
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
@@ -86,33 +88,34 @@ def figures_by_sample(student, teacher) -> dict[str, float]:
     return figures
 
 
-def measured(phase, ranks) -> dict[str, float]:
-    figures = HELDOUT.figures(phase, PLAN, ranks)
+def measured(student) -> dict[str, float]:
+    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE, OPTIONS.loss_chunk)
     assert figures.pop("heldout_seconds") > 0
     return figures
 
 
 def test_figures_are_their_definition(group_of_one, tmp_path):
-    _, phase = gqa_job(group_of_one, tmp_path)
+    student = gqa_student(group_of_one, tmp_path)
     expected = figures_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
     assert len(expected) == len(set(expected.values())) == 8
-    assert measured(phase, group_of_one) == pytest.approx(expected, rel=1e-5)
+    assert measured(student) == pytest.approx(expected, rel=1e-5)
 
 
 def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path):
-    _, phase = gqa_job(group_of_one, tmp_path)
-    watch = Watch(phase.student)
-    measured(phase, group_of_one)
-    assert max(watch.tokens) == SETTINGS.loss_chunk and not any(watch.with_gradients)
+    student = gqa_student(group_of_one, tmp_path)
+    watch = Watch(student.job.trainee)
+    measured(student)
+    assert max(watch.tokens) == OPTIONS.loss_chunk and not any(watch.with_gradients)
     predicted = [sum(map(len, HELDOUT.sets[TEXT_SET])) - len(HELDOUT.sets[TEXT_SET]),
                  sum(sample.answer_tokens for sample in HELDOUT.sets[TASK_SET])]
     assert sum(watch.tokens) == sum(predicted)
-    assert all(isinstance(parameter, DTensor) for parameter in phase.student.parameters())  # sharded again
+    parameters = student.job.trainee.parameters()
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)  # sharded again
 
 
 def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
-    _, phase = masked_job(group_of_one, tmp_path)
+    student = half_masked_student(group_of_one, tmp_path)
     reference = tiny_model()
     merged = tiny_model(seed=2, num_key_value_heads=2)
     masks.patch(reference, 2)
@@ -122,20 +125,24 @@ def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
     expected = figures_by_sample(reference, tiny_model(seed=1))
-    for step in (0, 1):
-        phase.begin_step(step)
-        assert measured(phase, group_of_one) == pytest.approx(expected, rel=1e-5)
+    assert measured(student) == pytest.approx(expected, rel=1e-5)
+    for step in steps(student.job, SCHEDULE, SAMPLES, until=1):
+        student.take(step)
+    z = student.masks.noiseless()
+    assert all(torch.equal(projection.z, z[index])
+               for index, _, projections in masks.blended_projections(student.job.trainee.net)
+               for projection in projections)
 
 
-@pytest.mark.parametrize("make_job", [gqa_job, masked_job])
-def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job):
+@pytest.mark.parametrize("make_student", [gqa_student, half_masked_student])
+def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_student):
     lines, weights = [], []
-    for name, heldout in (("without", None), ("with", HELDOUT)):
-        job, phase = make_job(group_of_one, tmp_path, name)
+    for name, heldout in (("without", NOTHING), ("with", HELDOUT)):
+        student = make_student(group_of_one, tmp_path, name)
         torch.manual_seed(0)
-        assert engine.train(job, phase, SAMPLES, PLAN, heldout=heldout)
+        assert student.train(heldout)
         lines.append(read_metrics(str(tmp_path / name / METRICS)))
-        weights.append(whole_weights(saved_checkpoints(job.directory)[-1]))
+        weights.append(whole_weights(saved_checkpoints(student.job.directory)[-1]))
     steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
     assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
     for line, other in zip(*lines, strict=True):
@@ -146,18 +153,18 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_job)
 
 
 def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
-    job, phase = gqa_job(group_of_one, tmp_path)
-    assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
+    student = gqa_student(group_of_one, tmp_path)
+    assert student.train(HELDOUT)
     model = tiny_model(num_key_value_heads=2)
-    model.load_state_dict(whole_weights(saved_checkpoints(job.directory)[-1]))
+    model.load_state_dict(whole_weights(saved_checkpoints(student.job.directory)[-1]))
     last = read_metrics(str(tmp_path / "train" / METRICS))[-1]
     expected = figures_by_sample(model, tiny_model(seed=1))
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp_path, capsys):
-    job, phase = gqa_job(group_of_one, tmp_path)
-    assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
+    student = gqa_student(group_of_one, tmp_path)
+    assert student.train(HELDOUT)
     lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT_SET}_kl" in line]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(lines) == 4
@@ -174,49 +181,41 @@ def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp
 
 
 @pytest.mark.parametrize("stop", [2, 3])
-def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, monkeypatch, stop):
+def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop):
     """Stopped after a measured step and between two."""
+
+    def interrupt(step) -> None:
+        if step.number + 1 == stop:
+            signal.raise_signal(signal.SIGTERM)
+
     lines = []
     for name in ("whole", "stopped"):
-        job, phase = masked_job(group_of_one, tmp_path, name)
+        student = half_masked_student(group_of_one, tmp_path, name)
         if name == "stopped":
-            with monkeypatch.context() as patched:
-                patched.setattr(engine, "run_step", interrupted_at(stop))
-                assert not engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
-            job, phase = masked_job(group_of_one, tmp_path, name)
-            checkpoints.load(job, saved_checkpoints(job.directory)[-1])
-            assert job.step == stop
-        assert engine.train(job, phase, SAMPLES, PLAN, heldout=HELDOUT)
+            assert not student.train(HELDOUT, interrupt)
+            student = half_masked_student(group_of_one, tmp_path, name)
+            checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
+            assert student.job.step == stop
+        assert student.train(HELDOUT)
         text = Path(tmp_path, name, METRICS).read_text()
         lines.append([{k: v for k, v in json.loads(line).items() if k not in TIMING}
                       for line in text.splitlines()])
     assert lines[0] == lines[1]
 
 
-def interrupted_at(stop: int):
-    """engine.run_step with SIGTERM during step `stop`."""
-    run_step = engine.run_step
-
-    def step(job, *arguments):
-        if job.step + 1 == stop:
-            signal.raise_signal(signal.SIGTERM)
-        return run_step(job, *arguments)
-
-    return step
-
-
 ON_EVERY_RANK = """
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from common.training.sharding import joined_ranks
-from students import gqa_job, masked_job
+from students import gqa_student, half_masked_student
 from test_heldout import measured
 
 home = Path(sys.argv[1])
 with joined_ranks() as ranks:
-    figures = [measured(make_job(ranks, home)[1], ranks) for make_job in (gqa_job, masked_job)]
+    figures = [measured(make(ranks, home)) for make in (gqa_student, half_masked_student)]
     Path(home, f"figures-{ranks.rank}.json").write_text(json.dumps(figures))
 """
 
@@ -225,8 +224,7 @@ with joined_ranks() as ranks:
 @pytest.mark.parametrize("processes", [2, 3])
 def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes):
     """Ranks have unequal shares of the samples."""
-    alone = [measured(make_job(group_of_one, tmp_path)[1], group_of_one)
-             for make_job in (gqa_job, masked_job)]
+    alone = [measured(make(group_of_one, tmp_path)) for make in (gqa_student, half_masked_student)]
     script = tmp_path / "script.py"
     script.write_text(ON_EVERY_RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -241,7 +239,8 @@ def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes)
 
 
 def test_steps_to_measure_after():
-    heldout = Heldout({}, every=4)
+    assert not any(NOTHING.due(step, 10) for step in range(1, 11))
+    heldout = replace(HELDOUT, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
     assert [heldout.measurements(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
 
@@ -276,7 +275,7 @@ def test_what_is_held_out(group_of_one, inputs):
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
     heldout = load_heldout(arguments(inputs, **changes), inputs["model"], group_of_one)
-    assert count == (len(heldout.sets[TASK_SET]) if heldout else 0)
+    assert count == len(heldout.sets.get(TASK_SET, ()))
 
 
 def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
@@ -285,7 +284,7 @@ def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one
     args = arguments(inputs, tasks=str(tmp_path))
     assert len(load_heldout(args, inputs["model"], group_of_one).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert load_heldout(args, inputs["model"], group_of_one) is None
+    assert not load_heldout(args, inputs["model"], group_of_one).sets
 
 
 @pytest.mark.parametrize("demo, text, expected", [
@@ -297,8 +296,7 @@ def test_default_held_out_text(demo, text, expected):
     for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "argv", [STAGE, *(["--text", *text] if text else []), *words])
-            args = parse()
-        set_defaults(args, demo, positions=2048)
+            args = with_defaults(parse(), demo, positions=2048)
         assert args.heldout_text == chosen
 
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from common.cli import UserError
 from common.data.samples import Sample
 from common.data.tasks import TASKS, load_task
-from common.training import inputs as training_inputs
+from common.training import pool as pool_module
 from common.training.checkpoints import Reader, saved_checkpoints
-from common.training.inputs import Pool, load_pool, samples_digest
+from common.training.pool import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
 from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, interrupt, metrics
@@ -93,13 +93,13 @@ def test_the_digest_of_samples_sees_every_token_and_boundary():
 def test_tokens_are_written_once_and_again_when_the_text_changes(
     inputs, tmp_path, group_of_one, monkeypatch
 ):
-    text, written, write = tmp_path / "text.txt", [], training_inputs.write_text_tokens
+    text, written, write = tmp_path / "text.txt", [], pool_module.write_text_tokens
 
     def counted(*arguments):
         written.append(arguments[-1])
         return write(*arguments)
 
-    monkeypatch.setattr(training_inputs, "write_text_tokens", counted)
+    monkeypatch.setattr(pool_module, "write_text_tokens", counted)
     shutil.copy(inputs["text"], text)
     args = flags(tmp_path / "run", text=[str(text)])
     first = load_pool(args, inputs["model"], group_of_one)
@@ -121,8 +121,8 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
     """Longer than the half hour after which a barrier gives up."""
-    timeouts, new_group = [], training_inputs.dist.new_group
-    monkeypatch.setattr(training_inputs.dist, "new_group", lambda **options: (
+    timeouts, new_group = [], pool_module.dist.new_group
+    monkeypatch.setattr(pool_module.dist, "new_group", lambda **options: (
         timeouts.append(options["timeout"]) or new_group(**options)))
     load_pool(flags(tmp_path / "run", text=[inputs["text"]]), inputs["model"], group_of_one)
     assert [timeout.total_seconds() > 3600 for timeout in timeouts] == [True]

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ import torch
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method.losses import cross_entropy
-from common.training import engine
-from common.training.engine import Plan
+from common.training.engine import Job, Schedule, Step
 from common.training.packing import batch_indices, build_row, idle_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks, Trainee
 from conftest import tiny_model
@@ -29,10 +27,10 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
     return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
 
 
-def plan(capacity: int) -> Plan:
+def schedule(capacity: int) -> Schedule:
     """Steps of 8 samples in rows of `capacity` tokens."""
-    return Plan(10, 8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None,
-                save_minutes=20, print_every=1)
+    return Schedule(10, 8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None,
+                    save_minutes=20, print_every=1)
 
 
 def test_pack_holds_everything_once_and_within_capacity():
@@ -56,7 +54,7 @@ def test_batches_are_shuffled_epochs():
 def test_ranks_share_a_step(world):
     """Together the ranks hold each predicted token's weight once, in the same number of rows each."""
     samples = random_samples(20)
-    shares = [rows_of_step(samples, 2, plan(64), Ranks(rank, world, CPU)) for rank in range(world)]
+    shares = [rows_of_step(samples, 2, schedule(64), Ranks(rank, world, CPU)) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1
     rows = [row for share in shares for row in share]
     for weight in ("prompt_weight", "answer_weight", "all_weight"):
@@ -100,11 +98,11 @@ class Reads(list):
 def test_rows_are_built_one_step_ahead_by_a_thread():
     ranks, counted = Ranks(1, 2, CPU), Reads(random_samples(20))
     for step in range(3, 6):
-        rows_of_step(counted, step, plan(64), ranks)
+        rows_of_step(counted, step, schedule(64), ranks)
     samples = Reads(counted)
-    batches = rows_ahead(samples, range(3, 6), plan(64), ranks)
+    batches = rows_ahead(samples, range(3, 6), schedule(64), ranks)
     for step in range(3, 6):
-        rows, expected = next(batches), rows_of_step(list(samples), step, plan(64), ranks)
+        rows, expected = next(batches), rows_of_step(list(samples), step, schedule(64), ranks)
         for row, theirs in zip(rows, expected, strict=True):
             for field in fields(row):
                 ours = getattr(row, field.name)
@@ -115,7 +113,7 @@ def test_rows_are_built_one_step_ahead_by_a_thread():
     assert not samples.threads[0].is_alive()
 
     samples.threads.clear()
-    batches = rows_ahead(samples, range(100), plan(64), ranks)
+    batches = rows_ahead(samples, range(100), schedule(64), ranks)
     next(batches)
     batches.close()
     one_step = len(samples.threads) // 2
@@ -128,7 +126,7 @@ def test_what_a_thread_cannot_read_stops_training():
         def __getitem__(self, index):
             raise UserError("tokens.npy: truncated")
 
-    batches = rows_ahead(Unreadable(random_samples(20)), range(3), plan(64), Ranks(0, 1, CPU))
+    batches = rows_ahead(Unreadable(random_samples(20)), range(3), schedule(64), Ranks(0, 1, CPU))
     with pytest.raises(UserError, match="truncated"):
         next(batches)
 
@@ -177,7 +175,7 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
 
-        for row in rows_of_step(samples, 0, plan(capacity), Ranks(0, 1, CPU)):
+        for row in rows_of_step(samples, 0, schedule(capacity), Ranks(0, 1, CPU)):
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
     close = 1e-5 * float(gradients[0].abs().max()) + 1e-7
@@ -197,7 +195,7 @@ def test_ranks_with_fewer_rows_get_idle_ones():
     samples = [Sample(tuple(range(1, 60)), (1,)), Sample((1, 2), (3,))]
     lengths = [len(samples[i]) for i in batch_indices(0, 8, 2, 0)]
     for rank in range(2):
-        rows = rows_of_step(samples, 0, plan(64), Ranks(rank, 2, CPU))
+        rows = rows_of_step(samples, 0, schedule(64), Ranks(rank, 2, CPU))
         busy = len(pack(lengths[rank::2], 64))
         assert len(rows) == max(len(pack(lengths[r::2], 64)) for r in range(2))
         assert [row.is_idle for row in rows] == [False] * busy + [True] * (len(rows) - busy)
@@ -213,13 +211,10 @@ def test_an_idle_row_predicts_nothing():
         assert not build_row([other], 1).is_idle
 
 
-def test_idle_rows_count_neither_tokens_nor_flops(monkeypatch):
-    monkeypatch.setattr(engine, "reduce_gradients", lambda *arguments, **options: None)
-    weight = torch.zeros(1, requires_grad=True)
-    phase = SimpleNamespace(flops=lambda row: 7, row_loss=lambda row: (weight.sum(), {}), leaves=lambda _: [])
-    job = SimpleNamespace(ranks=Ranks(0, 1, CPU), trainee=None)
+def test_idle_rows_count_neither_tokens_nor_flops():
+    job = Job(None, None, "", Ranks(0, 1, CPU), flops=lambda row: 7)
     rows = [build_row([Sample((1, 2), (3,))], 1), idle_row(Sample((1, 2, 3), (4,)))]
-    totals = engine.backward(job, phase, rows, plan(64))
+    totals = Step(job, schedule(64), rows, []).totals
     assert (float(totals["tokens"]), float(totals["flops"])) == (3, 7)
 
 

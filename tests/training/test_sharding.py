@@ -15,9 +15,10 @@ import torch.distributed as dist
 from common.cli import UserError
 from common.method import masks
 from common.models import load_config
-from common.training import jobs, sharding
+from common.training import sharding
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
+from common.training.students import Pair, masked_student
 from conftest import ROOT, save_tiny, tiny_model
 from students import SAMPLES
 
@@ -187,10 +188,12 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
     """Of a masked student, for rows of different lengths and new masks at each."""
     source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
     for compiled in (False, True):
-        sources = jobs.start_of_masked(source, save_tiny(tmp_path / "merged", num_hidden_layers=1,
-                                                         num_key_value_heads=2))
-        trainee = build(load_config(source), group_of_one, Execution(compiled=compiled), sources,
-                        lambda model: masks.patch(model, 2), jobs.start_masks(1, 8))
+        merged = save_tiny(tmp_path / "merged", num_hidden_layers=1, num_key_value_heads=2)
+        pair = Pair(source, merged, {"layers": 1, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+        trainee = masked_student(pair, group_of_one, Execution(), "l0", seed=0)
+        if compiled:
+            for layer in trainee.net.model.layers:
+                layer.compile()
         assert all((layer._compiled_call_impl is not None) == compiled for layer in trainee.net.model.layers)
         z = torch.linspace(0.1, 0.9, 8)[None].requires_grad_()
         for share, start in ((1, 0), (0.5, 1), (0.25, 0)):

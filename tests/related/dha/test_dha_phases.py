@@ -10,7 +10,7 @@ import torch
 
 from common.cli import UserError
 from common.models import Geometry
-from common.training.engine import learning_rate
+from common.training.engine import Step, steps
 from conftest import byte_tokenizer, expect_error, save_tiny, tiny_model
 from dha_models import (
     GROUPS,
@@ -32,13 +32,37 @@ def random_samples(count: int) -> list:
     return [training.Sample(row[:-1], row[-1:]) for row in rows]
 
 
-def fusing(path: str, directory, ranks, steps: int, margin_steps: int):
-    """Fusion of the model at `path`, begun in a directory or resumed there: its job, phase and plan."""
+def fusing(path: str, directory, ranks, count: int):
+    """Fusion of the model at `path`, begun in a directory or resumed there: its job and schedule."""
     os.makedirs(directory, exist_ok=True)
-    plan = training.make_plan(DATA, steps, 0.1, 100)
     start, rates = fusion.starting_operators(GROUPS, 8), (1e-3, 2e-2, 5.0)
-    job = training.begin(str(directory), {"steps": steps}, path, ranks, rates, start)
-    return job, training.Fusing(job, plan, random_samples(4), 100, GROUPS, margin_steps), plan
+    job = training.begin(str(directory), {"steps": count}, path, ranks, rates, start)
+    fusion.set_operators(job.trainee.net, training.operators_in(job.trainee), GROUPS)
+    return job, training.make_schedule(DATA, count, 0.1, 100)
+
+
+def heldout(every: int = 100) -> training.Heldout:
+    return training.Heldout(random_samples(4), every, DATA["tokens_per_microbatch"], "cpu")
+
+
+def fuse(job, schedule, margin_steps: int, until: int | None = None) -> None:
+    for step in steps(job, schedule, random_samples(16), until):
+        training.fuse_step(step, heldout(), margin_steps)
+
+
+class Gradients(Step):
+    """A step that leaves the gradients as they are."""
+
+    def update(self, **figures) -> None:
+        self.figures |= figures
+
+
+def fused_gradients(job, schedule, number: int, rows: list) -> dict:
+    """A step of fusion up to the optimizer, with t falling over 20 steps; returns its figures."""
+    job.step = number
+    step = Gradients(job, schedule, rows, [])
+    training.fuse_step(step, heldout(), 20)
+    return step.figures
 
 
 def move_operators(job) -> None:
@@ -62,8 +86,8 @@ def whole_parameters(trainee) -> list[torch.Tensor]:
 def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_is_too_large(
     tmp_path, group_of_one
 ):
-    job, phase, plan = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
-    assert training.train(job, phase, random_samples(16), plan)
+    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
+    fuse(job, schedule, 20)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     first = fusion.fusion_loss(fusion.starting_operators(GROUPS, 8))
     assert lines[0]["fusion_loss"] == pytest.approx(float(first))
@@ -79,14 +103,11 @@ def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_i
 
 
 def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one):
-    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
     samples = random_samples(4)
     move_operators(job)
-    rows = training.build_row(samples[:2], 4), training.build_row(samples[2:], 4)
-    phase.begin_step(40)  # t is 0
-    for row in rows:
-        phase.row_loss(row)[0].backward()
-    phase.end_step(40)
+    rows = [training.build_row(samples[:2], 4), training.build_row(samples[2:], 4)]
+    fused_gradients(job, schedule, 40, rows)  # t is 0
 
     trained = training.operators_in(job.trainee)
     operators = {name: operator.detach().clone().requires_grad_() for name, operator in trained.items()}
@@ -101,21 +122,21 @@ def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one
 
 
 def test_no_gradient_pulls_while_the_fusion_loss_is_within_its_margin(tmp_path, group_of_one):
-    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
     with torch.no_grad():
         job.trainee.replicated[training.MULTIPLIER].fill_(3.0)
-    figures = phase.end_step(1)  # t is 0.95, the fusion loss of the start about 0.5
+    figures = fused_gradients(job, schedule, 1, [])  # t is 0.95, the fusion loss of the start about 0.5
     assert figures["margin"] == pytest.approx(0.999 * 0.95) and figures["fusion_loss"] < figures["margin"]
     assert figures["lambda"] == 3.0
     assert float(job.trainee.replicated[training.MULTIPLIER].grad) == 0
-    assert all(not operator.grad.any() for operator in phase.operators.values())
-    figures = phase.end_step(19)
+    assert all(not operator.grad.any() for operator in training.operators_in(job.trainee).values())
+    figures = fused_gradients(job, schedule, 19, [])
     excess = figures["fusion_loss"] - figures["margin"]
     assert float(job.trainee.replicated[training.MULTIPLIER].grad) == pytest.approx(excess) and excess > 0
 
 
 def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_path, group_of_one):
-    job, phase, _ = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80, 20)
+    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
     multiplier = job.trainee.replicated[training.MULTIPLIER]
     rates = {}
     for group in job.optimizer.param_groups:
@@ -123,26 +144,27 @@ def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_p
         for parameter in group["params"]:
             rates[id(parameter)] = group["lr"]
             parameter.grad = torch.ones_like(parameter)
-    before = [parameter.detach().clone() for parameter in phase.operators.values()]
+    before = [parameter.detach().clone() for parameter in training.operators_in(job.trainee).values()]
     weight = job.trainee.net.model.norm.weight
     weight_before = weight.detach().clone()
     job.optimizer.step()
     assert float(multiplier.detach()) == pytest.approx(5.0)  # the first step of Adam has the size of its rate
-    for operator, start in zip(phase.operators.values(), before, strict=True):
+    for operator, start in zip(training.operators_in(job.trainee).values(), before, strict=True):
         torch.testing.assert_close(operator.detach(), start - 2e-2)
     assert rates[id(weight)] == 1e-3 and bool(((weight.detach() - weight_before).full_tensor() < 0).all())
 
 
 def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, group_of_one):
     path = save_tiny(tmp_path / "model")
-    plan, samples = training.make_plan(DATA, 10, 0.1, 100), random_samples(4)
+    schedule, samples = training.make_schedule(DATA, 10, 0.1, 100), random_samples(4)
     start = fusion.starting_operators(WHOLE, 8)
     job = training.begin(str(tmp_path), {}, path, group_of_one, (1e-3, 1e-2), start)
     assert training.MULTIPLIER not in job.trainee.replicated
-    phase = training.Searching(job, plan, samples, 100, WHOLE)
-    phase.begin_step(0)
-    phase.row_loss(training.build_row(samples, 4))[0].backward()
-    figures = phase.end_step(0)
+    operators = training.operators_in(job.trainee)
+    fusion.set_operators(job.trainee.net, operators, WHOLE)
+    step = Gradients(job, schedule, [training.build_row(samples, 4)], [])
+    training.search_step(step, heldout())
+    figures, trained = step.figures, operators
     assert figures["fusion_loss"] == pytest.approx(float(fusion.fusion_loss(start)))
 
     operators = {name: operator.clone().requires_grad_() for name, operator in start.items()}
@@ -152,7 +174,7 @@ def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, grou
     loss.backward()
     assert figures["heldout"] == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, operator in operators.items():
-        torch.testing.assert_close(phase.operators[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(trained[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -160,39 +182,44 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
     path, ends = save_tiny(tmp_path / "model"), []
     for stops in ((12,), (5, 12)):
         for stop in stops:
-            job, phase, plan = fusing(path, tmp_path / str(len(stops)), group_of_one, 12, 4)
+            job, schedule = fusing(path, tmp_path / str(len(stops)), group_of_one, 12)
             assert job.step == (5 if stops == (5, 12) and stop == 12 else 0)
-            training.train(job, phase, random_samples(16), plan, stop)
+            fuse(job, schedule, 4, stop)
         ends.append(whole_parameters(job.trainee))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert float(phase.multiplier.detach()) > 0
+    assert float(job.trainee.replicated[training.MULTIPLIER].detach()) > 0
     weights, operators, multiplier, step = training.last_weights(str(tmp_path / "2"))
-    assert step == 12 and multiplier == float(phase.multiplier.detach())
-    assert all(torch.equal(operators[name], phase.operators[name]) for name in phase.operators)
+    assert step == 12 and multiplier == float(job.trainee.replicated[training.MULTIPLIER].detach())
+    trained = training.operators_in(job.trainee)
+    assert all(torch.equal(operators[name], operator) for name, operator in trained.items())
     assert weights.keys() == tiny_model().state_dict().keys()
 
 
 def test_learning_rates_end_at_a_tenth_of_their_peak():
-    plan = training.make_plan(DATA, 40, 0.1, 100)
-    rates = [learning_rate(step, plan) for step in range(41)]
-    assert plan.warmup == 4 and rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    schedule = training.make_schedule(DATA, 40, 0.1, 100)
+    rates = [schedule.rate(step) for step in range(41)]
+    assert schedule.warmup == 4 and rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[22] == pytest.approx(0.55) and rates[40] == pytest.approx(0.1)  # half way, and the end
 
 
 def test_training_stops_where_it_is_done_and_asks_every_so_many_steps(monkeypatch):
-    def train(job, phase, samples, plan, until):
+    def steps(job, schedule, samples, until):
         stops.append(until)
-        job.step = until
-        return until != stopped_at
+        while job.step < until and not job.stopped:
+            yield job.step
+            job.step += 1
+            job.stopped = job.step == stopped_at
 
-    stops, stopped_at, job, plan = [], None, SimpleNamespace(step=7), SimpleNamespace(steps=33)
-    monkeypatch.setattr(training, "train", train)
-    assert training.train_until(lambda: False, job, None, [], plan, 10)
+    stops, stopped_at, schedule = [], None, SimpleNamespace(steps=33)
+    job = SimpleNamespace(step=7, stopped=False)
+    monkeypatch.setattr(training, "steps", steps)
+    assert list(training.steps_until(lambda: False, job, schedule, [], 10)) == list(range(7, 33))
     assert stops == [10, 20, 30, 33]
     job.step, stops[:] = 0, []
-    assert training.train_until(lambda: job.step >= 20, job, None, [], plan, 10) and stops == [10, 20]
-    job.step, stops[:], stopped_at = 0, [], 20
-    assert not training.train_until(lambda: False, job, None, [], plan, 10) and stops == [10, 20]
+    assert len(list(training.steps_until(lambda: job.step >= 20, job, schedule, [], 10))) == 20
+    assert stops == [10, 20]
+    job.step, stops[:], stopped_at = 0, [], 15
+    assert len(list(training.steps_until(lambda: False, job, schedule, [], 10))) == 15 and stops == [10, 20]
 
 
 def test_text_that_changed_since_search_is_refused(tmp_path):
@@ -218,9 +245,9 @@ def test_models_it_does_not_apply_to_are_refused_with_the_reason(group_of_one, t
             search.source_record("model", tiny_model(**options).config)
     assert search.source_record("model", tiny_model().config) is None
     path = save_tiny(tmp_path / "model")
-    fusing(path, tmp_path, group_of_one, 10, 4)
+    fusing(path, tmp_path, group_of_one, 10)
     with pytest.raises(UserError, match="steps 10 -> 12"):
-        fusing(path, tmp_path, group_of_one, 12, 4)
+        fusing(path, tmp_path, group_of_one, 12)
     training.check_unchanged(path, fusion.starting_operators(GROUPS, 8), GROUPS, tokens())
     with pytest.raises(UserError, match="with operators"):
         training.check_unchanged(path, random_operators(), GROUPS, tokens())

@@ -93,11 +93,11 @@ def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
 def test_a_larger_batch_takes_fewer_steps_for_the_same_tokens(batch, steps):
     data = example_records()[records.SEARCH]["summary"]["data"]
     args = SimpleNamespace(steps=19, batch=batch, warmup=0.1, print_every=1)
-    plan = pretrain.make_plan(args, data, 7)
-    assert (plan.steps, plan.batch) == (steps, batch or 2) and plan.steps * plan.batch == 24
+    schedule = pretrain.make_schedule(args, data, 7)
+    assert (schedule.steps, schedule.batch) == (steps, batch or 2) and schedule.steps * schedule.batch == 24
     args.batch = 5
     with pytest.raises(UserError, match="--batch: expected a divisor of the 24 sequences left, found 5"):
-        pretrain.make_plan(args, data, 7)
+        pretrain.make_schedule(args, data, 7)
 
 
 def test_tokens_of_search_and_fusion_count_before_those_of_training(tmp_path):

@@ -44,10 +44,10 @@ def contents(directory) -> dict[str, bytes]:
 
 def stop_after_two(monkeypatch) -> None:
     """Have every training stop after its second step, as if by a signal."""
-    whole_training = training.train
+    steps = training.steps
 
-    def train(*positional):
-        whole_training(*positional, until=2)
-        return False
+    def two_steps(job, schedule, samples):
+        yield from steps(job, schedule, samples, until=2)
+        job.stopped = True
 
-    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training, "steps", two_steps)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import Clock, UserError
 from common.data.samples import Sample
+from common.training.distill import next_token_loss
 from common.training.packing import build_row
 from common.training.sharding import Trainee
 from related.skipless import algebra, training
@@ -73,19 +74,18 @@ def test_a_block_starts_as_a_rotation_of_its_input():
         assert float(similarity.mean()) > 0.8
 
 
-def test_next_token_loss_is_that_of_transformers(monkeypatch):
+def test_next_token_loss_is_that_of_transformers():
     """For samples of different lengths the mean over samples of their mean cross-entropy, in chunks."""
-    monkeypatch.setattr(training, "LOSS_CHUNK", 7)
     model = fresh_model().train()
     initialise(model, tokens(), seed=0)
     model.lm_head.weight.data.mul_(50)
     texts = [tokens()[0].tolist(), tokens(2)[0, :11].tolist()]
     row = build_row([Sample(text[:-1], text[-1:]) for text in texts], len(texts))
     model.set_attn_implementation("packed")
-    loss, parts = training.NextToken(Trainee(model)).row_loss(row)
+    at = row.all_weight.nonzero()[:, 0]
+    loss = next_token_loss(Trainee(model), row, at, row.all_weight, chunk=7)
     losses = [model(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]
     torch.testing.assert_close(loss, sum(losses) / 2)
-    assert parts == {}
 
 
 SETTINGS = {"steps": 3, "lr": 0.001, "seed": 0}
@@ -140,9 +140,9 @@ def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path
     directory.mkdir()
     (directory / "notes.txt").write_text("mine")
     if plan:
-        (directory / "plan.json").write_bytes(plan)
+        (directory / "settings.json").write_bytes(plan)
     before = contents(directory)
-    with pytest.raises(UserError, match="plan.json"):
+    with pytest.raises(UserError, match="settings.json"):
         training.begin(str(directory), SETTINGS, group_of_one)
     assert contents(directory) == before
 

@@ -5,19 +5,17 @@ import torch
 
 from common.cli import UserError
 from common.method import masks
-from common.models import load_config
-from common.training import checkpoints, jobs
-from common.training.distill import Settings
+from common.training import checkpoints, students
 from common.training.engine import Job
-from common.training.inputs import Pair
-from common.training.sharding import Execution, Trainee, build
+from common.training.sharding import Execution, Trainee
+from common.training.students import Pair, Rates
 from conftest import save_tiny, tiny_model
 from students import masked_student, rates
 
 
 def test_each_kind_of_parameter_learns_at_its_rate():
-    student, settings = masked_student(torch.zeros(3, 8)), Settings(lr=1.0, merged_lr_factor=2.0, mask_lr=7.0)
-    optimizer = jobs.masked_optimizer(student, settings)
+    student, weights = masked_student(torch.zeros(3, 8)), Rates(1.0, 0.999, 0.0, merged_lr_factor=2.0)
+    optimizer = students.masked_optimizer(student, weights, "l0", mask_lr=7.0)
     rate_of = rates(optimizer, student)
     assert rate_of.keys() == dict(student.named_parameters()).keys()
     for name, rate in rate_of.items():
@@ -28,24 +26,24 @@ def test_each_kind_of_parameter_learns_at_its_rate():
     assert (masks_alone["eps"], masks_alone["betas"], masks_alone["weight_decay"]) == (1e-12, (0.9, 0.9), 0)
 
     gqa = Trainee(tiny_model(num_key_value_heads=2))
-    rate_of = rates(jobs.gqa_optimizer(gqa, settings, masks.KEY_VALUE), gqa)
+    rate_of = rates(students.gqa_optimizer(gqa, weights, masks.KEY_VALUE), gqa)
     assert {name for name, rate in rate_of.items() if rate == 2.0} == {
         f"net.model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(3) for kind in "kv"
     }
     assert set(rate_of.values()) == {1.0, 2.0}
-    assert set(rates(jobs.teacher_optimizer(gqa, 3.0), gqa).values()) == {3.0}
+    assert set(rates(students.teacher_optimizer(gqa, Rates(3.0, 0.999, 0.0)), gqa).values()) == {3.0}
 
 
 def test_weights_decay_except_norms_biases_masks_and_shared_projections():
     """As in the authors' code; betas are 0.9 and beta2 for all but the masks."""
-    settings = Settings(lr=1.0, beta2=0.95, weight_decay=1e-4)
+    weights = Rates(1.0, beta2=0.95, weight_decay=1e-4)
     free = ("norm", "bias", ".merged.", "log_alpha")
     masked = masked_student(torch.zeros(3, 8))
     plain = Trainee(tiny_model(num_key_value_heads=2, bias=True))
     for trainee, optimizer, others in (
-        (masked, jobs.masked_optimizer(masked, settings), ()),
-        (plain, jobs.gqa_optimizer(plain, settings, masks.KEY_VALUE), ("k_proj", "v_proj")),
-        (plain, jobs.teacher_optimizer(plain, 1.0, 0.95, 1e-4), ()),
+        (masked, students.masked_optimizer(masked, weights, "l0", 1e-2), ()),
+        (plain, students.gqa_optimizer(plain, weights, masks.KEY_VALUE), ("k_proj", "v_proj")),
+        (plain, students.teacher_optimizer(plain, weights), ()),
     ):
         names = {id(parameter): name for name, parameter in trainee.named_parameters()}
         seen = set()
@@ -60,7 +58,7 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections():
 
 
 def test_a_masked_student_starts_from_aligned_and_merged():
-    source = jobs.start_of_masked("ALIGNED", "MERGED")
+    source = students.start_of_masked("ALIGNED", "MERGED")
     prefix = "model.layers.0.self_attn"
     assert source(f"{prefix}.k_proj.original.weight") == ("ALIGNED", f"{prefix}.k_proj.weight")
     assert source(f"{prefix}.k_proj.merged.bias") == ("MERGED", f"{prefix}.k_proj.bias")
@@ -69,7 +67,6 @@ def test_a_masked_student_starts_from_aligned_and_merged():
         directory, stock = source(name)
         if directory == "MERGED":
             assert masks.blended_name(stock) == name  # the way back
-    assert torch.equal(jobs.start_masks(3, 8)["log_alpha"], torch.full((3, 8), masks.START))
 
 
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
@@ -77,10 +74,12 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
     same AdamW state where there is a counterpart, nothing else."""
     mha, grouped = (save_tiny(tmp_path / name, bias=True, num_key_value_heads=kv_heads)
                     for name, kv_heads in (("mha", 8), ("gqa", 2)))
-    settings = Settings(lr=1e-3, merged_lr_factor=2)
-    student = build(load_config(mha), group_of_one, Execution(), None, lambda model: masks.patch(model, 2),
-                    jobs.start_masks(3, 8))
-    masked = Job(student, jobs.masked_optimizer(student, settings), str(tmp_path), group_of_one, 3)
+    weights = Rates(1e-3, 0.999, 0.0, merged_lr_factor=2)
+    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    student = students.masked_student(pair, group_of_one, Execution(), "l0", seed=0, fresh=False)
+    assert torch.equal(student.replicated["log_alpha"].detach(), torch.full((3, 8), masks.START))
+    optimizer = students.masked_optimizer(student, weights, "l0", mask_lr=1e-2)
+    masked = Job(student, optimizer, str(tmp_path), group_of_one, step=3)
     for _ in range(3):
         for parameter in student.parameters():
             torch.nn.init.normal_(parameter)
@@ -88,12 +87,13 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
         masked.optimizer.step()
     checkpoints.save(masked)
 
-    pair = Pair(mha, grouped, {"kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
-    setup, saved = jobs.Setup(str(tmp_path), group_of_one, Execution()), str(tmp_path / "step-00000003")
+    saved = str(tmp_path / "step-00000003")
+    student = students.gqa_student(pair, group_of_one, Execution(), fresh=False)
+    optimizer = students.gqa_optimizer(student, weights, pair.blended)
+    gqa = Job(student, optimizer, str(tmp_path), group_of_one)
     with pytest.raises(UserError, match=r"expected a tensor optimizer\..*k_proj\.bias.*, found none"):
-        # names as they are do not lead to the shared projections
-        jobs.gqa_job(pair, settings, setup, saved, switched=False)
-    gqa = jobs.gqa_job(pair, settings, setup, saved, switched=True)
+        checkpoints.load(gqa, saved)  # names as they are do not lead to the shared projections
+    checkpoints.load(gqa, saved, lambda name: masks.blended_name(name, pair.blended))
     groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
     shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
     rest = len(list(gqa.trainee.parameters())) - shared - undecayed

@@ -5,16 +5,17 @@ import pytest
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method import masks
-from common.training.inputs import Pair, Pool
-from common.training.plans import (
-    DEMO_SETTINGS,
-    PUBLISHED_SETTINGS,
+from common.training.defaults import (
+    OF_DEMO,
+    PUBLISHED,
     TEACHER_EPOCHS,
     epochs_to_steps,
-    make_plans,
+    make_schedules,
     published_epochs,
-    set_defaults,
+    with_defaults,
 )
+from common.training.pool import Pool
+from common.training.students import Pair
 from training_runs import flags
 
 
@@ -23,8 +24,8 @@ def test_published_numbers():
     published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                  "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
     released = {"beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}
-    assert published | released == PUBLISHED_SETTINGS
-    assert DEMO_SETTINGS.keys() == PUBLISHED_SETTINGS.keys()
+    assert published | released == PUBLISHED
+    assert OF_DEMO.keys() == PUBLISHED.keys()
     assert TEACHER_EPOCHS == 2
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
@@ -44,11 +45,10 @@ def pair_of(group_size: int) -> Pair:
 
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
-    args = flags(*words)
-    set_defaults(args, demo, positions=2048)
+    args = with_defaults(flags(*words), demo, positions=2048)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    plans = make_plans(args, pair_of(group_size), pool, False, args.teacher == "source")
-    return {name: plan.steps for name, plan in plans.items()}
+    schedules = make_schedules(args, pair_of(group_size), pool, False, args.teacher == "source")
+    return {name: schedule.steps for name, schedule in schedules.items()}
 
 
 def steps(teacher: int, student: int) -> dict[str, int]:
@@ -83,26 +83,26 @@ def test_data_flags_left_out():
              (False, ["--tasks", "none"], "none", [], "source"), (True, ["--text", "none"], None, [], None),
              (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
     for demo, words, tasks, text, teacher in cases:
-        args = flags(*words)
-        set_defaults(args, demo, positions=100)
+        given = flags(*words)
+        args, before = with_defaults(given, demo, positions=100), dict(vars(flags(*words)))
+        assert vars(given) == before  # a copy is filled in
         assert args.tasks == (tasks or "runs/demo-model/tasks")
         assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
     with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        set_defaults(flags("--text-length", "101"), False, positions=100)
+        with_defaults(flags("--text-length", "101"), False, positions=100)
 
 
 def test_flags_left_out_take_the_published_values():
-    for demo, expected in ((False, PUBLISHED_SETTINGS), (True, DEMO_SETTINGS)):
-        args = flags()
-        set_defaults(args, demo, positions=2048)
+    for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
+        args = with_defaults(flags(), demo, positions=2048)
         assert {name: getattr(args, name) for name in expected} == expected
-        plans = make_plans(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
+        schedules = make_schedules(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
-            plan, batch, warmup = plans[name], expected[f"{prefix}batch"], expected[f"{prefix}warmup"]
-            assert (plan.batch, plan.warmup, plan.clip, plan.final_share) == (batch, warmup, 1.0, 0.0)
-            assert (plan.seed, plan.tokens_per_microbatch, plan.save_minutes) == (0, 2048, 20)
-    args = flags("--lr", "3e-4", "--batch", "5")
-    set_defaults(args, False, positions=2048)
+            schedule, batch = schedules[name], expected[f"{prefix}batch"]
+            assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
+            assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
+            assert schedule.tokens_per_microbatch == 2048
+    args = with_defaults(flags("--lr", "3e-4", "--batch", "5"), False, positions=2048)
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 

@@ -1,0 +1,109 @@
+"""The samples to train on: tasks, chats and texts, tokenized, in one pool."""
+
+import array
+import datetime
+import glob
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from common.cli import UserError
+from common.data.chat import load_chats
+from common.data.samples import Sample
+from common.data.tasks import load_task, size_note, tokenize
+from common.data.text import TextSamples, write_text_tokens
+from common.files import sha256
+from common.models import fingerprint, load_config, load_tokenizer
+
+NONE = "none"  # --tasks, --text, --heldout-text: no such data
+TOKENIZING = datetime.timedelta(days=2)  # how long ranks wait for the first one; by default half an hour
+
+
+class Pool(Sequence):
+    """The samples to train on. Those with answers come first, then texts."""
+
+    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = ()):
+        self.answered, self.texts = answered, texts
+
+    def __len__(self) -> int:
+        return len(self.answered) + len(self.texts)
+
+    def __getitem__(self, index: int) -> Sample:
+        beyond = index - len(self.answered)
+        return self.answered[index] if beyond < 0 else self.texts[beyond]
+
+    def description(self) -> dict:
+        """The training data as recorded in the settings: number of samples and their digest."""
+        digest = samples_digest(self.answered)
+        if self.texts:
+            digest = hashlib.sha256(f"{digest} {self.texts.digest}".encode()).hexdigest()
+        return {"samples": len(self), "texts": len(self.texts), "samples_sha256": digest}
+
+
+def load_pool(args, model: str, ranks) -> Pool:
+    """Tasks, chats and texts as stage 5's flags name them, tokenized for the checkpoint `model`.
+
+    Raises UserError if there are none, and for data that cannot be read or used.
+    """
+    tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
+    answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
+    for path in args.chat:
+        chats, description = load_chats(path, tokenizer, positions)
+        ranks.say(f"reads   {description}")
+        answered += chats
+    texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
+    if not answered and not texts:
+        raise UserError("--tasks none: expected --text or --chat with it, found neither")
+    return Pool(answered, texts)
+
+
+def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) -> list[Sample]:
+    """The training sets of the tasks, concatenated. source: as for load_task.
+
+    Raises UserError for a sample of more than `positions` tokens or without a prompt.
+    """
+    samples = []
+    for task in tasks:
+        examples, origin = load_task(task, "train", source)
+        for number, example in enumerate(examples, 1):
+            sample = tokenize(example, tokenizer)
+            if not sample.prompt:
+                raise UserError(f"{origin} row {number}: expected a prompt, found none")
+            if len(sample) > positions:
+                raise UserError(f"{origin} row {number}: expected at most {positions} tokens (the model's "
+                                f"positions), found {len(sample)}")
+            samples.append(sample)
+        note = size_note(task, "train", origin, len(examples))
+        ranks.say(f"reads   {origin}: {len(examples)} samples{note}")
+    return samples
+
+
+def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
+    """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
+    read = [*args.text, *sorted(glob.glob(os.path.join(model, "tokenizer*")))]
+    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in read]
+    key = json.dumps([files, args.text_length, args.text_tokens, fingerprint(model)])
+    path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    tokenized = dist.new_group(backend="gloo", timeout=TOKENIZING)
+    if ranks.first and not os.path.exists(path):
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # of other texts
+        os.makedirs(os.path.dirname(path))
+        counts = write_text_tokens(args.text, tokenizer, args.text_length, args.text_tokens, path)
+        print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
+    dist.barrier(tokenized)
+    texts = TextSamples(path, args.text_length)
+    ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
+    return texts
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """sha256 of all samples' token ids, in order: it changes with the training data."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for segment in sample.segments:
+            digest.update(array.array("q", (len(segment), *segment)).tobytes())
+    return digest.hexdigest()

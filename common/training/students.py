@@ -1,0 +1,128 @@
+"""The students of stage 5, masked and GQA, with their AdamW; that of the teacher's SFT, too."""
+
+import os
+from dataclasses import dataclass
+
+from common.artifacts import check_input, read_record, verify_files
+from common.method import masks
+from common.models import load_config, source_model
+from common.training.distill import MASKS
+from common.training.engine import make_optimizer
+from common.training.sharding import Execution, Ranks, Trainee, build
+
+UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the authors' code
+
+
+@dataclass(frozen=True)
+class Pair:
+    """aligned/ and merged/: the same model and grouping before and after merging."""
+
+    aligned: str
+    merged: str
+    model: dict  # description of the source model
+    kv_heads: int
+    merge: str  # "mean", "first" or "closed-form"
+    blended: tuple[str, ...]  # projections that merging changed
+
+    @property
+    def title(self) -> str:
+        return f"{self.model['kv_heads']} -> {self.kv_heads} kv heads"
+
+
+def read_pair(run: str, ranks) -> Pair:
+    """The pair in a run directory.
+
+    Raises UserError unless both are intact and belong together, and the source model is unchanged since
+    stage 1.
+    """
+    aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
+    aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
+    check_input(merged_record, aligned)
+    if ranks.first:  # hash the weights once, not on every rank
+        verify_files(aligned, aligned_record)
+        verify_files(merged, merged_record)
+    summary = aligned_record["summary"]
+    whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
+    blended = masks.WHOLE_HEAD if whole_head else masks.KEY_VALUE
+    return Pair(aligned, merged, source_model(aligned_record), summary["kv_heads"], summary["merge"], blended)
+
+
+def start_of_masked(aligned: str, merged: str):
+    """The `sources` of build() for a masked student.
+
+    X.k_proj.original.Y comes from X.k_proj.Y in aligned/, X.k_proj.merged.Y from X.k_proj.Y in merged/, and
+    everything else from aligned/ under its own name. masks.blended_name is the inverse, for the switch.
+    """
+
+    def source(name: str) -> tuple[str, str]:
+        directory = merged if ".merged." in name else aligned
+        return directory, name.replace(".original.", ".").replace(".merged.", ".")
+
+    return source
+
+
+def masked_student(
+    pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int, fresh: bool = True
+) -> Trainee:
+    """The student that masks blend, from aligned/ and merged/ with every mask open.
+
+    kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load.
+    """
+    shape = pair.model["layers"], pair.model["kv_heads"]
+    return build(
+        load_config(pair.aligned), ranks, execution,
+        sources=start_of_masked(pair.aligned, pair.merged) if fresh else None,
+        prepare=lambda model: masks.patch(model, pair.kv_heads, pair.blended),
+        replicated={"log_alpha": MASKS[kind].kind.start(shape, seed)},
+    )
+
+
+def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True) -> Trainee:
+    """The student as a GQA model, from merged/. Unless fresh, the weights are left to checkpoints.load."""
+    sources = (lambda name: (pair.merged, name)) if fresh else None
+    return build(load_config(pair.merged), ranks, execution, sources)
+
+
+def freeze(student: Trainee, train: str) -> None:
+    """With train "attention", leave only the weights of the attention layers trainable."""
+    if train == "attention":
+        for name, parameter in student.net.named_parameters():
+            parameter.requires_grad_(".self_attn." in name)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """AdamW's hyperparameters for the weights of a model."""
+
+    lr: float  # peak learning rate
+    beta2: float
+    weight_decay: float  # none for norms, biases and the shared projections
+    merged_lr_factor: float = 1.0  # factor on lr for the shared projections (the authors' code: 2)
+
+    def adam(self, factor: float = 1.0, decay: bool = False) -> dict:
+        """AdamW's options for a group of weights, at `factor` times the learning rate."""
+        return {"initial_lr": self.lr * factor, "betas": (0.9, self.beta2), "eps": 1e-8,
+                "weight_decay": self.weight_decay if decay else 0.0}
+
+
+def teacher_optimizer(teacher: Trainee, rates: Rates):
+    """AdamW for SFT."""
+    return make_optimizer(teacher, rates.adam(decay=True), {UNDECAYED: rates.adam()})
+
+
+def student_optimizer(student: Trainee, rates: Rates, shared: str, special: dict | None = None):
+    """AdamW for the student. shared: pattern of the shared projections' names. special: as make_optimizer."""
+    return make_optimizer(student, rates.adam(decay=True), {
+        shared: rates.adam(rates.merged_lr_factor), UNDECAYED: rates.adam(), **(special or {}),
+    })
+
+
+def masked_optimizer(student: Trainee, rates: Rates, kind: str, mask_lr: float):
+    """AdamW with separate learning rates for the weights, the shared projections and the masks."""
+    masks_alone = {"initial_lr": mask_lr, **MASKS[kind].ADAM}
+    return student_optimizer(student, rates, r"\.merged\.", {r"^replicated\.log_alpha$": masks_alone})
+
+
+def gqa_optimizer(student: Trainee, rates: Rates, blended: tuple[str, ...]):
+    """AdamW after the switch: the shared projections (named in `blended`) keep their learning rate."""
+    return student_optimizer(student, rates, rf"\.({'|'.join(blended)})\.")
