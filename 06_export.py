@@ -1,8 +1,8 @@
 """Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
 Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: weights (a file per layer), config, generation config, tokenizer, and a model card
-        (README.md); it loads without this repository
+Writes  RUN/gqa/: weights, config, generation config, tokenizer, and a model card (README.md); it loads
+        without this repository
 
     python 06_export.py --run runs/llama2-7b     # on a CPU, in the memory of one layer
     python 06_export.py                          # seconds on a CPU for the demo model
