@@ -1,6 +1,7 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_whole_run(finished_run):
     assert len(results["gqa"]["tasks"]) == 8
     assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
     assert "| perplexity" in (finished_run / "eval.md").read_text()
+
+
+def test_who_may_read_a_directory_may_read_its_files(finished_run):
+    """Every file has the permissions that the umask gives."""
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path: path.stat().st_mode & 0o777 for path in finished_run.rglob("*") if path.is_file()}
+    assert len(modes) > 40 and not {path for path, mode in modes.items() if mode != 0o666 & ~umask}
 
 
 def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):

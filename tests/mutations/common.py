@@ -1,6 +1,22 @@
 """One-line mutations of the modules of common/ itself, and the test that must fail for each."""
 
 MUTANTS = [
+    ("permissions", "common/files.py",
+     "os.chmod(os.path.join(aside, name), permissions)",
+     "pass",
+     "test_writing::test_files_get_the_permissions_of_the_umask"),
+    ("permissions", "common/files.py",
+     "os.stat(aside).st_mode & 0o666",
+     "0o644",
+     "test_writing::test_files_get_the_permissions_of_the_umask"),
+    ("permissions", "common/artifacts.py",
+     'with open(aside, "wb") as file:',
+     "save_file(tensors, aside)\n        with open(os.devnull, 'wb') as file:",
+     "test_writing::test_files_get_the_permissions_of_the_umask"),
+    ("permissions", "common/files.py",
+     "os.chmod(os.path.join(aside, name), permissions)",
+     "pass",
+     "test_whole_run::test_who_may_read_a_directory_may_read_its_files"),
     ("export, layer by layer", "common/layers.py",
      "check_names(path, expected - stored - tied, stored - expected)",
      "check_names(path, set(), stored - expected)",
