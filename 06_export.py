@@ -15,7 +15,6 @@ they are compared once more after loading the checkpoint back.
 import os
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import (
     check_input,
@@ -33,6 +32,7 @@ from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.fuse import merged_config
 from common.models import empty_model, geometry, load_config
+from common.progress import Progress
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
 
@@ -106,7 +106,8 @@ def write_layers(writer: CheckpointWriter, layers: Layers, student, tokens) -> t
     tokens: [n, T]. Returns the logits of the masked student and of the stock model, as from Layers.logits.
     """
     stock, masked = (layers.embed(tokens.split(1), None) for _ in range(2))
-    for index, layer in enumerate(tqdm(layers.decoder_layers(), "exporting", len(student.model.layers))):
+    bar = Progress(layers.decoder_layers(), "exporting", len(student.model.layers), unit="layer")
+    for index, layer in enumerate(bar):
         layers.advance(layer, stock)
         masked_layer = student.model.layers[index]
         share_weights(masked_layer, layer)
