@@ -1,6 +1,10 @@
 """One-line mutations of the modules of common/ itself, and the test that must fail for each."""
 
 MUTANTS = [
+    ("torchrun", "docs/training.md",
+     "torchrun --nproc-per-node 8",
+     "torchrun --nproc 8",
+     "test_torchrun::test_torchrun_accepts_the_commands_of_the_manuals_and_no_shorter_flag"),
     ("progress", "common/progress.py",
      "        if now - self.last_line < INTERVAL:\n            return\n",
      "",
