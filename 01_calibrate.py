@@ -23,7 +23,6 @@ bytes.
 import os
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import claim, record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
@@ -44,6 +43,7 @@ from common.models import (
     pick_device,
     require_convertible,
 )
+from common.progress import Progress
 
 LENGTH = 2048  # tokens per sequence in the paper
 
@@ -122,7 +122,7 @@ def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
     samples = min(args.sample_tokens, tokens.numel())
     sampled = torch.linspace(0, tokens.numel() - 1, samples).long().unique()
     hidden = layers.embed(batches, args.run)
-    with tqdm(total=shape.layers * len(batches), desc="calibrating", unit="batch") as bar:
+    with Progress(total=shape.layers * len(batches), desc="calibrating", unit="batch") as bar:
         for index in range(shape.layers):
             with layers.layer(index) as layer:
                 collector = Collector(layer, f"model.layers.{index}", shape, sampled, layers.device)

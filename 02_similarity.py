@@ -19,7 +19,6 @@ Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation).
 import os
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
@@ -27,6 +26,7 @@ from common.method.merge import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams
 from common.models import key_context, pick_device
+from common.progress import Progress
 from common.reporting import plots
 
 COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
@@ -113,7 +113,7 @@ def main():
     print(f"reads   {source}: {model['path']}, {tokens} tokens")
 
     per_layer = []
-    for index in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
+    for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
         tensors = {name: tensor.to(compute_device) for name, tensor in read_layer(source, index).items()}
         grams = LayerGrams(tensors, model["kv_heads"])
         matrices = layer_similarity(grams, tokens)

@@ -29,7 +29,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import claim, digest, read_calibration, read_groups, read_layer, record, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
@@ -44,6 +43,7 @@ from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
 from common.method.stats import LayerGrams
 from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
+from common.progress import Progress
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 PLAIN_MERGES = {"mean": mean_merge, "first": first_merge}
@@ -158,14 +158,14 @@ def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
     """Each layer's rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, also printed."""
     rotations, cosines = [], []
     print("mean cosine within groups | keys before -> after | values before -> after")
-    for index, groups in enumerate(tqdm(inputs.groups, desc="aligning", unit="layer")):
+    for index, groups in enumerate(Progress(inputs.groups, desc="aligning", unit="layer")):
         grams = inputs.grams(index)
         rotation = align_layer(grams, groups, criterion)
         cosine = within_group_cosine(grams, groups, *rotation, inputs.calibration["summary"]["tokens"])
         rotations.append(rotation)
         cosines.append({name: round(number, 6) for name, number in cosine.items()})
-        tqdm.write(f"layer {index:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "
-                   f"{cosine['value_before']:8.4f} -> {cosine['value_after']:8.4f}")
+        Progress.write(f"layer {index:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "
+                       f"{cosine['value_before']:8.4f} -> {cosine['value_after']:8.4f}")
     return rotations, cosines
 
 
@@ -226,7 +226,8 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
         refit = Refit(layers.run, *(layers.embed(tokens.split(1), args.run) for tokens in texts),
                       args.refit == "attention", lambda batches: layers.store(batches, args.run))
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
-        for index, layer in enumerate(tqdm(layers.decoder_layers(), "merging", source["layers"])):
+        bar = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
+        for index, layer in enumerate(bar):
             if args.merge == "closed-form":
                 grams, groups = inputs.grams(index), inputs.groups[index]
                 merge = closed_form_layer(grams, groups, *rotations[index], inputs.context)
@@ -236,8 +237,9 @@ def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, 
             merged = merge_layer(layer, index, config, merge)
             if refit:
                 errors = refit.layer(layer, merged)
-                tqdm.write(f"refit   layer {index:2d}: relative squared error on held-out sequences "
-                           + " -> ".join(f"{name} {errors[name]:.4f}" for name in ERRORS if name in errors))
+                steps = " -> ".join(f"{name} {errors[name]:.4f}" for name in ERRORS if name in errors)
+                Progress.write(f"refit   layer {index:2d}: relative squared error on held-out sequences "
+                               + steps)
             writer.write(f"model.layers.{index}", merged)
         writer.write_rest(layers)
     if refit is None:

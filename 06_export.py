@@ -1,8 +1,8 @@
 """Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
 Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer
-Writes  RUN/gqa/: weights (a file per layer), config, generation config, tokenizer, and a model card
-        (README.md); it loads without this repository
+Writes  RUN/gqa/: weights, config, generation config, tokenizer, and a model card (README.md); it loads
+        without this repository
 
     python 06_export.py --run runs/llama2-7b     # on a CPU, in the memory of one layer
     python 06_export.py                          # seconds on a CPU for the demo model
@@ -15,7 +15,6 @@ they are compared once more after loading the checkpoint back.
 import os
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import (
     check_input,
@@ -33,6 +32,7 @@ from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.fuse import merged_config
 from common.models import empty_model, geometry, load_config
+from common.progress import Progress
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
 
@@ -106,7 +106,8 @@ def write_layers(writer: CheckpointWriter, layers: Layers, student, tokens) -> t
     tokens: [n, T]. Returns the logits of the masked student and of the stock model, as from Layers.logits.
     """
     stock, masked = (layers.embed(tokens.split(1), None) for _ in range(2))
-    for index, layer in enumerate(tqdm(layers.decoder_layers(), "exporting", len(student.model.layers))):
+    bar = Progress(layers.decoder_layers(), "exporting", len(student.model.layers), unit="layer")
+    for index, layer in enumerate(bar):
         layers.advance(layer, stock)
         masked_layer = student.model.layers[index]
         share_weights(masked_layer, layer)

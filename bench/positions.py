@@ -17,13 +17,13 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from bench.machine import machine
 from common.cli import UserError, run_stage
 from common.data.text import load_tokens, sequence_length
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
+from common.progress import Progress
 from common.reporting import plots
 from common.reporting.tables import markdown_table, mean_and_error
 
@@ -77,7 +77,7 @@ def bucket_means(losses: torch.Tensor, edges: list[int]) -> list[float]:
 def model_losses(path: str, tokens: torch.Tensor, edges: list[int]) -> list[tuple[float, ...]]:
     """A checkpoint's mean loss in each bucket: [buckets][sequences]."""
     model = load_model(path)
-    bar = tqdm(tokens, desc=path, unit="seq", leave=False)
+    bar = Progress(tokens, desc=path, unit="seq", leave=False)
     by_sequence = [bucket_means(token_losses(model, row), edges) for row in bar]
     by_bucket = list(zip(*by_sequence, strict=True))
     print(path, *map(mean_and_error, by_bucket), sep=" | ", flush=True)

@@ -17,7 +17,6 @@ import os
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.machine import machine
@@ -25,6 +24,7 @@ from common.cli import run_stage
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import write_text
+from common.progress import Progress
 
 PIECES, HELD_OUT = 100, 10  # pieces of each file; how many of them, the last ones, are held out
 VOCAB, EOS = 4096, "<|eos|>"
@@ -98,7 +98,7 @@ def train(model, stream: torch.Tensor, args) -> None:
     """Train on random rows of the token stream [n]; in bfloat16, with float32 weights."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizers = make_optimizers(model, args.steps)
-    with tqdm(range(args.steps), desc="training", unit="step") as bar:
+    with Progress(range(args.steps), desc="training", unit="step") as bar:
         for _ in bar:
             starts = torch.randint(len(stream) - args.length, (args.batch, 1), generator=generator)
             rows = stream[starts + torch.arange(args.length)]  # [batch, length]

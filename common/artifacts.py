@@ -16,7 +16,7 @@ import subprocess
 import filelock
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from common import cli
 from common.cli import UserError
@@ -121,7 +121,9 @@ def source_commit() -> str | None:
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
     """Write tensors, then their sidecar with the sha256."""
     with temporary_name(path) as aside:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside)
+        content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        with open(aside, "wb") as file:  # save_file would leave it unreadable to others
+            file.write(content)
         sidecar = sidecar | {"sha256": sha256(aside)}
         os.rename(aside, path)
     write_json(sidecar_path(path), sidecar)

@@ -8,7 +8,8 @@ import time
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
+
+from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
 REPEATS = 3  # runs of `speed`, of which the fastest counts
@@ -50,7 +51,7 @@ def max_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> flo
 def perplexity(model, tokens: torch.Tensor) -> float:
     """exp of the mean next-token loss over tokens [n, T], one row at a time."""
     total = 0.0
-    for row in tqdm(tokens, desc="perplexity", unit="seq", leave=False):
+    for row in Progress(tokens, desc="perplexity", unit="seq", leave=False):
         total += mean_nll(all_logits(model, row[None]), row[None])
     return math.exp(total / len(tokens))
 
@@ -60,7 +61,7 @@ def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> float:
     """As perplexity, of the common.layers.Layers of a model; hidden states are in a file in `directory`."""
     hidden = layers.embed(tokens.split(1), directory)
     total = layers.config.num_hidden_layers
-    for layer in tqdm(layers.decoder_layers(), "perplexity", total, unit="layer", leave=False):
+    for layer in Progress(layers.decoder_layers(), "perplexity", total, unit="layer", leave=False):
         layers.advance(layer, hidden)
     return perplexity_of(layers.logits_of(hidden), tokens)
 

@@ -65,7 +65,8 @@ def write_directory(path: str):
     """Context manager: an empty directory PATH.tmp to fill, renamed to PATH if the block succeeds.
 
     A previous directory stays untouched until then: it is moved aside to a free name and removed once the new
-    one is in place. Raises UserError if path is a file or a symbolic link.
+    one is in place. Files get the permissions that the umask gives, also those that safetensors writes with
+    0600. Raises UserError if path is a file or a symbolic link.
     """
     if os.path.islink(path) or os.path.isfile(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
@@ -75,7 +76,9 @@ def write_directory(path: str):
     os.makedirs(aside)
     try:
         yield aside
+        permissions = os.stat(aside).st_mode & 0o666
         for name in files_in(aside):
+            os.chmod(os.path.join(aside, name), permissions)
             sync(os.path.join(aside, name))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

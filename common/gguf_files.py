@@ -9,13 +9,13 @@ import json
 import os
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.cli import UserError
 from common.files import refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import SIZES, geometry, require_convertible
+from common.progress import Progress
 from common.records import COUNT, Optional, mismatch
 from common.weights import fingerprint, first_line
 
@@ -174,7 +174,8 @@ class GgufFile:
         layers = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
         head = [] if self.config.tie_word_embeddings else ["lm_head"]
         with CheckpointWriter(directory, self.config, torch.float32, directory) as writer:
-            for part in tqdm(["model.embed_tokens", *layers, "model.norm", *head], "dequantizing"):
+            parts = ["model.embed_tokens", *layers, "model.norm", *head]
+            for part in Progress(parts, "dequantizing", unit="module"):
                 module = self.model.get_submodule(part).to_empty(device="cpu")
                 for name, parameter in module.named_parameters(prefix=part):
                     parameter.data.copy_(self.tensor(name))

@@ -14,7 +14,7 @@ import tempfile
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
@@ -29,7 +29,8 @@ from common.models import (
 from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
-PART = "part-{}.safetensors"  # name of a shard until their number is known
+SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
+STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Layers:
@@ -196,14 +197,16 @@ class Spool:
             return
         self.batches[number] = batch.dtype, batch.shape, batch.device
         self.file.seek(self.offsets[number])
-        self.file.write(batch.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        self.file.write(raw_bytes(batch))
 
 
 class CheckpointWriter:
-    """Context manager that writes a transformers checkpoint part by part: one shard each, then the index.
+    """Context manager that writes a transformers checkpoint part by part: the files of its save_pretrained.
 
-    directory: an existing directory to fill. config, dtype: of the model to write. source: the checkpoint to
-    take tokenizer and generation config from. Raises RuntimeError if tensors are missing when the block ends.
+    Each file begins with a header computed from the config, so a tensor can be written to its place at once:
+    nothing is collected in memory. directory: an existing directory to fill. config, dtype: of the model to
+    write. source: the checkpoint to take tokenizer and generation config from. Raises RuntimeError if tensors
+    are missing when the block ends.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
@@ -211,11 +214,12 @@ class CheckpointWriter:
         self.config = copy.deepcopy(config)
         self.config.dtype = dtype
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         self.config.architectures = [type(model).__name__]
         # tied parameters appear once, under their first name
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.shards: list[list[str]] = []  # tensor names in each shard
+        self.parameters = dict(model.named_parameters())
+        self.places: dict[str, tuple[str, int]] = {}  # of each tensor: file, offset
+        self.written: set[str] = set()
 
     def __enter__(self):
         self.config.save_pretrained(self.directory)
@@ -228,24 +232,49 @@ class CheckpointWriter:
                                 f"{first_line(error)}") from error
         generation.save_pretrained(self.directory)
         save_tokenizer(self.source, self.directory)
+        self._write_headers()
         return self
+
+    def _write_headers(self) -> None:
+        """Write the header of each safetensors file and, if there are several, the index."""
+        split = split_torch_state_dict_into_shards(self.parameters, max_shard_size=SHARD_SIZE,
+                                                   filename_pattern="model{suffix}.safetensors")
+        for file, names in split.filename_to_tensors.items():
+            header, end = {"__metadata__": {"format": "pt"}}, 0
+            for name in sorted(names):  # as safetensors does
+                start, end = end, end + self.parameters[name].nbytes
+                header[name] = {"dtype": STORED_DTYPES[self.dtype], "shape": self.parameters[name].shape,
+                                "data_offsets": (start, end)}
+            content = json.dumps(header, separators=(",", ":")).encode()
+            content += b" " * (-len(content) % 8)
+            with open(self._path(file), "wb") as stream:
+                stream.write(len(content).to_bytes(8, "little") + content)
+            for name in names:
+                self.places[name] = self._path(file), 8 + len(content) + header[name]["data_offsets"][0]
+        if not split.is_sharded:
+            return
+        parameters = sum(parameter.numel() for parameter in self.parameters.values())
+        index = {"metadata": {"total_parameters": parameters} | split.metadata,
+                 "weight_map": split.tensor_to_filename}
+        with open(self._path("model.safetensors.index.json"), "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def write(self, name: str, module) -> None:
         """Write a module's parameters under `name`, its name in the model ("model.layers.0").
 
         Tied parameters are written once. Raises ValueError for a shape that does not match the config.
         """
-        tensors = {}
         for key, parameter in module.named_parameters(prefix=name):
-            if key not in self.shapes:  # tied to a parameter with another name
+            if key not in self.parameters:  # tied to a parameter with another name
                 continue
-            if parameter.shape != self.shapes[key]:
-                raise ValueError(f"{key}: expected shape {list(self.shapes[key])}, "
-                                 f"found {list(parameter.shape)}")
-            tensors[key] = parameter.detach().to("cpu", self.dtype).contiguous()
-        if tensors:
-            save_file(tensors, self._path(PART.format(len(self.shards))), metadata={"format": "pt"})
-            self.shards.append(list(tensors))
+            expected = self.parameters[key].shape
+            if parameter.shape != expected:
+                raise ValueError(f"{key}: expected shape {list(expected)}, found {list(parameter.shape)}")
+            file, offset = self.places[key]
+            with open(file, "r+b") as stream:
+                stream.seek(offset)
+                stream.write(raw_bytes(parameter.detach().to(self.dtype)))
+            self.written.add(key)
 
     def write_rest(self, layers: Layers) -> None:
         """Write the embedding, final norm and head of `layers`."""
@@ -254,22 +283,15 @@ class CheckpointWriter:
                 self.write(name, module)
 
     def __exit__(self, kind, *error):
-        if kind is not None:
-            return
-        weight_map = {}
-        for number, names in enumerate(self.shards):  # the final names contain the number of shards
-            shard = f"model-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
-            os.rename(self._path(PART.format(number)), self._path(shard))
-            weight_map |= dict.fromkeys(names, shard)
-        missing = self.shapes.keys() - weight_map.keys()
-        if missing:
+        missing = self.parameters.keys() - self.written
+        if kind is None and missing:
             raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, "
                                f"among them {min(missing)}")
-        parameters = sum(shape.numel() for shape in self.shapes.values())
-        sizes = {"total_parameters": parameters, "total_size": parameters * self.dtype.itemsize}
-        index = {"metadata": sizes, "weight_map": weight_map}
-        with open(self._path("model.safetensors.index.json"), "w", encoding="utf-8") as file:
-            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as they are in memory, in order."""
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from common import evaluate
 from common.cli import UserError
@@ -24,6 +23,7 @@ from common.models import (
     needs_several_gpus,
     pick_device,
 )
+from common.progress import Progress
 
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 
@@ -99,7 +99,7 @@ def measure_tasks(name: str, model, inputs: Inputs, tasks: dict, batch: int) -> 
     figures, outcomes, total = {}, [], 0
     for samples in inputs.samples.values():
         total += sum(1 + len(choices) for choices in samples)
-    with tqdm(total=total, desc=f"{name}: tasks", unit="seq") as bar:
+    with Progress(total=total, desc=f"{name}: tasks", unit="seq") as bar:
         for task, questions in tasks.items():
             examples, samples = list(questions.values()), inputs.samples[task]
             right = [choices[example.label] for example, choices in zip(examples, samples, strict=True)]

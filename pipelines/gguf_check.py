@@ -22,13 +22,13 @@ import traceback
 import llama_cpp
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from common import evaluate
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
 from common.models import geometry, load_config, load_model, load_tokenizer
+from common.progress import Progress
 
 PROMPTS = (
     "The capital of France is",
@@ -249,7 +249,7 @@ def main() -> None:
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     model = load_model(args.checkpoint)
     expected = []
-    for prompt in tqdm(prompts, desc="transformers", leave=False):
+    for prompt in Progress(prompts, desc="transformers", unit="prompt", leave=False):
         expected.append(greedy(transformers_step(model), prompt, args.tokens))
     if args.text:
         text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH)

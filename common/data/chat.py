@@ -4,11 +4,10 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 
-from tqdm import tqdm
-
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, abbreviated, column, read_rows, text_column
 from common.data.samples import Sample
+from common.progress import Progress
 from common.weights import first_line
 
 # Put before every template: the same chats must give the same tokens tomorrow.
@@ -28,7 +27,7 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     """
     template = _template(path, tokenizer)
     samples, chats, cut = [], 0, 0
-    for place, row in tqdm(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
+    for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
         chats += 1
         try:
             for segments in render_all(_messages(row), tokenizer, template):

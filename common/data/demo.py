@@ -10,7 +10,6 @@ Nothing is downloaded and no text is bundled. `build` writes three directories:
 import json
 import os
 import random
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from filelock import FileLock
 from common.data.demo_model import STEPS, make_tokenizer, train_model
 from common.data.demo_tasks import task_rows
 from common.data.tasks import example_from_row
+from common.files import write_directory
 from common.models import DEMO, DEMO_HOME
 from common.models import resolve_model as resolve_other_model
 
@@ -39,30 +39,28 @@ def resolve_model(name: str) -> str:
 
 def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
     """Write the demo's model, text and tasks to `directory`, atomically."""
-    directory, unfinished = Path(directory), Path(f"{directory}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    for part in ("text", "tasks"):
-        (unfinished / part).mkdir(parents=True)
     print(f"demo: building text, tasks and a small model in {directory} (once; two minutes on two cores)")
+    with write_directory(str(directory)) as aside:
+        home = Path(aside)
+        for part in ("text", "tasks"):
+            (home / part).mkdir()
+        train_text, heldout_text = read_corpus(seed)
+        for split, text in (("train", train_text), ("heldout", heldout_text)):
+            (home / "text" / f"{split}.txt").write_text(text, encoding="utf-8", newline="")
+        examples = []
+        for (task, split), rows in task_rows(seed).items():
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (home / "tasks" / f"{task}.{split}.jsonl").write_text(lines, encoding="utf-8")
+            if split == "train":
+                examples.append([example_from_row(task, row) for row in rows])
 
-    train_text, heldout_text = read_corpus(seed)
-    for split, text in (("train", train_text), ("heldout", heldout_text)):
-        (unfinished / "text" / f"{split}.txt").write_text(text, encoding="utf-8", newline="")
-    examples = []
-    for (task, split), rows in task_rows(seed).items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (unfinished / "tasks" / f"{task}.{split}.jsonl").write_text(lines, encoding="utf-8")
-        if split == "train":
-            examples.append([example_from_row(task, row) for row in rows])
-
-    texts = [train_text]
-    for task_examples in examples:
-        texts += [f"{example.prompt}{example.answer}\n" for example in task_examples]
-    tokenizer = make_tokenizer(texts)
-    model = train_model(tokenizer, train_text, examples, steps, seed)
-    model.save_pretrained(unfinished / "model")
-    tokenizer.save_pretrained(unfinished / "model")
-    os.rename(unfinished, directory)
+        texts = [train_text]
+        for task_examples in examples:
+            texts += [f"{example.prompt}{example.answer}\n" for example in task_examples]
+        tokenizer = make_tokenizer(texts)
+        model = train_model(tokenizer, train_text, examples, steps, seed)
+        model.save_pretrained(home / "model")
+        tokenizer.save_pretrained(home / "model")
     print(f"demo: wrote {directory}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 

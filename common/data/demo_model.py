@@ -13,11 +13,11 @@ import random
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.data.demo_tasks import FACTS, draw_pairs
 from common.data.tasks import Example
+from common.progress import Progress
 
 STEPS = 600  # about a minute and a half on two cores
 DRILLED = 1 / 3  # share of the steps spent on drills: without them all tasks stay at chance
@@ -155,7 +155,7 @@ def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int, se
     torch.set_num_threads(THREADS)
     model = _new_model(tokenizer, seed)
     optimizers = _optimizers(model, steps)
-    with tqdm(range(steps), desc="demo: training", unit="step") as bar:
+    with Progress(range(steps), desc="demo: training", unit="step") as bar:
         for step in bar:
             if step < DRILLED * steps:
                 samples = [_drill(rng, encode) for _ in range(DRILL_BATCH)]

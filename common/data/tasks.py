@@ -229,6 +229,7 @@ def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
 def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
     import datasets
 
+    datasets.disable_progress_bars()
     name, configuration = HUB[task]
     try:
         table = datasets.load_dataset(name, configuration, split=split)

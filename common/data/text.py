@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 from numpy.lib.format import write_array_header_1_0
-from tqdm import tqdm
 
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.samples import Sample
 from common.files import temporary_name
 from common.models import DEMO, DEMO_HOME, bos_prefix
+from common.progress import Progress
 
 C4 = "allenai/c4"
 C4_FILES = {  # file name, number of files
@@ -63,7 +63,7 @@ def load_tokens(
     source, prefix = _located(source, split), bos_prefix(tokenizer) if bos else []
     length -= len(prefix)  # tokens of text per sequence
     whole, packed, documents = [], [], 0
-    with tqdm(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
+    with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for text in _documents(source, split):
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             documents += 1
@@ -154,7 +154,7 @@ def _write_header(file, tokens: int) -> None:
 def _append_tokens(file, source: str, tokenizer, tokens: int | None) -> int:
     """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
     count, texts = 0, _batches(_documents(_located(source, "train"), "train"))
-    with tqdm(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
+    with Progress(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
         while count != tokens and (batch := next(texts, None)):
             ids = []
             for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:

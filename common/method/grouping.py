@@ -5,7 +5,8 @@ Notation: L layers, H key/value heads of the source, G groups of D = H / G heads
 
 import networkx
 import numpy as np
-from tqdm import tqdm
+
+from common.progress import Progress
 
 
 def score(similarity: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -41,7 +42,7 @@ def anneal(similarity: np.ndarray, kv_heads: int, restarts: int, iterations: int
     random = np.random.default_rng(seed)
     slots = random.permuted(np.broadcast_to(np.arange(heads), (layers, restarts, heads)), axis=-1)
     if kv_heads > 1:  # with one group there is nothing to swap
-        for _ in tqdm(range(iterations), desc="annealing", unit="swap", leave=False):
+        for _ in Progress(range(iterations), desc="annealing", unit="swap", leave=False):
             propose_swap(similarity, slots, kv_heads, random)
     groups = slots.reshape(layers, restarts, kv_heads, -1)
     best = score(similarity, groups).argmax(-1)

@@ -32,7 +32,6 @@ import time
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from common.artifacts import claim, record
@@ -42,6 +41,7 @@ from common.data.demo import resolve_model
 from common.data.text import load_tokens
 from common.files import write_json, write_text
 from common.models import DEMO, describe, geometry, load_config, load_model, load_tokenizer, pick_device
+from common.progress import Progress
 from related.keychannels.cache import KeyChannelCache, cached_bytes, require_prunable
 from related.keychannels.channels import SELECTORS, removed_count
 from related.keychannels.effects import Setting, layer_effects, summarize
@@ -171,7 +171,7 @@ def synchronize(device: torch.device) -> None:
 def measure_texts(setting: Setting, model, batches, name: str) -> tuple[dict, dict, dict, bool]:
     """By choice: effects, losses [texts] and cache bytes; and whether lambda = 0 leaves logits unchanged."""
     effects, losses, sizes, same = [], {}, {}, True
-    for batch in tqdm(batches, desc=name, unit="batch", leave=False):
+    for batch in Progress(batches, desc=name, unit="batch", leave=False):
         effects += layer_effects(setting, model, batch)
         for choice in (PLAIN, *setting.choices):
             logits, loss, size = continue_prompt(setting, model, batch, choice)
@@ -186,7 +186,7 @@ def measure_texts(setting: Setting, model, batches, name: str) -> tuple[dict, di
 def fastest_times(setting: Setting, model, row: torch.Tensor, repeats: int) -> dict:
     """choice -> (prefill, decoding) seconds: the fastest of `repeats` turns over all choices."""
     times = {choice: [] for choice in (PLAIN, *setting.choices)}
-    for _ in tqdm(range(repeats), desc="timing", unit="turn", leave=False):
+    for _ in Progress(range(repeats), desc="timing", unit="turn", leave=False):
         for choice, turns in times.items():
             turns.append(time_choice(setting, model, row, choice))
     return {choice: tuple(map(min, zip(*turns, strict=True))) for choice, turns in times.items()}

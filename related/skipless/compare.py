@@ -25,7 +25,6 @@ import os
 import sys
 
 import torch
-from tqdm import tqdm
 
 from common.artifacts import claim, read_record, record, verify_files
 from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
@@ -45,6 +44,7 @@ from common.models import (
     pick_device,
     require_convertible,
 )
+from common.progress import Progress
 from common.records import FILES, POSITIVE, STRING, mismatch
 from common.reporting.tables import markdown_table
 from common.training.engine import STOPPED
@@ -92,7 +92,7 @@ def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
     """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
     conditions, layers = [], Layers(path, torch.float32, device, one_by_one=True)
     numbers = range(layers.config.num_hidden_layers)
-    for index in tqdm(numbers, desc="condition numbers", unit="layer", leave=False):
+    for index in Progress(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:
             conditions.append(condition_numbers(layer.self_attn))
     return conditions

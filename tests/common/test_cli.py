@@ -2,18 +2,21 @@
 perhaps meant."""
 
 import argparse
+import io
 import re
 import resource
 import runpy
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import cli
+from common import cli, progress
 from common.data.tasks import TASKS
+from common.progress import Progress
 from conftest import ROOT
 
 MANUAL = """Stage 0: count things.
@@ -182,6 +185,47 @@ def test_any_rank_may_run_out_of_memory_or_disk(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert cli.speaks_for(OSError("full")) and cli.speaks_for(MemoryError())
     assert not cli.speaks_for(cli.UserError("the same on every rank"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
+    now = 0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in Progress(range(1200), desc="calibrating", unit="batch"):
+        now += 0.25
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating: 240/1,200 batch, 20 %, ETA 0:04:00", "calibrating: 480/1,200 batch, 40 %, ETA 0:03:00",
+        "calibrating: 720/1,200 batch, 60 %, ETA 0:02:00", "calibrating: 960/1,200 batch, 80 %, ETA 0:01:00",
+        "calibrating: 1,200/1,200 batch, 100 %, ETA 0:00:00"]
+    with Progress(desc="tokenizing", unit="tok", leave=False) as bar:
+        for count in (500, 1500, 70):
+            now += 50
+            bar.update(count)
+            bar.set_postfix(loss=1)
+    assert capsys.readouterr().err == "tokenizing: 2,000 tok\n"
+
+
+def test_progress_on_a_terminal_is_a_bar_of_the_first_rank(monkeypatch):
+    monkeypatch.setattr(progress, "INTERVAL", 0)  # a line at each update
+    for stream, rank, carriage_returns in ((Terminal(), "0", True), (Terminal(), "1", False),
+                                           (io.StringIO(), "1", False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("RANK", rank)
+        assert list(Progress(range(3), desc="calibrating")) == [0, 1, 2]
+        shown = stream.getvalue()
+        assert ("\r" in shown and "3/3" in shown) if carriage_returns else shown == ""
+        assert "ETA" not in shown
+
+
+def test_no_other_module_draws_bars():
+    folders = ("", "common", "related", "bench", "pipelines")
+    sources = {path for folder in folders for path in (ROOT / folder).glob("**/*.py" if folder else "*.py")}
+    users = [path for path in sources if re.search(r"^\s*(from|import) tqdm", path.read_text(), re.M)]
+    assert users == [ROOT / "common" / "progress.py"]
 
 
 def test_suggest():

@@ -196,16 +196,16 @@ def test_a_file_is_dequantized_once(inputs, tmp_path):
     home, file = tmp_path / "run", write_gguf(tmp_path / "a.gguf", tiny_model())
     arguments = ["--run", home, "--model", file, "--text", inputs["text"], "--sequences", 2, "--length", 64]
     assert "dequantized to float32" in run("01_calibrate.py", *arguments).stdout
-    index = home / "source" / "model.safetensors.index.json"
-    made = index.stat().st_mtime_ns
+    weights = home / "source" / "model.safetensors"
+    made = weights.stat().st_mtime_ns
     assert "dequantized to float32" not in run("01_calibrate.py", *arguments, "--force").stdout
-    assert index.stat().st_mtime_ns == made
+    assert weights.stat().st_mtime_ns == made
 
     write_gguf(tmp_path / "a.gguf", tiny_model(seed=1))  # another model under the same name
     (home / "calibration").rename(tmp_path / "earlier")
     expect_error(f"{home / 'source'} already exists; pass --force to replace it",
                  "01_calibrate.py", *arguments)
-    assert index.stat().st_mtime_ns == made and not (home / "calibration").exists()
+    assert weights.stat().st_mtime_ns == made and not (home / "calibration").exists()
     run("01_calibrate.py", *arguments, "--force")
     assert torch.equal(state(home / "source")["model.norm.weight"], tiny_model(seed=1).model.norm.weight)
 
@@ -215,7 +215,7 @@ def test_a_changed_source_is_not_reused(damage, tmp_path):
     file = write_gguf(tmp_path / "a.gguf", tiny_model())
     source = tmp_path / "source"
     gguf_files.dequantize(file, str(source), force=False)
-    path = source / ("model-00001-of-00006.safetensors" if damage == "weights" else damage)
+    path = source / ("model.safetensors" if damage == "weights" else damage)
     path.write_bytes(b"?" + path.read_bytes()[1:])
     with pytest.raises(gguf_files.UserError, match="already exists; pass --force"):
         gguf_files.dequantize(file, str(source), force=False)
@@ -297,9 +297,7 @@ def test_a_shape_that_is_not_the_configs_is_refused(inputs, tmp_path):
 def test_the_checkpoint_is_float32_and_ordinary(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", tiny_model(**SIZES), Type.Q4_1)
     made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
-    tensors = {}
-    for shard in (tmp_path / "source").glob("*.safetensors"):
-        tensors |= load_file(shard)
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     assert config["dtype"] == "float32" and "quantization_config" not in config

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common import artifacts, cli, files
 from common.cli import UserError
@@ -113,6 +114,23 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     with pytest.raises(IsADirectoryError):
         artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
     assert sorted(os.listdir(tmp_path)) == ["x.json", "x.safetensors"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
+    """Also those that safetensors writes, with 0600."""
+    before = os.umask(umask)
+    try:
+        with files.write_directory(str(tmp_path / "run" / "gqa")) as aside:
+            save_file({"a": torch.zeros(1)}, os.path.join(aside, "weights"))
+            os.mkdir(os.path.join(aside, "folder"))
+            save_file({"a": torch.zeros(1)}, os.path.join(aside, "folder", "weights"))
+            artifacts.write_record(aside, valid("06_export.py"))
+        artifacts.write_tensors(str(tmp_path / "run" / "x.safetensors"), {"a": torch.zeros(1)}, {})
+    finally:
+        os.umask(before)
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(written) == 5 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
 
 
 def test_overwriting_needs_force(tmp_path):

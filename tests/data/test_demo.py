@@ -36,6 +36,7 @@ def test_the_same_bytes_each_time(tmp_path):
         demo.build(tmp_path / name, steps=2)
     first = digests(tmp_path / "a")
     assert first == digests(tmp_path / "b") and len(first) >= 2 + 16 + 4
+    assert len({(tmp_path / "a" / name).stat().st_mode for name in first}) == 1
 
 
 @pytest.fixture(scope="module")

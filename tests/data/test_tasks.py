@@ -171,15 +171,17 @@ def save_hub(home, rows: dict[str, list[dict]]) -> dict[str, tuple[str, str | No
     return hub
 
 
-def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypatch):
+def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypatch, capsys):
     rows = task_rows(6, 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tasks, "HUB", save_hub(tmp_path, rows))
+    capsys.readouterr()
     for task in TASKS:
         for split in ("train", "validation"):
             examples, path = load_task(task, split, "hub")
             assert examples == [example_from_row(task, row) for row in rows[task]]
             assert path == f"hub:{tasks.HUB[task][0]}"
+    assert "\r" not in capsys.readouterr().err  # no progress bar
 
 
 @pytest.mark.parametrize("task", TASKS)

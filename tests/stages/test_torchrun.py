@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
@@ -34,6 +36,19 @@ from training_runs import (
 )
 
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+
+
+def test_torchrun_accepts_the_commands_of_the_manuals_and_no_shorter_flag(capsys):
+    parse, commands = get_args_parser().parse_args, []
+    for pattern in ("*.md", "docs/*.md", "0*.py", "related/*/*.md", "related/*/*.py"):
+        for path in ROOT.glob(pattern):
+            commands += re.findall(r"^ +torchrun (-[^#\\\n]+)", path.read_text(), re.MULTILINE)
+    assert len(commands) > 10
+    for command in commands:
+        assert parse(command.split()).nproc_per_node in ("2", "8"), command
+    with pytest.raises(SystemExit):
+        parse(["--nproc", "8", "05_prune_train.py"])
+    assert "ambiguous option: --nproc could match" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

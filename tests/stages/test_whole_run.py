@@ -1,6 +1,7 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def test_whole_run(finished_run):
     assert "| perplexity" in (finished_run / "eval.md").read_text()
 
 
+def test_who_may_read_a_directory_may_read_its_files(finished_run):
+    """Every file has the permissions that the umask gives."""
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path: path.stat().st_mode & 0o777 for path in finished_run.rglob("*") if path.is_file()}
+    assert len(modes) > 40 and not {path for path, mode in modes.items() if mode != 0o666 & ~umask}
+
+
 def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
     exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
     trained = whole_weights(saved_checkpoints(str(finished_run / "train"))[-1])
@@ -64,7 +73,7 @@ def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path,
     command = [STAGES[stage], "--run", home, *arguments.get(stage, [])]
     done = run(*command, fails=stage != "05")  # refused without --force; 05 says that it is finished
     assert "--force" in done.stdout + done.stderr
-    run(*command, "--force")
+    assert "\r" not in run(*command, "--force").stderr  # no bar where there is no terminal
     assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
 
 
