@@ -247,7 +247,7 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
     job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
     if saved:
         checkpoints.load(job, saved)
-    masks = MASKS[args.masks](student.replicated["log_alpha"], schedule.steps, args.seed)
+    masks = MASKS[args.masks](student.replicated, schedule.steps, args.seed)
 
     for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
         masked_step(step, masks, teacher, args)

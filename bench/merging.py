@@ -156,7 +156,7 @@ class Distiller:
         if args.masks != "off":
             student = students.masked_student(pair, self.ranks, Execution(), args.masks, seed)
             optimizer = students.masked_optimizer(student, rates, args.masks, options.mask_lr)
-            masks = distill.MASKS[args.masks](student.replicated["log_alpha"], count, seed)
+            masks = distill.MASKS[args.masks](student.replicated, count, seed)
             job = Job(student, optimizer, directory, self.ranks)
             for step in self.steps(job, schedule, distill.switch_step(count)):
                 stage5.masked_step(step, masks, self.teacher, options)

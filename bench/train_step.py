@@ -143,7 +143,7 @@ class Models:
         self.schedule = Schedule(
             STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
             tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
-        self.masks = distill.Masks(self.masked.replicated["log_alpha"], STEPS, seed=0)
+        self.masks = distill.Masks(self.masked.replicated, STEPS, seed=0)
         rates = Rates(1e-5, beta2=0.999, weight_decay=0.0)
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),

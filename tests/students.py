@@ -54,12 +54,12 @@ def tiny_trainee(seed: int) -> Trainee:
     return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
 
 
-def masked_student(log_alpha: torch.Tensor) -> Trainee:
-    """A student whose merged projections are random, with these mask parameters."""
+def masked_student(log_alpha: torch.Tensor, others: dict | None = None) -> Trainee:
+    """A student whose merged projections are random, with these mask parameters and other replicated ones."""
     model = tiny_model(seed=0, attn_implementation="packed")
     torch.manual_seed(1)
     masks.patch(model, 2)
-    return Trainee(model, {"log_alpha": log_alpha})
+    return Trainee(model, {"log_alpha": log_alpha, **(others or {})})
 
 
 class Gradients(Step):
@@ -139,6 +139,6 @@ def half_masked_student(ranks, tmp_path, name: str = "train") -> Student:
                     lambda model: masks.patch(model, 2), {"log_alpha": log_alpha})
     (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.masked_optimizer(student, RATES, "l0", mask_lr=1.0)
-    trained = Masks(student.replicated["log_alpha"], STEPS, seed=0)
+    trained = Masks(student.replicated, STEPS, seed=0)
     masks.set_masks(student.net, trained.noiseless())
     return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher_of(ranks, tmp_path), trained)

@@ -1,6 +1,6 @@
 """The losses of stage 5 on one packed row, its masks over the steps, and the FLOPs of both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -80,8 +80,14 @@ class Masks:
     ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
     kind = masks  # start, draw, deterministic and expected
 
-    def __init__(self, log_alpha: torch.Tensor, steps: int, seed: int):
-        self.log_alpha, self.steps, self.seed = log_alpha, steps, seed
+    def __init__(self, replicated: Mapping[str, torch.Tensor], steps: int, seed: int):
+        self.log_alpha = self.current = replicated["log_alpha"]
+        self.steps, self.seed = steps, seed
+
+    @classmethod
+    def start(cls, shape: tuple[int, int], seed: int) -> dict[str, torch.Tensor]:
+        """Initial values of a student's replicated parameters, for masks of this shape, all open."""
+        return {"log_alpha": cls.kind.start(shape, seed)}
 
     def target(self, step: int) -> float:
         """T of Eq. 29."""
@@ -89,11 +95,11 @@ class Masks:
 
     def draw(self, step: int) -> torch.Tensor:
         """This step's z in [0, 1], the same on every rank; differentiable."""
-        return self.kind.draw(self.log_alpha, self.seed, step)
+        return self.kind.draw(self.current, self.seed, step)
 
     def expected(self) -> torch.Tensor:
         """The size of each mask in Eq. 29; differentiable."""
-        return self.kind.expected(self.log_alpha)
+        return self.kind.expected(self.current)
 
     @torch.no_grad()
     def noiseless(self) -> torch.Tensor:
@@ -106,22 +112,34 @@ class Masks:
 
 
 class ReleasedMasks(Masks):
-    """The masks of the authors' code, which are moved towards T before and after a step."""
+    """The masks of the authors' code: drawn from a copy of log_alpha that is pulled towards T."""
 
     # That code trains log_alpha / 1000 with an eps of 1e-8: gradients are 1000 times these.
     ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}
     kind = released_masks
 
+    def __init__(self, replicated: Mapping[str, torch.Tensor], steps: int, seed: int):
+        super().__init__(replicated, steps, seed)
+        self.size = replicated["mask_size"]
+
+    @classmethod
+    def start(cls, shape: tuple[int, int], seed: int) -> dict[str, torch.Tensor]:
+        """Masks besides their mean size, a scalar that is not trained but saved."""
+        return super().start(shape, seed) | {"mask_size": torch.ones(())}
+
     def draw(self, step: int) -> torch.Tensor:
-        """Pull the masks towards T, then sample them."""
-        released_masks.constrain(self.log_alpha, self.target(step), step / switch_step(self.steps))
-        self.before = self.log_alpha.detach().clone()
+        """Pull the copy, then sample from it."""
+        self.current = released_masks.pulled(self.log_alpha, self.size, *self.place(step))
         return super().draw(step)
 
+    @torch.no_grad()
     def settle(self, step: int) -> None:
-        """After the update of a step: average log_alpha with what it was before."""
-        progress = (step + 1) / switch_step(self.steps)
-        released_masks.settle(self.log_alpha, self.before, self.target(step + 1), progress)
+        """After the update of a step: average log_alpha with the copy."""
+        self.size.copy_(released_masks.settle(self.log_alpha, self.current, *self.place(step + 1)))
+
+    def place(self, step: int) -> tuple[float, float]:
+        """T at a step, and the share of the masked steps before it."""
+        return self.target(step), step / switch_step(self.steps)
 
 
 MASKS = {"l0": Masks, "l0-released": ReleasedMasks}  # by the value of --masks

@@ -69,12 +69,15 @@ def masked_student(
     kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load.
     """
     shape = pair.model["layers"], pair.model["kv_heads"]
-    return build(
+    student = build(
         load_config(pair.aligned), ranks, execution,
         sources=start_of_masked(pair.aligned, pair.merged) if fresh else None,
         prepare=lambda model: masks.patch(model, pair.kv_heads, pair.blended),
-        replicated={"log_alpha": MASKS[kind].kind.start(shape, seed)},
+        replicated=MASKS[kind].start(shape, seed),
     )
+    for name, parameter in student.replicated.items():
+        parameter.requires_grad_(name == "log_alpha")
+    return student
 
 
 def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True) -> Trainee:

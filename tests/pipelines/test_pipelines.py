@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.training.plans import epochs_to_steps
 
 from common.data.tasks import TASKS
+from common.training.defaults import epochs_to_steps
 from conftest import ROOT
 from pipelines import table6
 from pipelines.smollm2 import STARTS

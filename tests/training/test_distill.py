@@ -67,7 +67,7 @@ def test_mask_gradient_is_that_of_equation_31(group_of_one, step):
     start = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
     student = masked_student(start)
     rows = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))]
-    trained = Masks(student.replicated["log_alpha"], 100, seed=5)
+    trained = Masks(student.replicated, 100, seed=5)
     figures = run_masked_step(trained, student, step, rows, l0_weight=0.3)
 
     reference, teacher = masked_student(start), tiny_trainee(2)
@@ -93,7 +93,7 @@ def test_the_two_parts_of_the_mask_gradient_are_both_there(group_of_one):
     rows, gradients = [build_row(SAMPLES, len(SAMPLES))], {}
     for weight in (0.0, 1.0, 2.0):
         student = masked_student(start)
-        trained = Masks(student.replicated["log_alpha"], 100, seed=0)
+        trained = Masks(student.replicated, 100, seed=0)
         run_masked_step(trained, student, 50, rows, weight)
         gradients[weight] = trained.log_alpha.grad
     assert gradients[0.0].abs().max() > 1e-6  # of Eq. 30
@@ -112,7 +112,7 @@ def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatc
     monkeypatch.setattr(stage5, "set_masks", watched)
     for seed, step in ((0, 3), (0, 4), (1, 3)):
         student = masked_student(start)
-        trained = Masks(student.replicated["log_alpha"], 10, seed)
+        trained = Masks(student.replicated, 10, seed)
         drawn[seed, step] = trained.draw(step).detach()
         assert torch.equal(drawn[seed, step], masks.draw(start, seed, step))
         run_masked_step(trained, student, step, [build_row(SAMPLES, len(SAMPLES))])
@@ -123,7 +123,7 @@ def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatc
 
 def test_masks_are_clamped_after_an_update():
     log_alpha = torch.full((3, 8), 99.0)
-    Masks(log_alpha, 10, seed=0).settle(0)
+    Masks({"log_alpha": log_alpha}, 10, seed=0).settle(0)
     assert (log_alpha == masks.LIMIT).all()
 
 

@@ -69,6 +69,30 @@ def test_a_masked_student_starts_from_aligned_and_merged():
             assert masks.blended_name(stock) == name  # the way back
 
 
+def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
+    mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
+                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
+    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+
+    def released_job() -> Job:
+        student = students.masked_student(pair, group_of_one, Execution(), "l0-released", seed=0)
+        optimizer = students.masked_optimizer(student, Rates(1e-3, 0.999, 0.1), "l0-released", mask_lr=1e-2)
+        return Job(student, optimizer, str(tmp_path), group_of_one)
+
+    job = released_job()
+    size = job.trainee.replicated["mask_size"]
+    assert size == 1 and not size.requires_grad
+    for parameter in job.trainee.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    job.optimizer.step()
+    assert size == 1
+    size.copy_(torch.tensor(0.25))
+    checkpoints.save(job)
+    again = released_job()
+    checkpoints.load(again, str(tmp_path / "step-00000000"))
+    assert again.trainee.replicated["mask_size"] == 0.25
+
+
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
     """A masked student after some steps of Adam, saved and loaded as the GQA model: the same weights and the
     same AdamW state where there is a counterpart, nothing else."""
