@@ -44,12 +44,12 @@ def tiny_trainee(seed: int) -> Trainee:
     return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
 
 
-def masked_student(log_alpha: torch.Tensor) -> Trainee:
-    """A student whose merged projections are random, with these mask parameters."""
+def masked_student(log_alpha: torch.Tensor, others: dict | None = None) -> Trainee:
+    """A student whose merged projections are random, with these mask parameters and other replicated ones."""
     model = tiny_model(seed=0, attn_implementation="packed")
     torch.manual_seed(1)
     masks.patch(model, 2)
-    return Trainee(model, {"log_alpha": log_alpha})
+    return Trainee(model, {"log_alpha": log_alpha, **(others or {})})
 
 
 def run_masked_step(student, settings: Settings, step: int, rows: list, phase=None) -> dict:

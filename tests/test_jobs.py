@@ -72,6 +72,25 @@ def test_a_masked_student_starts_from_aligned_and_merged():
     assert torch.equal(jobs.start_masks(3, 8)["log_alpha"], torch.full((3, 8), masks.START))
 
 
+def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
+    mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
+                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
+    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    settings = Settings(lr=1e-3, weight_decay=0.1, masks="l0-released")
+    setup = jobs.Setup(str(tmp_path), group_of_one, Execution())
+    job = jobs.masked_job(pair, settings, setup)
+    size = job.trainee.replicated["mask_size"]
+    assert size == 1 and not size.requires_grad
+    for parameter in job.trainee.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    job.optimizer.step()
+    assert size == 1
+    size.copy_(torch.tensor(0.25))
+    checkpoints.save(job)
+    again = jobs.masked_job(pair, settings, setup, str(tmp_path / "step-00000000"))
+    assert again.trainee.replicated["mask_size"] == 0.25
+
+
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
     """A masked student after some steps of Adam, saved and loaded as the GQA model: the same weights and the
     same AdamW state where there is a counterpart, nothing else."""

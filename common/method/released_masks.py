@@ -3,13 +3,22 @@
 A mask is nearly deterministic: z = (sigmoid(logit(u) + log_alpha / TEMPERATURE) - 1/2) STRETCH + 1/2, clipped
 to [0, 1], with u uniform in (0.4, 0.6). The clip is straight-through: masks at 0 and 1 have gradients, too.
 
-Masks are also moved to the target T of Eq. 29 directly. Before a step, `constrain` pulls those with the least
-log_alpha towards 0 and the others towards 1, as many as T asks for; after it, `settle` averages log_alpha
-with what it was before. So masks follow T without any gradient: the losses only decide their order.
+Masks are also moved towards the target T of Eq. 29 directly. Before a step, `pulled` copies log_alpha and
+pulls the copy: those with the least log_alpha towards 0 and the others towards 1, as many as T asks for. The
+step draws its masks from the copy and its gradient is taken there, but AdamW applies it to log_alpha, which
+is not pulled: in the released code the copy is the module's parameter, log_alpha DeepSpeed's float32 master.
+After the step `settle` averages the two, with weight w = max(0.002, progress^5 / 2, |size - T|) on the copy.
+So the pull reaches log_alpha damped by w, and Eq. 29's gradient, at the published rate, outruns it
+(`python -m bench.mask_schedule`).
 
-Two things are simplified. `constrain` and `settle` read the masks' current size, the released code that of
-the step before, because here log_alpha is all that a resumed run restores. And the gradient of a mask is
-clamped to +-1 for the whole batch at once, not for each microbatch.
+    copy = pulled(log_alpha, size, goal, progress)    # of this step; copy.sum().backward() reaches log_alpha
+    z = draw(copy, seed, step)                        # Eq. 29 is of expected(copy)
+    ...                                               # backward, AdamW on log_alpha
+    size = settle(log_alpha, copy, goal, progress)    # goal and progress of the next step
+
+`size` is state, which a resumed run has to restore with log_alpha. Three things are simplified: the copy is
+not rounded to bfloat16; log_alpha itself is kept within +-LIMIT, not its copy alone; and the gradient of a
+mask is clamped to +-1 for the whole batch at once, not for each microbatch.
 """
 
 import math
@@ -23,10 +32,11 @@ TEMPERATURE = 1 / 3  # of log_alpha; the noise has none
 STRETCH = 1.005  # without noise z is exactly 0 or 1 where |log_alpha| > 2
 OPEN = 0.995  # sets the offset of `expected`
 START, START_SPREAD = 2.0, 0.1  # mean and standard deviation of the initial log_alpha
-PULL = 10 / 3  # `constrain` pulls log_alpha towards +-this
+LEAST_SIZE = 1e-6  # `expected` stays this far from 0 and 1, where it has no gradient
+PULL = 10 / 3  # `pulled` pulls towards +-this
 LIMIT = 8.0  # bound on |log_alpha|
 LEAST_RATIO, MOST_RATIO = 0.6, 0.999  # of a pull: what may be left of the distance to +-PULL
-LEAST_WEIGHT = 0.002  # of the masks before a step in their average with those after it
+LEAST_WEIGHT = 0.002  # of the copy in its average with log_alpha
 
 
 def start(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -67,20 +77,23 @@ def deterministic(log_alpha: torch.Tensor) -> torch.Tensor:
 
 def expected(log_alpha: torch.Tensor) -> torch.Tensor:
     """The differentiable size of each mask in Eq. 29, a sigmoid that stays above z: 0.85 where z is 1/2."""
-    return torch.sigmoid(log_alpha / TEMPERATURE + TEMPERATURE * math.log(OPEN / (1 - OPEN)))
+    size = torch.sigmoid(log_alpha / TEMPERATURE + TEMPERATURE * math.log(OPEN / (1 - OPEN)))
+    return size.clamp(LEAST_SIZE, 1 - LEAST_SIZE)
 
 
-@torch.no_grad()
-def constrain(log_alpha: torch.Tensor, goal: float, progress: float) -> None:
-    """Pull masks towards the target T (`goal`) in place, before a step. progress: share of the masked steps.
+def pulled(log_alpha: torch.Tensor, size: torch.Tensor, goal: float, progress: float) -> torch.Tensor:
+    """A copy of log_alpha, pulled towards the target T (`goal`); its gradient is log_alpha's.
 
-    The N (1 - T) masks with the least log_alpha are pulled towards 0, the more the further the mean size is
-    above T, and not at all where it is below; then the others are pulled towards 1, slightly, or by as much
-    as the mean size is below T.
+    size: what `settle` returned after the step before, a scalar; unused before the first. progress: share of
+    the masked steps done. The N (1 - T) masks with the least log_alpha are pulled towards 0, the more the
+    further size is above T, and not at all where it is below; then the others are pulled towards 1, slightly,
+    or by as much as size is below T.
     """
-    values = log_alpha.flatten()
+    if progress == 0:
+        return log_alpha.clone()
+    values = log_alpha.detach().flatten()
     closing = min(int(len(values) * (1 - goal) + 1), len(values))
-    excess = (expected(values).mean() - goal) * math.exp(math.sqrt(progress))
+    excess = (size - goal) * math.exp(math.sqrt(progress))
     ordered = values.sort().values
     chosen = (values <= ordered[closing - 1]) & (ordered[closing - 1] > -PULL) & (excess > 0)
     ratio = (1 - excess).clamp(LEAST_RATIO, MOST_RATIO)
@@ -90,14 +103,17 @@ def constrain(log_alpha: torch.Tensor, goal: float, progress: float) -> None:
         chosen = (values >= ordered[closing]) & (ordered[closing] < PULL)
         ratio = (1 + excess).clamp(max=MOST_RATIO)
         values = torch.where(chosen, ((values - PULL) * ratio + PULL).clamp(max=PULL), values)
-    log_alpha.copy_(values.view_as(log_alpha))
+    return values.view_as(log_alpha) + (log_alpha - log_alpha.detach())  # + 0, which carries the gradient
 
 
 @torch.no_grad()
-def settle(log_alpha: torch.Tensor, before: torch.Tensor, goal: float, progress: float) -> None:
-    """Average log_alpha in place with what it was before the step, then clamp it to +-LIMIT.
+def settle(log_alpha: torch.Tensor, copy: torch.Tensor, goal: float, progress: float) -> torch.Tensor:
+    """After AdamW's step: average log_alpha in place with the copy that the masks were drawn from.
 
-    The weight of `before` is its mean size's distance from the new target, at least progress^5 / 2.
+    goal, progress: T and the share of the masked steps done, both of the next step. The weight of the copy is
+    the distance of its mean expected size from T, at least progress^5 / 2. Returns that size, a scalar.
     """
-    weight = (expected(before).mean() - goal).abs().clamp(max(LEAST_WEIGHT, min(1.0, progress) ** 5 / 2), 1.0)
-    log_alpha.copy_(torch.lerp(log_alpha, before, weight).clamp(-LIMIT, LIMIT))
+    size = expected(copy).mean()
+    weight = (size - goal).abs().clamp(max(LEAST_WEIGHT, min(1.0, progress) ** 5 / 2), 1.0)
+    log_alpha.copy_(torch.lerp(log_alpha, copy, weight).clamp(-LIMIT, LIMIT))
+    return size

@@ -120,9 +120,14 @@ class MaskedDistillation(Distillation):
 
     def begin_step(self, step: int) -> None:
         """Sample this step's masks."""
-        self.drawn = self.distribution.draw(self.log_alpha, self.settings.seed, step)
+        self.current = self.parameter(step)
+        self.drawn = self.distribution.draw(self.current, self.settings.seed, step)
         self.z = self.drawn.detach().requires_grad_()
         masks.set_masks(self.student.net, self.z)
+
+    def parameter(self, step: int) -> torch.Tensor:
+        """What this step's masks are drawn from."""
+        return self.log_alpha
 
     def begin_measurement(self) -> None:
         """Set masks without noise: the model that the masks stand for now, not a random one near it.
@@ -142,7 +147,7 @@ class MaskedDistillation(Distillation):
     def end_step(self, step: int) -> dict:
         """Accumulate the gradient of Eq. 31 in log_alpha: that of Eq. 30 through z, plus that of Eq. 29."""
         goal = masks.target(step, self.steps)
-        expected = self.distribution.expected(self.log_alpha)
+        expected = self.distribution.expected(self.current)
         l0 = masks.l0_loss(expected.mean(), goal)
         torch.autograd.backward([self.drawn, self.settings.l0_weight * l0], [self.z.grad, None])
         expected, z = expected.detach(), self.z.detach()
@@ -156,19 +161,21 @@ class MaskedDistillation(Distillation):
 
 
 class ReleasedMaskedDistillation(MaskedDistillation):
-    """Eq. 31 with the masks of the authors' code, which are moved towards T before and after a step."""
+    """Eq. 31 with the masks of the authors' code, which are pulled towards T before and after a step."""
 
     distribution = released_masks
 
-    def begin_step(self, step: int) -> None:
-        """Pull the masks towards T, then sample them."""
-        released_masks.constrain(self.log_alpha, *self.progress(step))
-        self.before = self.log_alpha.detach().clone()
-        super().begin_step(step)
+    def __init__(self, student, teacher, steps: int, settings: Settings):
+        super().__init__(student, teacher, steps, settings)
+        self.size = student.replicated["mask_size"]
+
+    def parameter(self, step: int) -> torch.Tensor:
+        """The copy of log_alpha that is pulled towards T."""
+        return released_masks.pulled(self.log_alpha, self.size, *self.progress(step))
 
     def after_update(self, step: int) -> None:
-        """Average log_alpha with what it was before the step."""
-        released_masks.settle(self.log_alpha, self.before, *self.progress(step + 1))
+        """Average log_alpha with the copy."""
+        self.size.copy_(released_masks.settle(self.log_alpha, self.current, *self.progress(step + 1)))
 
     def progress(self, step: int) -> tuple[float, float]:
         """T of Eq. 29 at a step, and the share of the masked steps before it."""

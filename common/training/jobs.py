@@ -75,8 +75,12 @@ def start_of_masked(aligned: str, merged: str):
 
 
 def start_masks(layers: int, source_kv_heads: int, name: str = "l0", seed: int = 0) -> dict:
-    """Initial replicated parameters of a masked student: log_alpha [layers, source kv heads], masks open."""
-    return {"log_alpha": MASKED[name].distribution.start((layers, source_kv_heads), seed)}
+    """Initial replicated parameters of a masked student: log_alpha [layers, source kv heads], masks open.
+
+    The masks of the authors' code have their mean size besides, a scalar that is not trained.
+    """
+    size = {"mask_size": torch.ones(())} if name == "l0-released" else {}
+    return {"log_alpha": MASKED[name].distribution.start((layers, source_kv_heads), seed), **size}
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def masked_job(pair: Pair, settings: Settings, setup: Setup, saved: str | None =
         replicated=start_masks(pair.model["layers"], pair.model["kv_heads"], settings.masks, settings.seed),
     )
     freeze(student, settings.train)
+    if "mask_size" in student.replicated:
+        student.replicated["mask_size"].requires_grad_(False)
     job = Job(student, masked_optimizer(student, settings), setup.directory, setup.ranks)
     if saved:
         checkpoints.load(job, saved)
