@@ -16,6 +16,7 @@ from bench import (
     alignment,
     decode,
     loss,
+    mask_schedule,
     merging,
     plans,
     positions,
@@ -29,6 +30,7 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
+from common.method import masks
 from common.models import load_model, load_tokenizer
 from common.training import budget
 from common.training.hardware import parse_hardware
@@ -210,6 +212,56 @@ def test_measured_losses_are_kept(tmp_path, monkeypatch):
     assert results(tmp_path).figures["merged"] == {"2": {"paper": 0.0}, "1": {"paper": 1.0}}
     with pytest.raises(UserError, match="pass another --out"):
         results(tmp_path, lr=2e-3)
+
+
+def test_printed_masks_move_by_equation_29_alone():
+    """All have the same log_alpha: a scalar AdamW, at 1e-2 after a warm-up of 32 steps, along a cosine."""
+    steps, log_alpha, first, second = 60, 7.5, 0.0, 0.0
+    means = mask_schedule.simulate("printed", steps, seed=3)
+    assert len(means) == 48
+    for step, mean in enumerate(means):
+        drawn = masks.draw(torch.full((32, 32), log_alpha), 3, step)
+        assert mean == pytest.approx(float(drawn.mean()), abs=1e-5)
+        size = 1 / (1 + math.exp(2 / 3 * math.log(1 / 11) - log_alpha))
+        gap = size - max(0, 1 - step / 18)
+        slope = math.copysign(1 + 2 * abs(gap), gap) * size * (1 - size) / 1024
+        first, second = 0.9 * first + 0.1 * slope, 0.9 * second + 0.1 * slope**2
+        moved = first / math.sqrt(second) * math.sqrt(1 - 0.9 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        share = (step + 1) / 32 if step < 32 else (1 + math.cos(math.pi * (step - 32) / 28)) / 2
+        log_alpha = min(7.5, log_alpha - 1e-2 * share * moved)
+
+
+def test_released_masks_follow_their_target_in_a_short_run():
+    """The pull alone leaves them behind T; Eq. 29's gradient moves them on."""
+    pulled = mask_schedule.simulate("released, no gradient", 100, 0)
+    both = mask_schedule.simulate("released", 100, 0)
+    behind = [mean - masks.target(step, 100) for step, mean in enumerate(pulled)]
+    assert max(behind) == pytest.approx(0.142, abs=0.005) and min(behind) > -1e-3
+    assert pulled[29] - both[29] == pytest.approx(0.0033, abs=5e-4)
+
+
+def test_the_table_of_mask_schedules():
+    """The mean of the seeds at each tenth, the error where it shows; the last is before the switch."""
+    assert [mask_schedule.step_at(tenth, 400) for tenth in (0, 3, 8)] == [0, 120, 319]
+    assert [mask_schedule.cell(seeds) for seeds in ((0.5,), (0.5, 0.501), (0.4, 0.6))] == [
+        "0.50", "0.50", "0.50 ± 0.10"]
+    curves = {"printed": {20: [[step / 100 for step in range(16)], [step / 50 for step in range(16)]]}}
+    lines = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in mask_schedule.table(curves).splitlines()]
+    assert lines[2] == ["T", "", "1.00", "0.67", "0.33", *["0.00"] * 6]
+    assert lines[3][:5] == ["printed", "20", "0.00", "0.03 ± 0.01", "0.06 ± 0.02"]
+    assert lines[3][-1] == "0.22 ± 0.07"
+
+
+@pytest.mark.slow
+def test_mask_schedule_bench(tmp_path):
+    run("bench/mask_schedule.py", "--steps", 20, 30, "--seeds", 2, "--out", tmp_path)
+    mean_z = json.loads((tmp_path / "mask_schedule.json").read_text())["mean_z"]
+    assert mean_z.keys() == set(mask_schedule.KINDS)
+    for by_steps in mean_z.values():
+        assert by_steps.keys() == {"20", "30"} and [len(seed) for seed in by_steps["30"]] == [9, 9]
+    assert "no gradient" in (tmp_path / "mask_schedule.md").read_text()
+    assert (tmp_path / "mask_schedule.png").exists()
 
 
 @pytest.mark.slow
