@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
-from common.method.merge import merging_loss
+from common.method.closed_form import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams
 from common.models import key_context, pick_device

@@ -18,11 +18,11 @@ fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge first retains the first head of each group (Section 4.4). --merge
-closed-form computes the best shared heads (common/method/merge.py), a start much closer to the source, best
-with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context tokens.
---refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two forward
-passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's attention
-output, at the cost of seven in all.
+closed-form computes the best shared heads (common/method/closed_form.py), a start much closer to the source,
+best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
+tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
+forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
+attention output, at the cost of seven in all.
 """
 
 import os
@@ -38,8 +38,9 @@ from common.evaluate import max_difference, mean_kl, perplexity_of
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.fuse import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
-from common.method.merge import closed_form_layer
+from common.method.closed_form import closed_form_layer
+from common.method.fuse import fuse_layer
+from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
 from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
 from common.method.stats import LayerGrams

@@ -31,7 +31,7 @@ from common.evaluate import max_difference
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
-from common.method.fuse import merged_config
+from common.method.merge import merged_config
 from common.models import empty_model, geometry, load_config
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of

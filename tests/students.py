@@ -1,4 +1,4 @@
-"""Tiny students, teachers and jobs, and distillation written out."""
+"""Tiny students, teachers and jobs; merging a whole model, and distillation written out."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 from common.data.samples import Sample
 from common.method import masks
 from common.method.losses import bild, kl
+from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import jobs
 from common.training.distill import Distillation, MaskedDistillation, Settings
@@ -20,6 +21,25 @@ STEPS = 5
 PLAN = Plan(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64, save_steps=None,
             save_minutes=60.0, print_every=100)
 SETTINGS = Settings(lr=1e-2, mask_lr=1.0, loss_chunk=7)
+
+
+@torch.no_grad()
+def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
+    """A stock GQA model from a model whose groups are consecutive; the two share no tensors.
+
+    merges: one per layer; default: the paper's means.
+    """
+    config = merged_config(model.config, kv_heads)
+    merged = type(model)(config).to(model.dtype).eval()
+    state = model.state_dict()
+    for index, layer in enumerate(model.model.layers):
+        head_dim = layer.self_attn.head_dim
+        source_kv_heads = layer.self_attn.k_proj.out_features // head_dim
+        merge = merges[index] if merges else mean_merge(source_kv_heads, kv_heads, head_dim)
+        merged_layer = merge_layer(layer, index, config, merge).state_dict()
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merged_layer.items()}
+    merged.load_state_dict(state)
+    return merged
 
 
 def sample_logits(trainee, sample: Sample) -> torch.Tensor:
