@@ -151,7 +151,7 @@ def main():
     model, shape = describe(path, args.model), geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
-    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), one_by_one=args.layerwise)
+    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), layerwise=args.layerwise)
     if args.text is None:  # resolved here because stage 4 takes it from the record
         args.text = DEMO if args.model == DEMO else "c4"
     tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length, bos=args.bos)

@@ -114,7 +114,7 @@ class Inputs:
 
     def open(self, path: str) -> Layers:
         """A checkpoint in float32."""
-        return Layers(path, torch.float32, self.device, one_by_one=self.layerwise)
+        return Layers(path, torch.float32, self.device, layerwise=self.layerwise)
 
 
 def read_inputs(args) -> Inputs:

@@ -129,7 +129,7 @@ def main():
 
     source = load_config(aligned)
     config = merged_config(source, kv_heads)
-    layers = Layers(weights.path, torch.float32, "cpu", one_by_one=True, config=config, weights=weights)
+    layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = (source.dtype or torch.float32) if args.dtype == "source" else getattr(torch, args.dtype)
     tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -143,7 +143,7 @@ def main():
         if not difference <= allowed:  # also refuses NaN
             raise UserError("the exported model differs from the student: max |logit difference| "
                             f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
-        loaded = Layers(aside, torch.float32, "cpu", one_by_one=True)
+        loaded = Layers(aside, torch.float32, "cpu", layerwise=True)
         stored = max_difference(expected, loaded.logits(tokens))
         if dtype == torch.float32 and not stored <= allowed:
             raise UserError("the export, loaded back, differs from the student: max |logit difference| "

@@ -77,7 +77,7 @@ def measure(name: str, checkpoint: dict, inputs: Inputs, tasks: dict, args) -> t
 def measure_layerwise(name: str, checkpoint: dict, inputs: Inputs, args) -> dict:
     """Perplexity and cache size of one checkpoint, with one decoder layer in memory at a time."""
     print(f"reads   {checkpoint['path']}, layer by layer")
-    layers = Layers(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device), one_by_one=True)
+    layers = Layers(checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device), layerwise=True)
     figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
     if inputs.tokens is not None:
         perplexity = evaluate.layerwise_perplexity(layers, inputs.tokens, args.run)

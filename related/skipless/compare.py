@@ -90,7 +90,7 @@ def parse():
 
 def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
     """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
-    conditions, layers = [], Layers(path, torch.float32, device, one_by_one=True)
+    conditions, layers = [], Layers(path, torch.float32, device, layerwise=True)
     numbers = range(layers.config.num_hidden_layers)
     for index in tqdm(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:

@@ -371,7 +371,7 @@ MUTANTS = [
      'evaluate.layerwise_perplexity(layers, inputs.tokens[:1], args.run)',
      "test_eval_stage::test_layer_by_layer_figures_are_the_whole_models"),
     ("evaluation, layer by layer", "common/measure.py",
-     "pick_device(args.device), one_by_one=True)",
+     "pick_device(args.device), layerwise=True)",
      "pick_device(args.device))",
      "test_eval_stage::test_layer_by_layer_memory_is_that_of_a_layer"),
     ("evaluation, layer by layer", "common/measure.py",
