@@ -21,7 +21,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
+from common.artifacts import claim, read_calibration, read_grams, record, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
 from common.method.closed_form import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
@@ -55,13 +55,13 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
     return requested
 
 
-def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
+def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
     """One layer's similarities by name, before and after alignment, each [H, H]."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
-            "key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
-            "value": value_similarity(grams.value(kind), tokens, criterion),
+            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free),
+            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
         }
         for head, (before, after) in pairs.items():
             matrices[f"{head}.{criterion}.before"] = before
@@ -106,17 +106,16 @@ def main():
     output = os.path.join(args.run, "similarity.safetensors")
     claim("02_similarity.py", args, output)
     calibration = read_calibration(source)
-    model, tokens = calibration["model"], calibration["summary"]["tokens"]
+    model = calibration["model"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
     context = key_context(args.key_context, calibration["summary"]["positions"])
     compute_device = pick_device(args.device)
-    print(f"reads   {source}: {model['path']}, {tokens} tokens")
+    print(f"reads   {source}: {model['path']}, {calibration['summary']['tokens']} tokens")
 
     per_layer = []
     for index in tqdm(range(model["layers"]), desc="similarity", unit="layer"):
-        tensors = {name: tensor.to(compute_device) for name, tensor in read_layer(source, index).items()}
-        grams = LayerGrams(tensors, model["kv_heads"])
-        matrices = layer_similarity(grams, tokens)
+        grams = read_grams(source, model["kv_heads"], compute_device, index)
+        matrices = layer_similarity(grams)
         if args.energy:
             matrices["energy"] = -merging_loss(grams, context)
         per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})

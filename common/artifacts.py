@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from common import cli
 from common.cli import UserError
 from common.files import files_in, refuse_overwrite, sha256, temporary_name, write_json
+from common.method.stats import LayerGrams
 from common.records import find_fault, layer_file, shown
 from common.weights import check_finite
 
@@ -227,6 +228,12 @@ def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
     tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
     check_finite(tensors.items(), name)
     return tensors
+
+
+def read_grams(path: str, source_kv_heads: int, device: str, index: int) -> LayerGrams:
+    """One layer's Grams from a calibration directory, on `device`."""
+    tensors = {name: tensor.to(device) for name, tensor in read_layer(path, index).items()}
+    return LayerGrams(tensors, source_kv_heads)
 
 
 def open_tensors(path: str):
