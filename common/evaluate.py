@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from common.cli import UserError
+
 DECODED = 32  # tokens decoded by `speed`
 REPEATS = 3  # runs of `speed`, of which the fastest counts
 
@@ -183,6 +185,37 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
     figures["exact_match"], figures["exact_match_stderr"] = rate(exact)
     figures["likelihood"], figures["likelihood_stderr"] = rate(likeliest)
     return figures
+
+
+def answer_questions(
+    name: str, model, tokenizer, tasks: dict, samples: dict, batch: int
+) -> tuple[dict, list[dict]]:
+    """Figures of each task, as by `rates`, and one outcome per question.
+
+    name: the checkpoint's. tasks: task -> index -> question (common/data/tasks.py). samples: task -> question
+    -> tokenized choices. Raises UserError unless all likelihoods are finite.
+    """
+    figures, outcomes = {}, []
+    total = sum(1 + len(choices) for questions in samples.values() for choices in questions)
+    with tqdm(total=total, desc=f"{name}: tasks", unit="seq") as bar:
+        for task, questions in tasks.items():
+            examples = list(questions.values())
+            right = [choices[each.label] for each, choices in zip(examples, samples[task], strict=True)]
+            answers = generate_answers(model, tokenizer, right, batch, bar)
+            scores = choice_likelihoods(model, samples[task], batch, bar)
+            require_finite(itertools.chain.from_iterable(scores), name, model)
+            verdicts = list(map(judge, examples, answers, scores))
+            figures[task] = rates(examples, verdicts)
+            for index, verdict in zip(questions, verdicts, strict=True):
+                outcomes.append({"model": name, "task": task, "question": index} | verdict)
+    return figures, outcomes
+
+
+def require_finite(values, name: str, model) -> None:
+    """Raise UserError if a value computed by the model is not finite. name: the checkpoint's."""
+    if not all(map(math.isfinite, values)):
+        raise UserError(f"{name}: expected finite log-probabilities, found NaN or Inf in {model.dtype}; "
+                        "try --dtype float32 or bfloat16")
 
 
 def rate(right: list[bool]) -> tuple[float, float]:

@@ -82,6 +82,7 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 MERGES = ("mean", "first", "closed-form")
+SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
 STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": MERGES}
 STAGES = {  # stage -> fields of its record in addition to RECORD

@@ -22,11 +22,11 @@ from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.files import sha256
 from common.method import masks
 from common.models import fingerprint, load_config, load_tokenizer, source_model
+from common.records import SOURCE
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout
 from common.training.sharding import Execution, Ranks
 
 STAGE = "05_prune_train.py"
-SOURCE = "source"  # --teacher: the untouched source model
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
 TOKENIZING = datetime.timedelta(days=2)  # how long ranks wait for the first one; by default half an hour
 HELDOUT_QUESTIONS = 16  # of each task, where it has a validation split
