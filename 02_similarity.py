@@ -21,7 +21,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, read_calibration, read_grams, record, write_tensors
+from common.artifacts import claim, make_record, read_calibration, read_grams, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
 from common.method.closed_form import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
@@ -84,7 +84,7 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
               f"{-float(means['energy'].mean()):.4f}")
 
 
-def draw(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
+def draw_similarity(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
     """similarity.png, of the layers `drawn`, and pairs.png, of all."""
     rows, cosines = {}, {}
     for head in ("key", "value"):
@@ -124,9 +124,10 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    write_tensors(output, similarity, record("02_similarity.py", args, model, [source], summary, clock()))
+    written = make_record("02_similarity.py", args, model, [source], summary, clock())
+    write_tensors(output, similarity, written)
     print(f"wrote   {output}")
-    draw(args.run, similarity, drawn)
+    draw_similarity(args.run, similarity, drawn)
     print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")

@@ -32,10 +32,18 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, digest, read_calibration, read_grams, read_groups, record, write_record
+from common.artifacts import (
+    claim,
+    digest,
+    make_record,
+    read_calibration,
+    read_grams,
+    read_groups,
+    write_record,
+)
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.text import load_tokens, sequence_length
-from common.evaluate import max_difference, mean_kl, perplexity_of
+from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
@@ -44,7 +52,7 @@ from common.method.fuse import fuse_layer
 from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
 from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
-from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
+from common.models import key_context, load_config, load_tokenizer, pick_device, source_model, weight_dtype
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 PLAIN_MERGES = {"mean": mean_merge, "first": first_merge}
@@ -129,8 +137,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
-    dtype = torch.float32 if args.dtype == "float32" else (config.dtype or torch.float32)
-    return Inputs(calibration, grouping, groups, tokens, refit_tokens, dtype)
+    return Inputs(calibration, grouping, groups, tokens, refit_tokens, weight_dtype(args.dtype, config))
 
 
 def choose_context(args, positions: int) -> int | None:
@@ -203,9 +210,7 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
     print(f"check   aligned/ loaded back as {inputs.dtype}: max |logit difference| {difference:.2e} (allowed "
           f"{allowed:.0e}), KL {figures['kl']:.2e}, perplexity {figures['perplexity_source']:.5f} -> "
           f"{figures['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
-    if not difference <= allowed:  # also true of NaN
-        raise UserError("the aligned model is not the source model: max |logit difference| expected <= "
-                        f"{allowed:.0e}, found {difference:.2e}; nothing was written")
+    require_close("the aligned model is not the source model", difference, allowed)
     if "rotated" in logits and not figures["kl"] <= STORED_KL:
         raise UserError(f"aligned/ as {inputs.dtype}: expected a KL of at most {STORED_KL} from the source, "
                         f"found {figures['kl']:.2e}; nothing was written; pass --dtype float32")
@@ -279,7 +284,7 @@ def main():
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = record("04_align.py", args, source, [calibration_path, groups_path], summary, clock())
+        written = make_record("04_align.py", args, source, [calibration_path, groups_path], summary, clock())
         written["groups"] = inputs.grouping["groups"]
         write_record(aligned, written)
         write_record(merged, written | {"inputs": written["inputs"] | {"aligned": digest(aligned)}})

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from common import cli
-from common.artifacts import RECORD, claim, record, write_record
+from common.artifacts import RECORD, claim, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.files import move_aside
@@ -246,7 +246,7 @@ def write_student(run: Run, plan: Plan, settings: dict) -> None:
     inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged)]
     if run.args.teacher != SOURCE:
         inputs.append(os.path.join(run.teacher, RECORD))
-    write_record(directory, record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
+    write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {plan.steps} steps, {summary['tokens']} tokens, distillation loss "
           f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")

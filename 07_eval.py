@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from common import cli, evaluate, models
-from common.artifacts import RECORD, claim, read_record, record, verify_files
+from common.artifacts import RECORD, claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.jsonl import abbreviated, parse_object
 from common.data.samples import Sample
@@ -160,8 +160,8 @@ def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path = os.path.join(args.run, "calibration")
     demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == models.DEMO
-    questions = args.tasks or (os.path.join(models.DEMO_HOME, "tasks") if demo else "hub")
-    return questions, args.text or (models.DEMO if demo else "c4")
+    tasks, text = models.default_sources(demo)
+    return args.tasks or tasks, args.text or text
 
 
 def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
@@ -284,7 +284,7 @@ def main():
     write_text(os.path.join(args.run, "eval.jsonl"), lines)
     write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{table}\n")
     memory = cli.peak_memory()
-    written = record("07_eval.py", args, described[reference], [], {"peak_memory_gib": memory}, clock())
+    written = make_record("07_eval.py", args, described[reference], [], {"peak_memory_gib": memory}, clock())
     write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():

@@ -99,7 +99,7 @@ def table(source: list, losses: dict[str, list], buckets: list[str]) -> str:
 
 
 @drawing
-def draw(
+def loss_by_position(
     plt,
     lost: dict[str, list[list[float]]],  # name -> bucket -> nats lost against the source, per sequence
     buckets: list[str],  # "0-256", ...
@@ -133,7 +133,7 @@ def main():
     os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "positions.md"), text)
     print(text)
-    draw(os.path.join(args.out, "positions.png"), losses, buckets, args.name)
+    loss_by_position(os.path.join(args.out, "positions.png"), losses, buckets, args.name)
     print(json.dumps({
         "source": dict(zip(buckets, map(statistics.mean, source), strict=True)),
         "lost": {name: dict(zip(buckets, map(statistics.mean, nats), strict=True))

@@ -85,7 +85,7 @@ def check_input(record: dict, path: str) -> None:
                         f"found a different one; run {stage} again with --force")
 
 
-def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
+def make_record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
     """The record of an artifact: stage, arguments, inputs, versions and key figures."""
     return {
         "stage": stage,

@@ -48,6 +48,13 @@ def max_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> flo
     return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())
 
 
+def require_close(claim: str, difference: float, allowed: float) -> None:
+    """Raise UserError with this claim if logits differ by more than is allowed, or if any is NaN."""
+    if not difference <= allowed:  # NaN is not > allowed either
+        raise UserError(f"{claim}: max |logit difference| expected <= {allowed:.0e}, found {difference:.2e}; "
+                        "nothing was written")
+
+
 @torch.no_grad()
 def perplexity(model, tokens: torch.Tensor) -> float:
     """exp of the mean next-token loss over tokens [n, T], one row at a time."""
@@ -182,8 +189,8 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
     figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
     exact = [verdict["exact"] for verdict in verdicts]
     likeliest = [verdict["likelihood_choice"] == verdict["label"] for verdict in verdicts]
-    figures["exact_match"], figures["exact_match_stderr"] = rate(exact)
-    figures["likelihood"], figures["likelihood_stderr"] = rate(likeliest)
+    figures["exact_match"], figures["exact_match_stderr"] = accuracy(exact)
+    figures["likelihood"], figures["likelihood_stderr"] = accuracy(likeliest)
     return figures
 
 
@@ -218,7 +225,7 @@ def require_finite(values, name: str, model) -> None:
                         "try --dtype float32 or bfloat16")
 
 
-def rate(right: list[bool]) -> tuple[float, float]:
+def accuracy(right: list[bool]) -> tuple[float, float]:
     """Accuracy and its standard error, sqrt(p (1 - p) / n)."""
     share = sum(right) / len(right)
     return share, math.sqrt(share * (1 - share) / len(right))

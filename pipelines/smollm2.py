@@ -108,7 +108,7 @@ def table(results: dict[str, dict]) -> str:
 
 
 @drawing
-def draw(
+def losses_above_source(
     plt,
     perplexities: dict[str, float],  # name -> perplexity; the source's first
     title: str,
@@ -145,7 +145,7 @@ def main():
     kv_heads = [figures["kv_heads"] for figures in results.values()]
     title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads, no training"
     perplexities = {start: figures["perplexity"] for start, figures in results.items()}
-    draw(os.path.join(args.run, "starts.png"), perplexities, title)
+    losses_above_source(os.path.join(args.run, "starts.png"), perplexities, title)
     write_json(os.path.join(args.run, "starts.json"), results)
     write_text(os.path.join(args.run, "starts.md"), text + "\n")  # last: smollm2.sh looks for it
     print(f"wrote   {os.path.join(args.run, 'starts.json')}, starts.md")

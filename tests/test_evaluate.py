@@ -210,7 +210,7 @@ def random_evaluation(draw) -> dict[str, float]:
     """The figures of one evaluation of tasks of known difficulty, answered at random."""
     figures, tasks = {}, {}
     for task, size in SIZES.items():
-        share, error = evaluate.rate(list(draw.random(size) < TRUTH[task]))
+        share, error = evaluate.accuracy(list(draw.random(size) < TRUTH[task]))
         figures |= {task: share, f"{task}_stderr": error}
         tasks[task] = {"questions": size, "chance": 0.5, "exact_match": share, "exact_match_stderr": error,
                        "likelihood": share, "likelihood_stderr": error}

@@ -24,9 +24,9 @@ from common.models import (
     load_config,
     load_model,
     load_tokenizer,
+    local_model,
     needs_several_gpus,
     require_convertible,
-    resolve_model,
     source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
@@ -156,7 +156,7 @@ def test_names_with_glob_characters_are_read(copy, name):
     assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
     with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
         pass
-    assert resolve_model(path) == path
+    assert local_model(path) == path
 
 
 # -- what is refused --

@@ -190,7 +190,7 @@ def test_starts_show_a_line_per_way_and_the_source():
 
 def test_positions_show_a_line_per_model():
     lost = {"pairs": [[2.0, 1.0], [1.5, 1.5]], "rope": [[0.5], [0.25]]}
-    (axis,) = figure_of(positions.draw, lost, ["0-256", "256-512"], "2 kv heads").axes
+    (axis,) = figure_of(positions.loss_by_position, lost, ["0-256", "256-512"], "2 kv heads").axes
     assert (axis.get_title(), axis.get_ylabel()) == ("2 kv heads", "nats lost against the source")
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0-256", "256-512"]
     assert error_bars(axis) == {"pairs": ([0, 1], [1.5, 1.5], [0.5, 0.0]),
@@ -200,7 +200,7 @@ def test_positions_show_a_line_per_model():
 
 def test_losses_before_training_are_those_above_the_sources():
     perplexities = {"source": 20.0, "mean": 35808.0, "closed form": 20 * math.e}
-    axis, = figure_of(smollm2.draw, perplexities, "3 -> 1 kv heads").axes
+    axis, = figure_of(smollm2.losses_above_source, perplexities, "3 -> 1 kv heads").axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["mean", "closed form"]
     assert [bar.get_width() for bar in axis.patches] == pytest.approx([math.log(35808 / 20), 1])
     assert [text.get_text() for text in axis.texts] == ["perplexity 35,808", "perplexity 54.4"]

@@ -1,13 +1,12 @@
 """What the flags of stage 5 mean where they are left out, and the plans of its phases."""
 
 import math
-import os
 
 from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
 from common.data.text import sequence_length
-from common.models import DEMO, DEMO_HOME, load_config
+from common.models import DEMO, default_sources, load_config
 from common.training import budget
 from common.training.engine import Plan
 from common.training.inputs import NONE, SOURCE, Pair, Pool, Run
@@ -30,7 +29,7 @@ def set_defaults(args, demo: bool, positions: int) -> None:
     for name, value in (DEMO_SETTINGS if demo else PUBLISHED_SETTINGS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
+    args.tasks = args.tasks or default_sources(demo)[0]
     args.text = args.text or ([DEMO] if demo else [NONE])
     args.text = [] if args.text == [NONE] else args.text
     if args.heldout_text is None:

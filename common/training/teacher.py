@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, read_record, record, verify_files, write_record
+from common.artifacts import claim, make_record, read_record, verify_files, write_record
 from common.cli import UserError
 from common.files import write_directory
 from common.models import load_config, load_tokenizer
@@ -80,7 +80,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
         model.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
+        write_record(aside, make_record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
     shutil.rmtree(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 

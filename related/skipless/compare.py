@@ -27,7 +27,7 @@ import sys
 import torch
 from tqdm import tqdm
 
-from common.artifacts import claim, read_record, record, verify_files
+from common.artifacts import claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import resolve_model
@@ -240,7 +240,7 @@ def main():
     picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
     figures = {"weights": {name: entry.figures() for name, entry in weights.items()},
                "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
-    sidecar = record(STAGE, args, describe(path, args.model), [], {}, clock())
+    sidecar = make_record(STAGE, args, describe(path, args.model), [], {}, clock())
     write_json(output + ".json", sidecar | figures)
     print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
     print(f"compare: {closing_line(args.model, conditions, lines)}; in {clock()} s")
