@@ -24,7 +24,7 @@ import os
 
 import torch
 
-from common.artifacts import claim, record, write_layer, write_record
+from common.artifacts import claim, make_record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
 from common.data.text import load_tokens, sequence_length
@@ -36,6 +36,7 @@ from common.method.stats import LayerStats, output_gram
 from common.models import (
     DEMO,
     Geometry,
+    default_sources,
     describe,
     geometry,
     load_config,
@@ -151,9 +152,9 @@ def main():
     model, shape = describe(path, args.model), geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
-    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), one_by_one=args.layerwise)
+    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), layerwise=args.layerwise)
     if args.text is None:  # resolved here because stage 4 takes it from the record
-        args.text = DEMO if args.model == DEMO else "c4"
+        _, args.text = default_sources(args.model == DEMO)
     tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length, bos=args.bos)
     print(f"reads   {text}; {tokens.numel()} tokens")
 
@@ -169,7 +170,7 @@ def main():
             "positions": config.max_position_embeddings,
             "peak_memory_gib": peak_memory(),
         }
-        write_record(aside, record("01_calibrate.py", args, model, [], summary, clock()))
+        write_record(aside, make_record("01_calibrate.py", args, model, [], summary, clock()))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
           f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")

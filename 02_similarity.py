@@ -20,9 +20,9 @@ import os
 
 import torch
 
-from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
+from common.artifacts import claim, make_record, read_calibration, read_grams, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
-from common.method.merge import merging_loss
+from common.method.closed_form import merging_loss
 from common.method.procrustes import key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams
 from common.models import key_context, pick_device
@@ -55,13 +55,13 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
     return requested
 
 
-def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
+def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
     """One layer's similarities by name, before and after alignment, each [H, H]."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
-            "key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
-            "value": value_similarity(grams.value(kind), tokens, criterion),
+            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free),
+            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
         }
         for head, (before, after) in pairs.items():
             matrices[f"{head}.{criterion}.before"] = before
@@ -84,7 +84,7 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
               f"{-float(means['energy'].mean()):.4f}")
 
 
-def draw(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
+def draw_similarity(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
     """similarity.png, of the layers `drawn`, and pairs.png, of all."""
     rows, cosines = {}, {}
     for head in ("key", "value"):
@@ -106,17 +106,16 @@ def main():
     output = os.path.join(args.run, "similarity.safetensors")
     claim("02_similarity.py", args, output)
     calibration = read_calibration(source)
-    model, tokens = calibration["model"], calibration["summary"]["tokens"]
+    model = calibration["model"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
     context = key_context(args.key_context, calibration["summary"]["positions"])
     compute_device = pick_device(args.device)
-    print(f"reads   {source}: {model['path']}, {tokens} tokens")
+    print(f"reads   {source}: {model['path']}, {calibration['summary']['tokens']} tokens")
 
     per_layer = []
     for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
-        tensors = {name: tensor.to(compute_device) for name, tensor in read_layer(source, index).items()}
-        grams = LayerGrams(tensors, model["kv_heads"])
-        matrices = layer_similarity(grams, tokens)
+        grams = read_grams(source, model["kv_heads"], compute_device, index)
+        matrices = layer_similarity(grams)
         if args.energy:
             matrices["energy"] = -merging_loss(grams, context)
         per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})
@@ -125,9 +124,10 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    write_tensors(output, similarity, record("02_similarity.py", args, model, [source], summary, clock()))
+    written = make_record("02_similarity.py", args, model, [source], summary, clock())
+    write_tensors(output, similarity, written)
     print(f"wrote   {output}")
-    draw(args.run, similarity, drawn)
+    draw_similarity(args.run, similarity, drawn)
     print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")

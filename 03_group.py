@@ -16,7 +16,7 @@ import os
 
 import numpy as np
 
-from common.artifacts import claim, read_tensors, record
+from common.artifacts import claim, make_record, read_tensors
 from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
 from common.files import write_json
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
@@ -96,7 +96,7 @@ def main():
         print(f"{layer:15d} | {cells} | {' '.join(str(group.tolist()) for group in groups[layer])}")
     summary = {"kv_heads": kv_heads, "by": args.by, "criterion": args.criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
-    written = record("03_group.py", args, model, [source], summary, clock())
+    written = make_record("03_group.py", args, model, [source], summary, clock())
     write_json(output, written | {"kv_heads": kv_heads, "groups": groups.tolist()})
     print(f"wrote   {output}")
     optimum = f", exact optimum {scores['optimum'].mean():.5f}" if "optimum" in scores else ""

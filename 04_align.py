@@ -18,31 +18,40 @@ fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge first retains the first head of each group (Section 4.4). --merge
-closed-form computes the best shared heads (common/method/merge.py), a start much closer to the source, best
-with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context tokens.
---refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two forward
-passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's attention
-output, at the cost of seven in all.
+closed-form computes the best shared heads (common/method/closed_form.py), a start much closer to the source,
+best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
+tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
+forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
+attention output, at the cost of seven in all.
 """
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from common.artifacts import claim, digest, read_calibration, read_groups, read_layer, record, write_record
+from common.artifacts import (
+    claim,
+    digest,
+    make_record,
+    read_calibration,
+    read_grams,
+    read_groups,
+    write_record,
+)
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.text import load_tokens, sequence_length
-from common.evaluate import max_difference, mean_kl, perplexity_of
+from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.fuse import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
-from common.method.merge import closed_form_layer
+from common.method.closed_form import closed_form_layer
+from common.method.fuse import fuse_layer
+from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
 from common.method.refit import ERRORS, Refit
 from common.method.rope import norms_heads
-from common.method.stats import LayerGrams
-from common.models import key_context, load_config, load_tokenizer, pick_device, source_model
+from common.models import key_context, load_config, load_tokenizer, pick_device, source_model, weight_dtype
 from common.progress import Progress
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
@@ -92,38 +101,22 @@ def parse():
 
 @dataclass
 class Inputs:
-    """The inputs of the stage."""
+    """What the stage reads. The model in the record of the calibration is the source."""
 
-    paths: list[str]  # calibration, groups
-    calibration: dict
-    grouping: dict
+    calibration: dict  # its record
+    grouping: dict  # the record of the groups
     groups: torch.Tensor  # [layers, G, D] head indices
-    source: dict  # path, fingerprint and geometry of the source model
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
-    context: int | None  # tokens over which keys are merged with RoPE in mind; None: otherwise merged
     dtype: torch.dtype  # of the checkpoints to write
-    device: str
-    layerwise: bool
-
-    def grams(self, index: int) -> LayerGrams:
-        """One layer's Grams, on the device."""
-        tensors = {name: tensor.to(self.device) for name, tensor in read_layer(self.paths[0], index).items()}
-        return LayerGrams(tensors, self.source["kv_heads"])
-
-    def open(self, path: str) -> Layers:
-        """A checkpoint in float32."""
-        return Layers(path, torch.float32, self.device, one_by_one=self.layerwise)
 
 
-def read_inputs(args) -> Inputs:
-    """Read and validate all inputs except the model weights, and print a line for each."""
-    calibration_path = args.calibration or os.path.join(args.run, "calibration")
-    groups_path = args.groups or os.path.join(args.run, "groups.json")
+def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
+    """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = read_calibration(calibration_path)
     grouping, groups = read_groups(groups_path, calibration["model"])
-    source, by = source_model(calibration), grouping["summary"]["by"]
-    path, config = source["path"], load_config(source["path"])
+    path, by = source_model(calibration)["path"], grouping["summary"]["by"]
+    config = load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
     if args.merge == "closed-form" and norms_heads(config):
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
@@ -144,24 +137,34 @@ def read_inputs(args) -> Inputs:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
-    context = None
-    if args.merge == "closed-form" and args.merge_keys == "rope":
-        context = key_context(args.key_context, calibrated["positions"])
-        print(f"keys    merged for contexts of up to {context} tokens")
-    dtype = torch.float32 if args.dtype == "float32" else (config.dtype or torch.float32)
-    chosen = pick_device(args.device)
-    return Inputs([calibration_path, groups_path], calibration, grouping, groups.to(chosen), source, tokens,
-                  refit_tokens, context, dtype, chosen, args.layerwise)
+    return Inputs(calibration, grouping, groups, tokens, refit_tokens, weight_dtype(args.dtype, config))
 
 
-def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
-    """Each layer's rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, also printed."""
+def choose_context(args, positions: int) -> int | None:
+    """Tokens over which keys are merged with RoPE in mind, also printed; None if they are not."""
+    if (args.merge, args.merge_keys) != ("closed-form", "rope"):
+        return None
+    context = key_context(args.key_context, positions)
+    print(f"keys    merged for contexts of up to {context} tokens")
+    return context
+
+
+def open_layers(path: str, args) -> Layers:
+    """A checkpoint in float32."""
+    return Layers(path, torch.float32, pick_device(args.device), layerwise=args.layerwise)
+
+
+def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, list[dict]]:
+    """Each layer's rotations (Q [G, D, d, d], u [G, D, d/2]) and mean cosines within groups, also printed.
+
+    grams_of: a layer's index -> its LayerGrams. groups: [layers, G, D].
+    """
     rotations, cosines = [], []
     print("mean cosine within groups | keys before -> after | values before -> after")
-    for index, groups in enumerate(Progress(inputs.groups, desc="aligning", unit="layer")):
-        grams = inputs.grams(index)
-        rotation = align_layer(grams, groups, criterion)
-        cosine = within_group_cosine(grams, groups, *rotation, inputs.calibration["summary"]["tokens"])
+    for index, layer_groups in enumerate(Progress(groups, desc="aligning", unit="layer")):
+        grams = grams_of(index)
+        rotation = align_layer(grams, layer_groups, criterion)
+        cosine = within_group_cosine(grams, layer_groups, *rotation, grams.tokens)
         rotations.append(rotation)
         cosines.append({name: round(number, 6) for name, number in cosine.items()})
         Progress.write(f"layer {index:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "
@@ -169,13 +172,12 @@ def align_groups(inputs: Inputs, criterion: str) -> tuple[list, list[dict]]:
     return rotations, cosines
 
 
-def write_aligned(directory: str, inputs: Inputs, rotations: list) -> dict[str, list]:
-    """Rotate and reorder the source's heads, and write the checkpoint.
+def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: list) -> dict[str, list]:
+    """Rotate and reorder the heads of the source `layers`, and write the checkpoint.
 
     Returns the logits of the "source" and, unless the checkpoint is float32, of the "rotated" model and of
     the "rounded" one, which is the rotated model rounded to the checkpoint's dtype.
     """
-    layers = inputs.open(inputs.source["path"])
     logits = {"source": layers.logits(inputs.tokens)}
 
     def rotate(index, layer):
@@ -187,7 +189,7 @@ def write_aligned(directory: str, inputs: Inputs, rotations: list) -> dict[str, 
         logits["rotated"] = layers.logits(inputs.tokens)
         layers.edit(lambda index, layer: layer.to(inputs.dtype).float())
         logits["rounded"] = layers.logits(inputs.tokens)
-    with CheckpointWriter(directory, layers.config, inputs.dtype, inputs.source["path"]) as writer:
+    with CheckpointWriter(directory, layers.config, inputs.dtype, layers.path) as writer:
         for index, layer in enumerate(layers.decoder_layers()):
             writer.write(f"model.layers.{index}", layer)
         writer.write_rest(layers)
@@ -208,32 +210,43 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
     print(f"check   aligned/ loaded back as {inputs.dtype}: max |logit difference| {difference:.2e} (allowed "
           f"{allowed:.0e}), KL {figures['kl']:.2e}, perplexity {figures['perplexity_source']:.5f} -> "
           f"{figures['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
-    if not difference <= allowed:  # also true of NaN
-        raise UserError("the aligned model is not the source model: max |logit difference| expected <= "
-                        f"{allowed:.0e}, found {difference:.2e}; nothing was written")
+    require_close("the aligned model is not the source model", difference, allowed)
     if "rotated" in logits and not figures["kl"] <= STORED_KL:
         raise UserError(f"aligned/ as {inputs.dtype}: expected a KL of at most {STORED_KL} from the source, "
                         f"found {figures['kl']:.2e}; nothing was written; pass --dtype float32")
     return figures
 
 
-def write_merged(directory: str, aligned: str, inputs: Inputs, rotations: list, args) -> dict:
-    """Merge the groups of the checkpoint `aligned` and write the result. Returns the figures of the refit."""
-    layers, source, refit = inputs.open(aligned), inputs.source, None
-    config = merged_config(layers.config, inputs.grouping["kv_heads"])
-    if args.refit:
-        texts = inputs.refit_tokens, inputs.refit_tokens, inputs.tokens
-        refit = Refit(layers.run, *(layers.embed(tokens.split(1), args.run) for tokens in texts),
-                      args.refit == "attention", lambda batches: layers.store(batches, args.run))
+def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
+    """Yield each layer's Merge. Arguments: as for align_groups and closed_form_layer, for all layers."""
+    for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
+        if args.merge == "closed-form":
+            yield closed_form_layer(grams_of(index), layer_groups, *rotation, context)
+        else:
+            value_rotation, _ = rotation
+            yield PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), value_rotation.shape[-1])
+
+
+def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
+    """A refit of what `layers` are merged to, before its first layer."""
+    batches = inputs.refit_tokens.split(1)
+    return Refit(
+        layers.run,
+        targets=layers.embed(batches, args.run),
+        inputs=layers.embed(batches, args.run),
+        unrefitted=layers.embed(inputs.tokens.split(1), args.run),
+        attention=args.refit == "attention",
+        store=lambda batches: layers.store(batches, args.run),
+    )
+
+
+def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -> dict:
+    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit."""
+    source, config = inputs.calibration["model"], merged_config(layers.config, inputs.grouping["kv_heads"])
+    refit = start_refit(args, layers, inputs) if args.refit else None
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
-        bar = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
-        for index, layer in enumerate(bar):
-            if args.merge == "closed-form":
-                grams, groups = inputs.grams(index), inputs.groups[index]
-                merge = closed_form_layer(grams, groups, *rotations[index], inputs.context)
-            else:
-                plain = PLAIN_MERGES[args.merge]
-                merge = plain(source["kv_heads"], config.num_key_value_heads, source["head_dim"])
+        aligned_layers = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
+        for index, (layer, merge) in enumerate(zip(aligned_layers, merges, strict=True)):
             merged = merge_layer(layer, index, config, merge)
             if refit:
                 errors = refit.layer(layer, merged)
@@ -254,19 +267,25 @@ def main():
     args, clock = parse(), Clock()
     aligned_path, merged_path = (os.path.join(args.run, name) for name in ("aligned", "merged"))
     claim("04_align.py", args, aligned_path, merged_path)
-    inputs = read_inputs(args)
-    rotations, cosines = align_groups(inputs, args.rotate)
+    calibration_path = args.calibration or os.path.join(args.run, "calibration")
+    groups_path = args.groups or os.path.join(args.run, "groups.json")
+    inputs = read_inputs(args, calibration_path, groups_path)
+    source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
+    context = choose_context(args, calibrated["positions"])
+    grams_of = partial(read_grams, calibration_path, source["kv_heads"], pick_device(args.device))
+
+    rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
+    merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
-        logits = write_aligned(aligned, inputs, rotations)
-        figures = check_aligned(inputs, logits, inputs.open(aligned).logits(inputs.tokens))
-        figures |= write_merged(merged, aligned, inputs, rotations, args)
-        figures["perplexity_merged"] = perplexity_of(inputs.open(merged).logits(inputs.tokens), inputs.tokens)
+        logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
+        figures = check_aligned(inputs, logits, open_layers(aligned, args).logits(tokens))
+        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
+        figures["perplexity_merged"] = perplexity_of(open_layers(merged, args).logits(tokens), tokens)
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
-        summary["key_context"] = inputs.context
-        summary |= {"calibration_tokens": inputs.calibration["summary"]["tokens"],
+        summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = record("04_align.py", args, inputs.source, inputs.paths, summary, clock())
+        written = make_record("04_align.py", args, source, [calibration_path, groups_path], summary, clock())
         written["groups"] = inputs.grouping["groups"]
         write_record(aligned, written)
         write_record(merged, written | {"inputs": written["inputs"] | {"aligned": digest(aligned)}})

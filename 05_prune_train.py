@@ -44,12 +44,13 @@ import torch
 import torch.distributed as dist
 
 from common import cli
-from common.artifacts import RECORD, claim, record, write_record
+from common.artifacts import RECORD, claim, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.files import move_aside
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import DEMO, fingerprint, load_config
+from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints
 from common.training.budget import print_plan
@@ -67,7 +68,7 @@ from common.training.hardware import HARDWARE
 from common.training.heldout import QUESTIONS, load_heldout
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.pool import load_pool
-from common.training.run import SOURCE, STAGE, Run
+from common.training.run import STAGE, Run
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
 from common.training.students import (
     Rates,
@@ -340,7 +341,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
     inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged)]
     if run.args.teacher != SOURCE:
         inputs.append(os.path.join(run.teacher, RECORD))
-    write_record(directory, record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
+    write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, distillation loss "
           f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")

@@ -20,18 +20,18 @@ from common.artifacts import (
     check_input,
     check_same_model,
     claim,
+    make_record,
     read_record,
-    record,
     verify_files,
     write_record,
 )
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
-from common.evaluate import max_difference
+from common.evaluate import max_difference, require_close
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
-from common.method.fuse import merged_config
-from common.models import empty_model, geometry, load_config
+from common.method.merge import merged_config
+from common.models import empty_model, geometry, load_config, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
@@ -130,9 +130,9 @@ def main():
 
     source = load_config(aligned)
     config = merged_config(source, kv_heads)
-    layers = Layers(weights.path, torch.float32, "cpu", one_by_one=True, config=config, weights=weights)
+    layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
-    dtype = (source.dtype or torch.float32) if args.dtype == "source" else getattr(torch, args.dtype)
+    dtype = weight_dtype(args.dtype, source)
     tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
 
     with write_directory(output) as aside:
@@ -141,14 +141,11 @@ def main():
             expected, actual = write_layers(writer, layers, student, tokens)
         difference = max_difference(expected, actual)
         allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
-        if not difference <= allowed:  # also refuses NaN
-            raise UserError("the exported model differs from the student: max |logit difference| "
-                            f"expected <= {allowed:.0e}, found {difference:.2e}; nothing was written")
-        loaded = Layers(aside, torch.float32, "cpu", one_by_one=True)
+        require_close("the exported model differs from the student", difference, allowed)
+        loaded = Layers(aside, torch.float32, "cpu", layerwise=True)
         stored = max_difference(expected, loaded.logits(tokens))
-        if dtype == torch.float32 and not stored <= allowed:
-            raise UserError("the export, loaded back, differs from the student: max |logit difference| "
-                            f"expected <= {allowed:.0e}, found {stored:.2e}; nothing was written")
+        if dtype == torch.float32:
+            require_close("the export, loaded back, differs from the student", stored, allowed)
         summary = {
             "kv_heads": kv_heads,
             "dtype": str(dtype),
@@ -157,7 +154,7 @@ def main():
             "class": type(loaded.model).__name__,
             "peak_memory_gib": peak_memory(),
         }
-        export = record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
+        export = make_record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
         write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores
         model_card.write(aside, output, alignment, trained, export)

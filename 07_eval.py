@@ -21,19 +21,32 @@ no begin-of-sequence token, unless --bos adds one.
 import importlib
 import json
 import os
+from dataclasses import dataclass
 
-from common import cli
-from common.artifacts import RECORD, claim, read_record, record, verify_files
+import torch
+
+from common import cli, evaluate, models
+from common.artifacts import RECORD, claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.jsonl import abbreviated, parse_object
-from common.data.tasks import TASKS, Example, load_task, select_questions, size_note
+from common.data.samples import Sample
+from common.data.tasks import (
+    TASKS,
+    Example,
+    check_lengths,
+    choice_samples,
+    load_task,
+    select_questions,
+    size_note,
+)
+from common.data.text import load_tokens, sequence_length
 from common.files import write_json, write_text
-from common.measure import LENGTH, measure, measure_layerwise, prepare
-from common.models import DEMO, DEMO_HOME, describe, pick_device
+from common.layers import Layers
+from common.records import SOURCE
 from common.reporting import harness, report
-from common.reporting.scores import caption, results_table, write_scores
-from common.training.run import SOURCE, STAGE
+from common.reporting.scores import caption, results_table, summary_line, write_scores
 
+LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
 
@@ -60,8 +73,7 @@ def parse():
     parser.add_argument("--text", default=None,
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or "
                              "none to skip perplexity (default: c4; demo for the demo)")
-    parser.add_argument("--sequences", type=cli.positive, default=32,
-                        help="number of sequences")
+    parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
     parser.section("execution")
@@ -103,7 +115,7 @@ def default_checkpoints(run: str) -> dict[str, str]:
     """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
     paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
     if os.path.exists(os.path.join(directory, RECORD)):
-        trained = read_record(directory, STAGE)
+        trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
         if teacher == SOURCE:
             paths = {SOURCE: trained["model"]["path"]} | paths
@@ -147,9 +159,9 @@ def verify(path: str) -> None:
 def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path = os.path.join(args.run, "calibration")
-    demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == DEMO
-    questions = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
-    return questions, args.text or (DEMO if demo else "c4")
+    demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == models.DEMO
+    tasks, text = models.default_sources(demo)
+    return args.tasks or tasks, args.text or text
 
 
 def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
@@ -166,19 +178,72 @@ def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
     return tasks
 
 
-def summarize(results: dict[str, dict]) -> str:
-    """One line: micro averages, or perplexities where there are none, and the last checkpoint's cache size
-    relative to the first's.
-    """
-    scores = []
-    for name, figures in results.items():
-        if figures["tasks"]:
-            rate, error = figures["micro_exact_match"], figures["micro_exact_match_stderr"]
-            scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
-        elif "perplexity" in figures:
-            scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
-    sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
-    return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
+@dataclass(frozen=True)
+class Tokenized:
+    """The text and questions for one checkpoint, tokenized with its tokenizer."""
+
+    tokenizer: object
+    length: int  # tokens per sequence
+    tokens: torch.Tensor | None  # [sequences, length]; None for --text none
+    text: str  # where the tokens come from, in one line
+    samples: dict[str, list[list[Sample]]]  # task -> question -> choice
+
+
+def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) -> Tokenized:
+    """Tokenize the text and questions for one checkpoint, and check their lengths against its positions."""
+    config = models.load_config(path)
+    if args.layerwise and config.model_type not in models.SUPPORTED:
+        raise UserError(f"{path}: --layerwise: expected model_type in {list(models.SUPPORTED)}, "
+                        f"found {config.model_type!r}")
+    tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
+    length = sequence_length(args.length, LENGTH, positions, least=2)
+    tokens, description = None, ""
+    if text != "none":
+        tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
+    samples = {}
+    for task, questions in tasks.items():
+        samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]
+        for index, choices in zip(questions, samples[task], strict=True):
+            check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
+    return Tokenized(tokenizer, length, tokens, description, samples)
+
+
+def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, args) -> tuple[dict, list[dict]]:
+    """All figures of one checkpoint, and one outcome per question. checkpoint: from models.describe."""
+    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
+    spread = models.needs_several_gpus(path, dtype, device)
+    print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
+    model = models.load_model(path, dtype, device, spread)
+    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
+    figures["tasks"], outcomes = evaluate.answer_questions(
+        name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
+    figures |= evaluate.averages(figures["tasks"])
+    if tokenized.tokens is not None:
+        figures |= perplexity_figures(evaluate.perplexity(model, tokenized.tokens), name, model, tokenized)
+    row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
+    figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
+    return figures | evaluate.speed(model, row), outcomes
+
+
+def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -> dict:
+    """Perplexity and cache size of one checkpoint, with one decoder layer in memory at a time."""
+    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
+    print(f"reads   {path}, layer by layer")
+    layers = Layers(path, dtype, device, layerwise=True)
+    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
+    if tokenized.tokens is not None:
+        perplexity = evaluate.layerwise_perplexity(layers, tokenized.tokens, args.run)
+        figures |= perplexity_figures(perplexity, name, layers.model, tokenized)
+    row = torch.arange(tokenized.length) % layers.config.vocab_size
+    # the weights are on the meta device, which suffices for sizes
+    return figures | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
+
+
+def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized) -> dict:
+    """The perplexity and what it was measured on. Raises UserError unless it is finite."""
+    evaluate.require_finite([perplexity], name, model)
+    return {"perplexity": perplexity, "perplexity_text": tokenized.text,
+            "perplexity_tokens": tokenized.tokens.numel()}
 
 
 def main():
@@ -191,25 +256,25 @@ def main():
     claim("07_eval.py", args, output)
 
     checkpoints = choose_checkpoints(args)
-    described = {name: describe(path) for name, path in checkpoints.items()}
+    described = {name: models.describe(path) for name, path in checkpoints.items()}
     for path in checkpoints.values():
         verify(path)
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
-    inputs = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
-    for description in dict.fromkeys(each.text for each in inputs.values() if each.text):
+    tokenized = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
+    for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
-    reference, device = next(iter(checkpoints)), pick_device(args.device)
+    reference, device = next(iter(checkpoints)), models.pick_device(args.device)
     if args.harness:
-        print(harness.write_tasks(args.harness, tasks, inputs[reference].tokenizer))
+        print(harness.write_tasks(args.harness, tasks, tokenized[reference].tokenizer))
         harness.write_command(args.harness, checkpoints, args.batch, device, args.dtype, args.bos)
 
     results, outcomes = {}, []
     for name in checkpoints:
         if args.layerwise:
-            results[name] = measure_layerwise(name, described[name], inputs[name], args)
+            results[name] = measure_layerwise(name, described[name], tokenized[name], args)
             continue
-        results[name], model_outcomes = measure(name, described[name], inputs[name], tasks, args)
+        results[name], model_outcomes = measure(name, described[name], tokenized[name], tasks, args)
         outcomes += model_outcomes
 
     table = results_table(results)
@@ -218,16 +283,15 @@ def main():
     lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
     write_text(os.path.join(args.run, "eval.jsonl"), lines)
     write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{table}\n")
-    summary = {"peak_memory_gib": cli.peak_memory()}
-    written = record("07_eval.py", args, described[reference], [], summary, clock())
+    memory = cli.peak_memory()
+    written = make_record("07_eval.py", args, described[reference], [], {"peak_memory_gib": memory}, clock())
     write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
         if write_scores(path, f"{results_table(pair)}\n\n{note}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
-
-    print(f"07_eval: {summarize(results)}; in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+    print(f"07_eval: {summary_line(results)}; in {clock()} s, peak host memory {memory} GiB")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
     python -m bench.decode --model runs/demo-model/model runs/demo/gqa --contexts 256
     python -m bench.decode --model DIR DIR --device cuda --dtype bfloat16 --contexts 2048 8192 --batches 1 16
 
-Without --model, a random MHA Llama of the given shape and its mean-pooled copy with --kv-heads heads; all
-other weights are the same. One prefill of random tokens fills the cache, then --steps tokens are decoded
-one by one. Attention and cache are transformers' own, as generate() uses them: the cache is copied as it
-grows. The two models alternate; rates are medians, speed-ups are medians of paired rounds. Bytes are those
-of the tensors in the cache after prefill. The last line is JSON.
+Without --model, two random Llamas of the given shape: MHA, and GQA with --kv-heads heads. One prefill of
+random tokens fills the cache, then --steps tokens are decoded one by one. Attention and cache are
+transformers' own, as generate() uses them: the cache is copied as it grows. The two models alternate; rates
+are medians, speed-ups are medians of paired rounds. Bytes are those of the tensors in the cache after
+prefill. The last line is JSON.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, timed
 from common.cli import run_stage
-from common.method.fuse import merge_model
+from common.method.merge import merged_config
 from common.models import load_model
 from common.reporting.tables import markdown_table
 
@@ -51,7 +51,7 @@ def parse():
 
 
 def random_pair(args) -> tuple:
-    """A random MHA model and its mean-pooled copy."""
+    """A random MHA model, and a random GQA model of otherwise the same shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.heads * args.head_dim, intermediate_size=args.intermediate,
@@ -59,8 +59,8 @@ def random_pair(args) -> tuple:
         max_position_embeddings=max(args.contexts) + args.steps,
     )
     with torch.device(args.device):
-        model = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
-    return model, merge_model(model, args.kv_heads)
+        models = [LlamaForCausalLM(each) for each in (config, merged_config(config, args.kv_heads))]
+    return tuple(model.to(getattr(torch, args.dtype)).eval() for model in models)
 
 
 def prefill(model, tokens: torch.Tensor) -> DynamicCache:

@@ -30,6 +30,7 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench import plots
 from bench.machine import machine
 from common.cli import UserError, run_stage
 from common.data.demo import resolve_model
@@ -39,8 +40,7 @@ from common.evaluate import perplexity
 from common.files import write_text
 from common.method.masks import blended_name
 from common.models import load_config, load_model, load_tokenizer
-from common.reporting import plots
-from common.reporting.tables import markdown_table, mean_and_error
+from common.reporting.tables import markdown_table
 from common.training import checkpoints, distill, engine, students
 from common.training.engine import Job, Schedule
 from common.training.sharding import Execution, Ranks, joined_ranks
@@ -252,7 +252,7 @@ def tables(figures: dict) -> str:
     text = markdown_table(["merged to", *(f"{kv_heads} kv heads" for kv_heads in merged)], starts) + "\n"
     budgets = sorted(set().union(*losses.values()))
     if budgets:
-        distilled = [[name, *(mean_and_error(by_steps.get(steps, [])) for steps in budgets)]
+        distilled = [[name, *(plots.mean_and_error(by_steps.get(steps, [])) for steps in budgets)]
                      for name, by_steps in losses.items()]
         header = [f"{figures['settings']['distil_kv_heads']} kv heads, after steps", *budgets]
         text += "\n" + markdown_table(header, distilled) + "\n"

@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from bench.machine import machine
+from bench.plots import mean_and_error, standard_error
 from common.cli import UserError, run_stage
 from common.data.text import load_tokens, sequence_length
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
-from common.reporting import plots
-from common.reporting.tables import markdown_table, mean_and_error
+from common.reporting.plots import drawing
+from common.reporting.tables import markdown_table
 
 EDGES = (0, 256, 512, 1024, 2048, 4096)  # of the buckets
 CHUNK = 256  # positions whose logits are in memory at a time
@@ -97,6 +98,26 @@ def table(source: list, losses: dict[str, list], buckets: list[str]) -> str:
     return markdown_table(["position", *buckets], rows) + "\n"
 
 
+@drawing
+def loss_by_position(
+    plt,
+    lost: dict[str, list[list[float]]],  # name -> bucket -> nats lost against the source, per sequence
+    buckets: list[str],  # "0-256", ...
+    title: str,
+):
+    """Nats lost against the source by position, one line per model; bars of one standard error."""
+    figure, axis = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    for name, by_bucket in lost.items():
+        means = [statistics.mean(sequences) for sequences in by_bucket]
+        errors = [standard_error(sequences) if len(sequences) > 1 else 0.0 for sequences in by_bucket]
+        axis.errorbar(range(len(buckets)), means, errors, marker="o", markersize=3, capsize=2, label=name)
+    axis.set(title=title, xlabel="position in the sequence", ylabel="nats lost against the source",
+             xticks=range(len(buckets)), xticklabels=buckets)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return figure
+
+
 def main():
     args = parse()
     directories = named_directories(args.models)
@@ -112,7 +133,7 @@ def main():
     os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "positions.md"), text)
     print(text)
-    plots.positions(os.path.join(args.out, "positions.png"), losses, buckets, args.name)
+    loss_by_position(os.path.join(args.out, "positions.png"), losses, buckets, args.name)
     print(json.dumps({
         "source": dict(zip(buckets, map(statistics.mean, source), strict=True)),
         "lost": {name: dict(zip(buckets, map(statistics.mean, nats), strict=True))

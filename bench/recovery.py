@@ -21,11 +21,11 @@ import subprocess
 import sys
 import time
 
+from bench import plots
 from bench.machine import machine
 from bench.merging import mask_settings
 from common.cli import UserError, positive, run_stage
 from common.files import write_text
-from common.reporting import plots
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics
 from pipelines.smollm2 import STARTS

@@ -38,8 +38,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from bench.alignment import objective_gain, printed_keys, printed_values
 from bench.machine import machine, timed
 from common.method.align import align_layer, within_group_cosine
-from common.method.fuse import fuse_layer, mean_merge, merged_state
+from common.method.fuse import fuse_layer
 from common.method.grouping import anneal, score
+from common.method.merge import mean_merge, merged_state
 from common.method.procrustes import key_similarity, value_similarity
 from common.method.rope import to_complex
 from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks

@@ -21,6 +21,7 @@ from safetensors.torch import save, save_file
 from common import cli
 from common.cli import UserError
 from common.files import files_in, refuse_overwrite, sha256, temporary_name, write_json
+from common.method.stats import LayerGrams
 from common.records import find_fault, layer_file, shown
 from common.weights import check_finite
 
@@ -84,7 +85,7 @@ def check_input(record: dict, path: str) -> None:
                         f"found a different one; run {stage} again with --force")
 
 
-def record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
+def make_record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
     """The record of an artifact: stage, arguments, inputs, versions and key figures."""
     return {
         "stage": stage,
@@ -229,6 +230,12 @@ def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
     tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
     check_finite(tensors.items(), name)
     return tensors
+
+
+def read_grams(path: str, source_kv_heads: int, device: str, index: int) -> LayerGrams:
+    """One layer's Grams from a calibration directory, on `device`."""
+    tensors = {name: tensor.to(device) for name, tensor in read_layer(path, index).items()}
+    return LayerGrams(tensors, source_kv_heads)
 
 
 def open_tensors(path: str):

@@ -9,6 +9,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from common.cli import UserError
 from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
@@ -45,6 +46,13 @@ def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 def max_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     """Largest absolute difference between two lists of logits; NaN if either contains NaN."""
     return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())
+
+
+def require_close(claim: str, difference: float, allowed: float) -> None:
+    """Raise UserError with this claim if logits differ by more than is allowed, or if any is NaN."""
+    if not difference <= allowed:  # NaN is not > allowed either
+        raise UserError(f"{claim}: max |logit difference| expected <= {allowed:.0e}, found {difference:.2e}; "
+                        "nothing was written")
 
 
 @torch.no_grad()
@@ -181,12 +189,43 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
     figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
     exact = [verdict["exact"] for verdict in verdicts]
     likeliest = [verdict["likelihood_choice"] == verdict["label"] for verdict in verdicts]
-    figures["exact_match"], figures["exact_match_stderr"] = rate(exact)
-    figures["likelihood"], figures["likelihood_stderr"] = rate(likeliest)
+    figures["exact_match"], figures["exact_match_stderr"] = accuracy(exact)
+    figures["likelihood"], figures["likelihood_stderr"] = accuracy(likeliest)
     return figures
 
 
-def rate(right: list[bool]) -> tuple[float, float]:
+def answer_questions(
+    name: str, model, tokenizer, tasks: dict, samples: dict, batch: int
+) -> tuple[dict, list[dict]]:
+    """Figures of each task, as by `rates`, and one outcome per question.
+
+    name: the checkpoint's. tasks: task -> index -> question (common/data/tasks.py). samples: task -> question
+    -> tokenized choices. Raises UserError unless all likelihoods are finite.
+    """
+    figures, outcomes = {}, []
+    total = sum(1 + len(choices) for questions in samples.values() for choices in questions)
+    with Progress(total=total, desc=f"{name}: tasks", unit="seq") as bar:
+        for task, questions in tasks.items():
+            examples = list(questions.values())
+            right = [choices[each.label] for each, choices in zip(examples, samples[task], strict=True)]
+            answers = generate_answers(model, tokenizer, right, batch, bar)
+            scores = choice_likelihoods(model, samples[task], batch, bar)
+            require_finite(itertools.chain.from_iterable(scores), name, model)
+            verdicts = list(map(judge, examples, answers, scores))
+            figures[task] = rates(examples, verdicts)
+            for index, verdict in zip(questions, verdicts, strict=True):
+                outcomes.append({"model": name, "task": task, "question": index} | verdict)
+    return figures, outcomes
+
+
+def require_finite(values, name: str, model) -> None:
+    """Raise UserError if a value computed by the model is not finite. name: the checkpoint's."""
+    if not all(map(math.isfinite, values)):
+        raise UserError(f"{name}: expected finite log-probabilities, found NaN or Inf in {model.dtype}; "
+                        "try --dtype float32 or bfloat16")
+
+
+def accuracy(right: list[bool]) -> tuple[float, float]:
     """Accuracy and its standard error, sqrt(p (1 - p) / n)."""
     share = sum(right) / len(right)
     return share, math.sqrt(share * (1 - share) / len(right))

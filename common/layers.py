@@ -1,6 +1,6 @@
 """Running a model layer by layer: all sequences pass through one decoder layer before the next.
 
-Either the whole model is in memory, or, with one_by_one, only the current layer, with hidden states on disk:
+Either the whole model is in memory, or, if layerwise, only the current layer, with hidden states on disk:
 a 7B model then needs the memory of one layer. Both do the same operations in the same order and give the same
 bytes. CheckpointWriter writes a model one part at a time.
 """
@@ -36,16 +36,16 @@ STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16
 class Layers:
     """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's.
 
-    one_by_one: a module is loaded when its `with` block begins and freed when it ends. config and weights (as
+    layerwise: a module is loaded when its `with` block begins and freed when it ends. config and weights (as
     StoredWeights) then replace those of the checkpoint; `path` is only their name. Raises UserError for
     missing, unexpected, mis-shaped or non-finite weights.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: str, one_by_one: bool = False, config=None,
+    def __init__(self, path: str, dtype: torch.dtype, device: str, layerwise: bool = False, config=None,
                  weights=None):
-        self.path, self.device, self.one_by_one = path, device, one_by_one
+        self.path, self.device, self.layerwise = path, device, layerwise
         self.edits = []  # functions to apply to each decoder layer after loading it
-        if one_by_one:
+        if layerwise:
             return_freed_memory()
             self.weights = weights or StoredWeights(path)
             self.model = empty_model(path, config or load_config(path), dtype)
@@ -64,7 +64,7 @@ class Layers:
     def part(self, name: str):
         """Context manager: a module by name, as "model.embed_tokens", "model.layers.0" or "lm_head"."""
         module = self.model.get_submodule(name)
-        if not self.one_by_one:
+        if not self.layerwise:
             yield module
             return
         module.to_empty(device=self.device)
@@ -85,14 +85,14 @@ class Layers:
             yield layer
 
     def decoder_layers(self):
-        """Yield each decoder layer in turn; one_by_one, only the current one is in memory."""
+        """Yield each decoder layer in turn; if layerwise, only the current one is in memory."""
         for index in range(self.config.num_hidden_layers):
             with self.layer(index) as layer:
                 yield layer
 
     def edit(self, function) -> None:
-        """Apply function(index, layer) to every decoder layer: now, or one_by_one each time it is loaded."""
-        if self.one_by_one:
+        """Apply function(index, layer) to every decoder layer: now or, if layerwise, when it is loaded."""
+        if self.layerwise:
             self.edits.append(function)
             return
         for index, layer in enumerate(self.decoder_layers()):
@@ -106,14 +106,14 @@ class Layers:
     def embed(self, batches, directory: str | None) -> "Spool":
         """Hidden states before the first layer, from batches of token ids [n, T].
 
-        one_by_one, they are kept in a temporary file in `directory`.
+        If layerwise, they are kept in a temporary file in `directory`.
         """
         with self.part("model.embed_tokens") as embedding:
             return self.store((embedding(batch.to(self.device)) for batch in batches), directory)
 
     def store(self, batches, directory: str | None) -> "Spool":
-        """A list of batches: in memory or, one_by_one, in a temporary file in `directory`."""
-        return Spool(batches, directory if self.one_by_one else None)
+        """A list of batches: in memory or, if layerwise, in a temporary file in `directory`."""
+        return Spool(batches, directory if self.layerwise else None)
 
     @contextlib.contextmanager
     def head(self):

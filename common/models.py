@@ -48,7 +48,12 @@ def geometry(config) -> Geometry:
     return Geometry(config.num_hidden_layers, heads, kv_heads, head_dim, config.hidden_size)
 
 
-def resolve_model(name: str) -> str:
+def default_sources(demo: bool) -> tuple[str, str]:
+    """Where tasks and text come from by default: the demo model's own, or the hub and C4."""
+    return (os.path.join(DEMO_HOME, "tasks"), DEMO) if demo else ("hub", "c4")
+
+
+def local_model(name: str) -> str:
     """The directory of a model: `name` itself, or the download of the hub repository of that name.
 
     Raises UserError if it is neither.
@@ -248,6 +253,11 @@ def save_tokenizer(path: str, directory: str) -> None:
         tokenizer.save_pretrained(directory)
     except Exception as error:  # the Rust backend reports a full disk as a bare Exception
         raise OSError(f"{directory}: cannot write the tokenizer: {first_line(error)}") from error
+
+
+def weight_dtype(name: str, config) -> torch.dtype:
+    """The dtype of this name; "source": that of the config, float32 if it has none."""
+    return (config.dtype or torch.float32) if name == "source" else getattr(torch, name)
 
 
 def pick_device(name: str) -> str:

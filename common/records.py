@@ -61,7 +61,7 @@ FILE_NAME = Text(  # not absolute, no component . or .., no backslash, no contro
 )
 MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
          "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
-RECORD = {
+FIELDS = {
     "stage": STRING,
     "arguments": {STRING: object},
     "model": MODEL,
@@ -82,9 +82,10 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 MERGES = ("mean", "first", "closed-form")
+SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
 STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": MERGES}
-STAGES = {  # stage -> fields of its record in addition to RECORD
+STAGES = {  # stage -> fields of its record in addition to FIELDS
     "01_calibrate.py": {
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
@@ -128,7 +129,7 @@ STAGES = {  # stage -> fields of its record in addition to RECORD
 
 def find_fault(record, stage: str) -> str | None:
     """What is wrong with a stage's record, as "WHERE: expected X, found Y"; None if it is valid."""
-    fault = mismatch(record, RECORD, "record") or mismatch(record, STAGES.get(stage, {}), "record")
+    fault = mismatch(record, FIELDS, "record") or mismatch(record, STAGES.get(stage, {}), "record")
     if fault is None and STUDENT.keys() & record["summary"].keys() and stage == "05_prune_train.py":
         fault = mismatch(record["summary"], STUDENT, "record.summary")
     return fault or find_inconsistency(record, stage)

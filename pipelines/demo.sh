@@ -9,7 +9,7 @@ POOL=$RUN/meanpool
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 05_prune_train.py --print-every 20 "$@"
 }
-make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
+source pipelines/functions.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # two training processes share two cores
 
 # the aligned student

@@ -17,4 +17,4 @@ RUN=${RUN:-runs/harness}
 "$PYTHON" 07_eval.py --run "$RUN" --model model="$CHECKPOINT" --tasks "$TASKS" --text none --harness "$RUN/tasks" --force \
   --dtype "${DTYPE:-float32}" ${LIMIT:+--limit "$LIMIT"}
 PATH=$(dirname "$PYTHON"):$PATH bash "$RUN/tasks/lm_eval.sh"
-"$PYTHON" -m common.reporting.harness "$RUN" "$RUN/tasks"
+"$PYTHON" -m pipelines.harness_check "$RUN" "$RUN/tasks"

@@ -31,7 +31,7 @@ CALIBRATE+=(${BOS:+--bos})
 EVALUATE+=(${LIMIT:+--limit "$LIMIT"} ${BOS:+--bos})
 RUN=${RUN:-runs/$NAME}
 
-make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
+source pipelines/functions.sh
 
 train() {
   local nodes=(--standalone)

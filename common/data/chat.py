@@ -31,7 +31,7 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
         chats += 1
         try:
             for segments in render_all(_messages(row), tokenizer, template):
-                sample = Sample(*tokenize(segments, tokenizer))
+                sample = Sample(*tokenize_chat(segments, tokenizer))
                 cut += len(sample) > longest
                 samples.append(truncate(sample, longest))
         except ValueError as error:
@@ -123,7 +123,7 @@ def render(messages: list[dict], answers: list[int], tokenizer, template: str) -
     return segments
 
 
-def tokenize(segments: list[str], tokenizer) -> list[array]:
+def tokenize_chat(segments: list[str], tokenizer) -> list[array]:
     """The tokens of a chat, split into its segments. A token that crosses a border is the answer's.
 
     The chat is tokenized as a whole, because a segment by itself may be tokenized differently: Llama 2 would

@@ -1,6 +1,6 @@
 """The demo model, `--model demo`: a small multi-head-attention Llama, its text and tasks, built on first use.
 
-Nothing is downloaded and no text is bundled. `build` writes three directories:
+Nothing is downloaded and no text is bundled. `build_demo` writes three directories:
 
   model/   a LlamaForCausalLM checkpoint with as many key/value heads as query heads, and its tokenizer
   text/    train.txt and heldout.txt, the source code of the running Python's standard library
@@ -19,8 +19,7 @@ from common.data.demo_model import STEPS, make_tokenizer, train_model
 from common.data.demo_tasks import task_rows
 from common.data.tasks import example_from_row
 from common.files import write_directory
-from common.models import DEMO, DEMO_HOME
-from common.models import resolve_model as resolve_other_model
+from common.models import DEMO, DEMO_HOME, local_model
 
 TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000  # minimum, since files are not split
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__",
@@ -30,14 +29,14 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 def resolve_model(name: str) -> str:
     """A local directory for `name`: "demo" (built on first use), a directory, or a hub repository."""
     if name != DEMO:
-        return resolve_other_model(name)
+        return local_model(name)
     with FileLock(f"{DEMO_HOME}.lock"):  # a second process waits for the first to build it
         if not os.path.isdir(DEMO_HOME):
-            build(DEMO_HOME)
+            build_demo(DEMO_HOME)
     return os.path.join(DEMO_HOME, "model")
 
 
-def build(directory, *, steps: int = STEPS, seed: int = 0) -> None:
+def build_demo(directory, *, steps: int = STEPS, seed: int = 0) -> None:
     """Write the demo's model, text and tasks to `directory`, atomically."""
     print(f"demo: building text, tasks and a small model in {directory} (once; two minutes on two cores)")
     with write_directory(str(directory)) as aside:

@@ -1,70 +1,96 @@
-"""The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
+"""Merging groups of key/value heads into shared ones: in float64, stored in the original dtype.
 
-Notation: G groups of D heads of size d, P = d/2. Keys are merged pair by pair (common/method/closed_form.py)
-or, given a context in tokens, with RoPE in mind (common/method/rope_merge.py).
+A `Merge` says how, for one layer: by the means (Eq. 25, 26), by the first heads, or in closed form
+(common/method/closed_form.py). The heads of a group are consecutive, as common/method/fuse.py puts them.
 """
+
+import copy
+from dataclasses import dataclass
 
 import torch
 
-from common.method.closed_form import key_weights, merge_keys, merge_values, share, value_loss
-from common.method.fuse import Merge
-from common.method.rope import pair_products, to_matrix
-from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys, start_by_pairs
-from common.method.stats import LayerGrams, group_blocks
-
-SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
+from common.method.fuse import head_columns, head_rows, queries_per_kv_head
 
 
-def closed_form_layer(
-    grams: LayerGrams,
-    groups: torch.Tensor,
-    value_rotation: torch.Tensor,
-    key_rotation: torch.Tensor,
-    context: int | None = None,
-) -> Merge:
-    """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
+@dataclass
+class Merge:
+    """How to merge one layer's G groups of D heads into shared heads, and read those in their place.
 
-    groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
-    tokens over which keys are merged with RoPE in mind; None merges them pair by pair.
+    v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~ (value_out_i is folded into W_O,i).
+    k~ = sum_j key_in_j k_j before RoPE, and query i reads it by key_out_i (key_out_i^T is folded into W_Q,i).
+    All [G, D, d, d] float64.
     """
-    value = rotated(group_blocks(grams.value("raw"), groups), value_rotation)
-    output = value_rotation @ grams.output[groups] @ value_rotation.mT
-    rotation = to_matrix(key_rotation)
-    if context is not None:
-        key_merge = merge_rope_keys(key_fit(grams, groups, rotation, context))
-    else:
-        key = rotated(group_blocks(grams.full_key, groups), rotation)
-        weights = key_weights(pair_products(grams.query).real)
-        key_merge = map(to_matrix, merge_keys(pair_products(key), weights[groups]))
-    return Merge(*merge_values(value, output), *key_merge)
+
+    value_in: torch.Tensor
+    value_out: torch.Tensor
+    key_in: torch.Tensor
+    key_out: torch.Tensor
 
 
-def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Q_i C[i, j] Q_j^T from C [G, D, D, d, d] and Q [G, D, d, d]."""
-    return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
+def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """Eq. 25, 26: shared heads are the means of their groups; W_Q and W_O do not change."""
+    shape = kv_heads, source_kv_heads // kv_heads
+    eye = torch.eye(head_dim, dtype=torch.float64).expand(*shape, head_dim, head_dim)
+    return Merge(eye / shape[1], eye, eye / shape[1], eye)
 
 
-def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | None, context: int) -> KeyFit:
-    """The least squares for merging the keys of `groups` [G, D] after rotation by [G, D, d, d] or none."""
-    key, mean = group_blocks(grams.full_key, groups) / grams.tokens, grams.key_mean[groups]
-    query = grams.query[groups] / grams.tokens
-    if rotation is not None:
-        key, mean = rotated(key, rotation), torch.einsum("giab,gib->gia", rotation, mean)
-        query = rotation @ query @ rotation.mT
-    return KeyFit(key, mean, query, Turns(grams.frequencies, log_uniform(context)))
+def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """Shared heads are the first of their groups, retained; W_Q and W_O do not change."""
+    mean = mean_merge(source_kv_heads, kv_heads, head_dim)
+    first = torch.zeros_like(mean.value_in)
+    first[:, 0] = torch.eye(head_dim)
+    return Merge(first, mean.value_out, first, mean.key_out)
 
 
-def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
-    """What merging heads i and j loses of their values and keys, each as a share of the layer's: [H, H].
+@torch.no_grad()
+def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
+    """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
+    groups, members, size, _ = merge.value_in.shape
+    repeats, device = queries_per_kv_head(attention), attention.q_proj.weight.device
 
-    Keys are merged with RoPE in mind, by SCORING_ROUNDS of the alternation.
+    def per_kv_head(parts):  # [G, D, ...] -> [G * D, ...]
+        return parts.flatten(0, 1).to(device)
+
+    def per_query_head(parts):  # [G, D, ...] -> [query heads, ...]
+        return per_kv_head(parts).repeat_interleave(repeats, 0)
+
+    def group_sum(blocks):  # [G * D, d, n] -> [G, d, n]
+        return blocks.view(groups, members, *blocks.shape[1:]).sum(1)
+
+    merged = {}
+    for name, parameter in attention.named_parameters():
+        projection = name.partition(".")[0]
+        if projection == "q_proj":
+            merged[name] = per_query_head(merge.key_out.mT) @ head_rows(parameter, size)
+        elif projection == "k_proj":
+            merged[name] = group_sum(per_kv_head(merge.key_in) @ head_rows(parameter, size))
+        elif projection == "v_proj":
+            merged[name] = group_sum(per_kv_head(merge.value_in) @ head_rows(parameter, size))
+        elif name == "o_proj.weight":
+            columns = head_columns(parameter, size)
+            merged[name] = torch.einsum("oia,iab->oib", columns, per_query_head(merge.value_out))
+    for name, blocks in merged.items():
+        parameter = attention.get_parameter(name)
+        rows = (len(parameter),) if name == "o_proj.weight" else (-1,)
+        merged[name] = blocks.reshape(*rows, *parameter.shape[1:]).to(parameter.dtype)
+    return merged
+
+
+@torch.no_grad()
+def merge_layer(layer, index: int, config, merge: Merge):
+    """A stock decoder layer with fewer key/value heads, from one whose groups are consecutive.
+
+    config: the merged model's; index: the layer's. Parameters that merging does not change are shared.
     """
-    kv_heads = grams.source_kv_heads
-    every_head = key_fit(grams, torch.arange(kv_heads)[:, None], None, context)
-    loss = torch.zeros(kv_heads, kv_heads, dtype=torch.float64, device=grams.query.device)
-    for head in range(kv_heads - 1):
-        others = torch.arange(head + 1, kv_heads)
-        fit = key_fit(grams, torch.stack((torch.full_like(others, head), others), dim=1), None, context)
-        loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
-    lost_keys = share(loss + loss.T, (every_head.query * every_head.variance).sum())
-    return value_loss(grams.value("raw"), grams.output) + lost_keys
+    with torch.device("meta"):
+        merged = type(layer)(config, index)
+    attention = {f"self_attn.{name}": tensor for name, tensor in merged_state(layer.self_attn, merge).items()}
+    merged.load_state_dict(layer.state_dict() | attention, assign=True)
+    return merged.eval()
+
+
+def merged_config(config, kv_heads: int):
+    """A copy of a config with kv_heads key/value heads."""
+    config = copy.deepcopy(config)
+    config.num_key_value_heads = kv_heads
+    return config

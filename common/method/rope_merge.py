@@ -1,6 +1,6 @@
 """Merging keys with RoPE in mind: the shared key head of each group by least squares over all coordinates.
 
-A stock model does not need RoPE pairs to stay pairs, as in common/method/closed_form.py: any real A_j and B_i
+A stock model does not need RoPE pairs to stay pairs, as in common/method/low_rank.py: any real A_j and B_i
 [d, d] make one, with shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score
 q_i^T R k_i becomes q_i^T B_i R k~, with R = R(-t) the rotation by RoPE. Softmax ignores what is the same for
 all keys, so what merging loses is the variance of the score's error over keys and distances:
@@ -19,7 +19,7 @@ over stacked heads is [G, D d, D d].
 
 import torch
 
-from common.method.closed_form import key_weights, merge_keys, merge_values
+from common.method.low_rank import key_weights, merge_keys, merge_values
 from common.method.rope import pair_products, to_complex, to_matrix, unit_phase
 
 ROUNDS = 8  # of the alternation; later ones gain about a percent

@@ -6,6 +6,7 @@ import os
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from common.records import SOURCE
 from common.reporting.tables import markdown_text
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
@@ -103,7 +104,7 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     kinds = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != "none" else []
     kinds += [f"{name} ({', '.join(map(_code, sources))})"
               for name, sources in (("chats", chats), ("text", text)) if sources]
-    teacher = "the untouched source" if arguments["teacher"] == "source" else "a fine-tuned teacher"
+    teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher}
 
 

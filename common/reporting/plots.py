@@ -5,11 +5,7 @@ A failed plot must not fail the stage: one that cannot be drawn or written is sk
 
 import contextlib
 import functools
-import math
 import os
-import statistics
-
-from common.reporting.tables import standard_error
 
 
 def drawing(figure_of):
@@ -164,79 +160,3 @@ def _draw_heldout(axes: list, measured: list[dict]) -> None:
     for axis in axes:
         axis.set(xlabel="step")
         axis.legend()
-
-
-@drawing
-def starts(
-    plt,
-    losses: dict[str, dict[int, list[float]]],  # name -> distillation steps -> held-out loss of each seed
-    source: float,  # the source model's held-out loss
-    title: str,
-    budget: str = "distillation steps",  # label of the horizontal axis
-):
-    """Held-out loss against distillation, one line per merging method; bars of one standard error.
-
-    Names that differ only after their last comma are variants of a method: same colour, the second dashed,
-    the third dotted.
-    """
-    figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
-    budgets = sorted(set().union(*losses.values()))
-    variants: dict[str, int] = {}
-    for name, by_steps in losses.items():
-        method = name.rpartition(",")[0]
-        variants[method] = variants.get(method, 0) + 1
-        colour, style = f"C{list(variants).index(method)}", ("-", "--", ":")[variants[method] - 1]
-        means = [statistics.mean(seeds) for seeds in by_steps.values()]
-        errors = [standard_error(seeds) if len(seeds) > 1 else 0.0 for seeds in by_steps.values()]
-        axis.errorbar([budgets.index(steps) for steps in by_steps], means, errors, color=colour,
-                      linestyle=style, marker="o", markersize=3, capsize=2, label=name)
-    axis.plot([0, len(budgets) - 1], [source, source], color="black", linewidth=0.8, label="source")
-    axis.set(title=title, xlabel=budget, ylabel="held-out loss, nats",
-             xticks=range(len(budgets)), xticklabels=budgets)
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return figure
-
-
-@drawing
-def positions(
-    plt,
-    lost: dict[str, list[list[float]]],  # name -> bucket -> nats lost against the source, per sequence
-    buckets: list[str],  # "0-256", ...
-    title: str,
-):
-    """Nats lost against the source by position, one line per model; bars of one standard error.
-    """
-    figure, axis = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
-    for name, by_bucket in lost.items():
-        means = [statistics.mean(sequences) for sequences in by_bucket]
-        errors = [standard_error(sequences) if len(sequences) > 1 else 0.0 for sequences in by_bucket]
-        axis.errorbar(range(len(buckets)), means, errors, marker="o", markersize=3, capsize=2, label=name)
-    axis.set(title=title, xlabel="position in the sequence", ylabel="nats lost against the source",
-             xticks=range(len(buckets)), xticklabels=buckets)
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    return figure
-
-
-@drawing
-def losses_before_training(
-    plt,
-    perplexities: dict[str, float],  # name -> perplexity; the source's first
-    title: str,
-):
-    """How far each merged model's loss is above the source's: a bar per model, labelled with its perplexity.
-
-    On a linear scale of nats: bars of perplexities themselves would show the worst one only.
-    """
-    (_, source), *merged = perplexities.items()
-    names = [name for name, _ in merged]
-    losses = [math.log(perplexity / source) for _, perplexity in merged]
-    figure, axis = plt.subplots(figsize=(8.6, 0.42 * len(merged) + 1.3), layout="constrained")
-    bars = axis.barh(names, losses, height=0.62)
-    labels = [f"perplexity {perplexity:,.{1 if perplexity < 1000 else 0}f}" for _, perplexity in merged]
-    axis.bar_label(bars, labels, padding=4, fontsize=9)
-    axis.invert_yaxis()
-    axis.margins(x=0.25)  # room for the labels
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set(title=title, xlabel=f"loss above the source's (perplexity {source:.1f}), nats per token")
-    return figure

@@ -54,7 +54,7 @@ PARTS = (
 DECIDED = ("groups", "aligned", "train", "gqa")  # parts whose summaries contain the target's kv_heads
 
 
-class Run(NamedTuple):
+class RunDirectory(NamedTuple):
     """A directory with at least one artifact."""
 
     name: str  # relative to the reported directory, with a trailing slash; "" for that directory itself
@@ -71,7 +71,7 @@ def write(directory: str) -> str:
     runs = find_runs(directory)
     if not runs:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
-    outer = runs.pop(0) if runs[0].name == "" else Run("", directory, {})
+    outer = runs.pop(0) if runs[0].name == "" else RunDirectory("", directory, {})
     page = template().render(
         outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
         inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
@@ -91,19 +91,20 @@ def template() -> Template:
     return environment.get_template("report.html")
 
 
-def find_runs(directory: str) -> list[Run]:
+def find_runs(directory: str) -> list[RunDirectory]:
     """The directory, if it contains artifacts, and its subdirectories that do."""
     runs = []
     for home in sorted(home for home, _, _ in os.walk(directory)):
         paths = {part: os.path.join(home, part.record) for part in PARTS}
-        records = {part.name: read(path, part.stage) for part, path in paths.items() if os.path.exists(path)}
+        present = {part: path for part, path in paths.items() if os.path.exists(path)}
+        records = {part.name: read_checked(path, part.stage) for part, path in present.items()}
         if records:
             name = "" if home == directory else os.path.relpath(home, directory) + "/"
-            runs.append(Run(name, home, records))
+            runs.append(RunDirectory(name, home, records))
     return runs
 
 
-def read(path: str, stage: str) -> dict:
+def read_checked(path: str, stage: str) -> dict:
     """A record, validated as far as the page needs. Raises UserError if it is damaged."""
     record = read_record(path, stage)
     for name, figures in record.get("results", {}).items():
@@ -113,7 +114,7 @@ def read(path: str, stage: str) -> dict:
     return record
 
 
-def overview(run: Run) -> dict:
+def overview(run: RunDirectory) -> dict:
     """Overview of a run for the template: model, target, total time and results."""
     model = next((record["model"] for record in run.records.values()), None)
     summaries = [run.records[name]["summary"] for name in DECIDED if name in run.records]
@@ -144,11 +145,11 @@ def end_time(record: dict) -> float:
         return math.nan
 
 
-def present_sections(run: Run) -> list[dict]:
+def present_sections(run: RunDirectory) -> list[dict]:
     return [section(run, part, []) for part in PARTS if part.name in run.records]
 
 
-def section(run: Run, part: Part, inner: list[Run]) -> dict:
+def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     """A stage's section for the template. inner: runs in subdirectories, which may have a missing part."""
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))

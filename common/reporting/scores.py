@@ -1,4 +1,4 @@
-"""The results table of 07_eval.py in Markdown, its caption, and writing both to a checkpoint's model card."""
+"""The results of 07_eval.py: table in Markdown, caption and last line; writing them to a model card."""
 
 import os
 
@@ -82,6 +82,21 @@ def caption(
             f"questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
             f"{text} Speeds: one sequence on {hardware}.")
     return " ".join(line.split())
+
+
+def summary_line(results: dict[str, dict]) -> str:
+    """One line: micro averages, or perplexities where there are none, and the last checkpoint's cache size
+    relative to the first's.
+    """
+    scores = []
+    for name, figures in results.items():
+        if figures["tasks"]:
+            rate, error = figures["micro_exact_match"], figures["micro_exact_match_stderr"]
+            scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
+        elif "perplexity" in figures:
+            scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
+    sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
+    return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
 
 
 def write_scores(directory: str, scores: str) -> bool:

@@ -1,7 +1,5 @@
 """Markdown tables: the one writer for all of this repository's."""
 
-import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
@@ -33,16 +31,3 @@ def markdown_table(
     ends = {"<": "-", ">": ":"}
     rules = ["-" * (width + 1) + ends[side] for side, width in zip(align, widths, strict=True)]
     return "\n".join([line(cells[0]), f"|{'|'.join(rules)}|", *map(line, cells[1:])])
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent measurements; NaN for a single one."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def mean_and_error(values: Sequence[float]) -> str:
-    """The mean to three digits, "± standard error" if there are several values; "" if there is none."""
-    if not values:
-        return ""
-    mean = f"{statistics.mean(values):.3f}"
-    return f"{mean} ± {standard_error(values):.3f}" if len(values) > 1 else mean

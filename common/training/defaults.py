@@ -2,16 +2,15 @@
 
 import argparse
 import math
-import os
 
 from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
 from common.data.text import sequence_length
-from common.models import DEMO, DEMO_HOME
+from common.models import DEMO, default_sources
+from common.records import SOURCE
 from common.training.engine import Schedule
 from common.training.pool import NONE, Pool
-from common.training.run import SOURCE
 from common.training.students import Pair
 
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Table 1)
@@ -36,7 +35,7 @@ def with_defaults(args, demo: bool, positions: int) -> argparse.Namespace:
     filled = argparse.Namespace(**given)
     for name, value in (OF_DEMO if demo else PUBLISHED).items():
         setattr(filled, name, value if given[name] is None else given[name])
-    filled.tasks = args.tasks or (os.path.join(DEMO_HOME, "tasks") if demo else "hub")
+    filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
     filled.text = [] if filled.text == [NONE] else filled.text
     if args.heldout_text is None:

@@ -5,13 +5,13 @@ import os
 from dataclasses import dataclass
 
 from common.cli import Clock
+from common.records import SOURCE
 from common.training.heldout import Heldout
 from common.training.pool import Pool
 from common.training.sharding import Execution, Ranks
 from common.training.students import Pair
 
 STAGE = "05_prune_train.py"
-SOURCE = "source"  # --teacher: the untouched source model
 
 
 @dataclass(frozen=True)

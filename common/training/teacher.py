@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, read_record, record, verify_files, write_record
+from common.artifacts import claim, make_record, read_record, verify_files, write_record
 from common.cli import UserError
 from common.files import write_directory
 from common.models import load_config, load_tokenizer
+from common.records import SOURCE
 from common.training import checkpoints
 from common.training.distill import next_token_loss, sft_flops
 from common.training.engine import Job, Schedule, steps
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.pool import Pool
-from common.training.run import SOURCE, STAGE, Run
+from common.training.run import STAGE, Run
 from common.training.sharding import Execution, Ranks, Trainee, build
 from common.training.students import Rates, teacher_optimizer
 
@@ -89,7 +90,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
         model.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
+        write_record(aside, make_record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
     shutil.rmtree(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 

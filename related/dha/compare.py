@@ -12,7 +12,7 @@ learning rate or cache size are refused.
 
 import os
 
-from common.artifacts import check_input, claim, record
+from common.artifacts import check_input, claim, make_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.files import write_json, write_text
 from common.reporting import plots
@@ -134,7 +134,7 @@ def main():
     write_text(outputs["md"], text)
     inputs = [os.path.join(args.run, name) for name in args.names]
     summary = {"rows": rows, "uncompressed": uncompressed}
-    write_json(outputs["json"], record(COMPARE, args, model, inputs, summary, clock()))
+    write_json(outputs["json"], make_record(COMPARE, args, model, inputs, summary, clock()))
     print(text, end="")
     print(f"wrote   {outputs['json']}, {outputs['md']}")
     losses = {name: row["heldout"][-1][1] for name, row in rows.items() if name != SOURCE}

@@ -13,7 +13,7 @@ the cold start drops the weights that search has trained.
 
 import os
 
-from common.artifacts import check_input, claim, read_record, record, verify_files, write_record
+from common.artifacts import check_input, claim, make_record, read_record, verify_files, write_record
 from common.cli import Clock, run_stage, stage_parser
 from common.files import write_directory
 from common.models import load_config, load_model, load_tokenizer
@@ -56,7 +56,7 @@ def main():
         model.save_pretrained(aside)
         load_tokenizer(path).save_pretrained(aside)
         summary = {"steps_so_far": steps}
-        write_record(aside, record(POOL, args, search["model"], [search_path], summary, clock()))
+        write_record(aside, make_record(POOL, args, search["model"], [search_path], summary, clock()))
     print(f"wrote   {output}\npool: heads of {path} averaged within search's groups, in {clock()} s")
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import claim, record, verify_files, write_record
+from common.artifacts import claim, make_record, verify_files, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
@@ -89,7 +89,7 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
         model.save_pretrained(aside)
         load_tokenizer(start).save_pretrained(aside)
         shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
-        write_record(aside, record(PRETRAIN, args, describe(start), [], summary, clock()))
+        write_record(aside, make_record(PRETRAIN, args, describe(start), [], summary, clock()))
     shutil.rmtree(directory)
     print(f"wrote   {output}")
     print(

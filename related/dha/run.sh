@@ -19,7 +19,7 @@ RUN=${RUN:-runs/dha}
 STEPS=${STEPS:-400}
 read -ra FUSE_FLAGS <<< "${FUSE:-}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
+source pipelines/functions.sh
 dha() { "$PYTHON" -m "related.dha.$1" --run="$RUN" "${@:2}"; }  # dha SCRIPT FLAGS...
 
 make_once "$RUN/search.json" dha search "$@"

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from common.artifacts import claim, record
+from common.artifacts import claim, make_record
 from common.cli import Clock, UserError, non_negative, positive, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import resolve_model
@@ -251,7 +251,7 @@ def main():
     write_text(output + ".md", shown + "\n")
     title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
     picture(output + ".png", results, title)
-    sidecar = record(STAGE, args, results[paths[0]]["model"], [], {}, clock())
+    sidecar = make_record(STAGE, args, results[paths[0]]["model"], [], {}, clock())
     write_json(output + ".json", sidecar | {"device": device, "results": results})
     print(f"\n{shown}\n\nwrote   {output}.json, {output}.md")
     print(f"keychannels: {closing_line(results, args.select[-1])}; in {clock()} s")

@@ -26,7 +26,7 @@ import sys
 
 import torch
 
-from common.artifacts import claim, read_record, record, verify_files
+from common.artifacts import claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import resolve_model
@@ -90,7 +90,7 @@ def parse():
 
 def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
     """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
-    conditions, layers = [], Layers(path, torch.float32, device, one_by_one=True)
+    conditions, layers = [], Layers(path, torch.float32, device, layerwise=True)
     numbers = range(layers.config.num_hidden_layers)
     for index in Progress(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:
@@ -240,7 +240,7 @@ def main():
     picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
     figures = {"weights": {name: entry.figures() for name, entry in weights.items()},
                "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
-    sidecar = record(STAGE, args, describe(path, args.model), [], {}, clock())
+    sidecar = make_record(STAGE, args, describe(path, args.model), [], {}, clock())
     write_json(output + ".json", sidecar | figures)
     print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
     print(f"compare: {closing_line(args.model, conditions, lines)}; in {clock()} s")

@@ -24,11 +24,11 @@ import os
 
 import torch
 
-from common.artifacts import claim, read_record, record, write_record
+from common.artifacts import claim, make_record, read_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.files import write_directory
-from common.models import DEMO, describe, load_config, load_model, load_tokenizer
+from common.models import DEMO, describe, load_config, load_model, load_tokenizer, weight_dtype
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, fold
 from related.skipless.exactness import LOGIT_TOLERANCE, exact_logits, relative_difference, rounded
 from related.skipless.modeling import SkiplessConfig
@@ -101,7 +101,7 @@ def main():
     claim(STAGE, args, output)
     if os.path.exists(output):  # --force replaces an earlier fold and nothing else
         read_record(output, STAGE)
-    dtype = (config.dtype or torch.float32) if args.dtype == "source" else getattr(torch, args.dtype)
+    dtype = weight_dtype(args.dtype, config)
     tokenizer = load_tokenizer(source)
     tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, split="heldout")
     print(f"reads   {source}; {description}, for the equivalence check")
@@ -113,7 +113,7 @@ def main():
     with write_directory(output) as aside:
         folded.to(dtype).save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        write_record(aside, record(STAGE, args, describe(source), [], summary, clock()))
+        write_record(aside, make_record(STAGE, args, describe(source), [], summary, clock()))
     print(f"wrote   {output}\nfold: {', '.join(removed)} removed, {before:,} -> {after:,} weights "
           f"({1 - after / before:.1%} fewer) in {clock()} s")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import record, write_record
+from common.artifacts import make_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
 from common.data.samples import Sample
 from common.data.text import load_tokens
@@ -225,6 +225,6 @@ def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str],
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, record(TRAIN_STAGE, args, describe(source), [], summary, clock()))
+        write_record(aside, make_record(TRAIN_STAGE, args, describe(source), [], summary, clock()))
     shutil.rmtree(directory)
     print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after {clock()} s")

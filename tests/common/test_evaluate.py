@@ -39,7 +39,7 @@ def test_perplexity_is_transformers_loss(model):
 ])
 def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtype, changes):
     path, row = save_tiny(tmp_path / "model", dtype, **changes), TOKENS[0]
-    whole, layers = load_model(path, dtype), Layers(path, dtype, "cpu", one_by_one=True)
+    whole, layers = load_model(path, dtype), Layers(path, dtype, "cpu", layerwise=True)
     expected = evaluate.perplexity(whole, TOKENS)
     assert evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path)) == pytest.approx(expected, rel=1e-6)
     cached = evaluate.cache_bytes_per_token(whole, row)
@@ -210,7 +210,7 @@ def random_evaluation(draw) -> dict[str, float]:
     """The figures of one evaluation of tasks of known difficulty, answered at random."""
     figures, tasks = {}, {}
     for task, size in SIZES.items():
-        share, error = evaluate.rate(list(draw.random(size) < TRUTH[task]))
+        share, error = evaluate.accuracy(list(draw.random(size) < TRUTH[task]))
         figures |= {task: share, f"{task}_stderr": error}
         tasks[task] = {"questions": size, "chance": 0.5, "exact_match": share, "exact_match_stderr": error,
                        "likelihood": share, "likelihood_stderr": error}

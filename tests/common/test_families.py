@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.layers import run_layer
 from common.method import masks
-from common.method.fuse import fuse_layer, merge_model
+from common.method.fuse import fuse_layer
 from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import free_pairs
 from common.method.stats import key_gram
@@ -20,6 +20,7 @@ from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Trainee
 from conftest import expect_error, run, save_tiny, tiny_model
+from students import merge_model
 from test_packing import random_samples
 
 GQA, TIED = {"num_key_value_heads": 4}, {"tie_word_embeddings": True}

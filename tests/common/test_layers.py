@@ -89,14 +89,14 @@ def test_spool_on_disk_keeps_every_bit(tmp_path):
     assert not list(tmp_path.iterdir())  # a file without a name: nothing is left, whatever ends the process
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_layers_are_the_model(tmp_path, one_by_one, tied):
+def test_layers_are_the_model(tmp_path, layerwise, tied):
     model = tiny_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    layers = Layers(str(tmp_path), torch.float32, "cpu", one_by_one)
+    layers = Layers(str(tmp_path), torch.float32, "cpu", layerwise)
     hidden = layers.embed(TOKENS.split(2), str(tmp_path))
     for index in range(3):
         with layers.layer(index) as layer:
@@ -105,7 +105,7 @@ def test_layers_are_the_model(tmp_path, one_by_one, tied):
         logits = torch.cat([head(hidden[0]), head(hidden[1])])
     torch.testing.assert_close(logits, model(TOKENS).logits, rtol=0, atol=1e-4)
     devices = {parameter.device.type for parameter in layers.model.parameters()}
-    assert devices == {"meta"} if one_by_one else {"cpu"}
+    assert devices == {"meta"} if layerwise else {"cpu"}
     assert all(map(torch.equal, layers.logits(TOKENS, str(tmp_path)), logits))
 
 
@@ -137,7 +137,7 @@ def test_layers_of_other_weights(tmp_path):
             Layers("nowhere", torch.float32, "cpu", True, model.config, Tensors(changed))
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -146,7 +146,7 @@ def test_layers_of_other_weights(tmp_path):
         ("nan", r"NaN or Inf in model\.layers\.1\.mlp\.up_proj\.weight"),
     ],
 )
-def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
+def test_bad_weights_are_named(tmp_path, layerwise, fault, message):
     state, name = dict(tiny_model().state_dict()), "model.layers.1.mlp.up_proj.weight"
     if fault == "missing":
         del state[name]
@@ -157,7 +157,7 @@ def test_bad_weights_are_named(tmp_path, one_by_one, fault, message):
     tiny_model().save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
-        layers = Layers(str(tmp_path), torch.float32, "cpu", one_by_one)
+        layers = Layers(str(tmp_path), torch.float32, "cpu", layerwise)
         with layers.layer(1):
             pass
 
@@ -197,7 +197,7 @@ def test_layerwise_needs_weights(tmp_path):
     path = save_tiny(tmp_path / "model")
     os.remove(tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=r"expected weights \(one of model.safetensors, .*\), found none"):
-        Layers(path, torch.float32, "cpu", one_by_one=True)
+        Layers(path, torch.float32, "cpu", layerwise=True)
 
 
 def test_a_damaged_generation_config_is_one_line(tmp_path):

@@ -24,9 +24,9 @@ from common.models import (
     load_config,
     load_model,
     load_tokenizer,
+    local_model,
     needs_several_gpus,
     require_convertible,
-    resolve_model,
     source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
@@ -123,7 +123,7 @@ def test_other_files_beside_the_weights_change_nothing(copy, kind):
         torch.save(other, path / "pytorch_model.bin")
     assert fingerprint(str(path)) == before
     assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
-    with Layers(str(path), torch.float32, "cpu", one_by_one=True).layer(1) as layer:
+    with Layers(str(path), torch.float32, "cpu", layerwise=True).layer(1) as layer:
         assert torch.equal(layer.mlp.up_proj.weight, state[UP])
     assert torch.equal(load_model(str(path)).state_dict()[UP], state[UP])
 
@@ -154,9 +154,9 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
 def test_names_with_glob_characters_are_read(copy, name):
     path = str(copy("shards", name))
     assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
-    with Layers(path, torch.float32, "cpu", one_by_one=True).layer(0):
+    with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
         pass
-    assert resolve_model(path) == path
+    assert local_model(path) == path
 
 
 # -- what is refused --
@@ -271,28 +271,28 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 
 
-def use_everything(path: str, one_by_one: bool) -> None:
-    layers = Layers(path, torch.float32, "cpu", one_by_one)
+def use_everything(path: str, layerwise: bool) -> None:
+    layers = Layers(path, torch.float32, "cpu", layerwise)
     for name in PARTS:
         with layers.part(name):
             pass
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage, one_by_one):
+def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage, layerwise):
     kind, action, expected = DAMAGES[damage]
     path = copy(kind)
     action(path)
-    message = refusal(use_everything, str(path), one_by_one)
+    message = refusal(use_everything, str(path), layerwise)
     assert expected in message and str(path) in message and len(message) < 800, message
 
 
 def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
     path = copy("whole")
     drop(path, **{f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)})
-    for one_by_one in (False, True):
-        use_everything(str(path), one_by_one)
+    for layerwise in (False, True):
+        use_everything(str(path), layerwise)
 
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",

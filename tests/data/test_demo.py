@@ -21,7 +21,7 @@ from conftest import ROOT, run
 def made(tmp_path_factory) -> Path:
     """A demo model after a tenth of its training: enough for its heads to specialise."""
     home = tmp_path_factory.mktemp("demo") / "made"
-    demo.build(home, steps=60)
+    demo.build_demo(home, steps=60)
     return home
 
 
@@ -33,7 +33,7 @@ def digests(directory: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_same_bytes_each_time(tmp_path):
     for name in ("a", "b"):
-        demo.build(tmp_path / name, steps=2)
+        demo.build_demo(tmp_path / name, steps=2)
     first = digests(tmp_path / "a")
     assert first == digests(tmp_path / "b") and len(first) >= 2 + 16 + 4
     assert len({(tmp_path / "a" / name).stat().st_mode for name in first}) == 1
@@ -92,7 +92,7 @@ def test_text_is_split_by_file():
 def test_the_demo_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
     made = []
-    monkeypatch.setattr(demo, "build", lambda home: made.append(home) or os.makedirs(f"{home}/model"))
+    monkeypatch.setattr(demo, "build_demo", lambda home: made.append(home) or os.makedirs(f"{home}/model"))
     assert demo.resolve_model("demo") == demo.resolve_model("demo") == str(tmp_path / "demo" / "model")
     assert made == [str(tmp_path / "demo")]
     assert demo.resolve_model(str(tmp_path)) == str(tmp_path)

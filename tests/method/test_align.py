@@ -18,11 +18,12 @@ from common.artifacts import check_input, digest, read_groups, read_layer, read_
 from common.cli import UserError
 from common.method import fuse
 from common.method.align import align_layer, no_rotation, within_group_cosine
-from common.method.merge import closed_form_layer
+from common.method.closed_form import closed_form_layer
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit, unpack_half
 from conftest import ROOT, copy_run, expect_error, run, save_tiny
+from students import merge_model
 
 N, H, D = 200, 6, 8
 GROUPS = torch.tensor([[4, 1, 3], [5, 0, 2]])
@@ -163,7 +164,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
         mean = aligned[name].view(2, 4, 8, -1).mean(1).view(16, -1)
         assert torch.allclose(merged[name], mean, atol=1e-6) == ("mean" in flags)
     if "mean" not in flags:
-        for name, tensor in fuse.merge_model(source, 2, merges).state_dict().items():
+        for name, tensor in merge_model(source, 2, merges).state_dict().items():
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
 

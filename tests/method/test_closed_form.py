@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from common.method import closed_form
-from common.method.fuse import Merge, fuse_layer, merge_model
-from common.method.merge import closed_form_layer, key_fit, merging_loss
+from common.method import low_rank
+from common.method.closed_form import closed_form_layer, key_fit, merging_loss
+from common.method.fuse import fuse_layer
+from common.method.merge import Merge
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
 from conftest import tiny_model
+from students import merge_model
 
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
 
@@ -146,7 +148,7 @@ def test_values_are_the_truncated_svd_of_the_stacked_maps(members):
     factor = normal(30, 30, seed=3) / 5  # S = factor factor^T: S^(1/2) up to a rotation
     seen = values @ factor
     gram = torch.einsum("ian,jbn->ijab", seen, seen)
-    combine, read = closed_form.merge_values(gram[None], (outputs.mT @ outputs)[None])
+    combine, read = low_rank.merge_values(gram[None], (outputs.mT @ outputs)[None])
     stacked = (outputs @ seen).reshape(-1, 30).numpy()
     left, singular, right = np.linalg.svd(stacked, full_matrices=False)
     best = (left[:, :8] * singular[:8]) @ right[:8]
@@ -163,7 +165,7 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     keys = torch.complex(*torch.randn(2, members, 50, 4, dtype=torch.float64, generator=generator))
     weights = torch.rand(members, 4, dtype=torch.float64, generator=generator)
     gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
-    combine, factor = (part[0] for part in closed_form.merge_keys(gram[None], weights[None]))
+    combine, factor = (part[0] for part in low_rank.merge_keys(gram[None], weights[None]))
     shared = torch.einsum("jp,jnp->np", combine, keys)
     for pair in range(4):
         weighted = (weights[:, None, pair] * keys[:, :, pair]).numpy()
@@ -181,8 +183,8 @@ def test_pairs_of_keys_are_weighted_by_their_queries():
     """Merged pair by pair, a layer's keys are those of merge_keys for its own query energies."""
     grams, groups = statistics(doubled())[0], torch.arange(8).view(2, 4)
     energy = torch.diagonal(grams.query, dim1=1, dim2=2).view(8, 2, 4).sum(1)  # of both coordinates of a pair
-    weights = closed_form.key_weights(energy)
-    expected = closed_form.merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
+    weights = low_rank.key_weights(energy)
+    expected = low_rank.merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
     merge = unrotated_merge(grams, groups)
     for matrix, factor in zip((merge.key_in, merge.key_out), expected, strict=True):
         torch.testing.assert_close(matrix, to_matrix(factor))
@@ -194,26 +196,26 @@ def test_a_query_that_never_looks_does_not_blow_its_factor_up():
     energy[1] = 1e-300
     energy[2, 0] = 0
     keys[:, :, 3] = 0  # a pair whose keys are zero
-    weights = closed_form.key_weights(energy)
+    weights = low_rank.key_weights(energy)
     gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
-    combine, read = (part[0] for part in closed_form.merge_keys(gram[None], weights[None]))
+    combine, read = (part[0] for part in low_rank.merge_keys(gram[None], weights[None]))
     shared = torch.einsum("jp,jnp->np", combine, keys)
     bound = (keys.abs().square().sum(1) / shared.abs().square().sum(0).clamp(min=1e-300)).sqrt()
     assert torch.isfinite(read.abs()).all() and (read.abs()[:, :3] <= bound[:, :3] + 1e-9).all()
     assert (read[:, 3] == 1).all()
-    assert torch.isfinite(combine.abs()).all() and (closed_form.key_weights(torch.zeros(2, 4)) == 1).all()
+    assert torch.isfinite(combine.abs()).all() and (low_rank.key_weights(torch.zeros(2, 4)) == 1).all()
 
 
 def test_energy_scores_are_what_merging_the_pair_loses():
     grams = statistics(doubled())[0]
     value, output = grams.value("raw"), grams.output
-    value_loss, both = closed_form.value_loss(value, output), merging_loss(grams, 64)
+    value_loss, both = low_rank.value_loss(value, output), merging_loss(grams, 64)
     total = sum(float(torch.trace(output[i] @ value[i, i])) for i in range(8))
     alone = key_fit(grams, torch.arange(8)[:, None], None, 64)
     total_key = float((alone.query * alone.variance).sum())
     for i, j in ((0, 1), (2, 7), (5, 3)):
         pair = torch.tensor([[i, j]])
-        combine, read = closed_form.merge_values(group_blocks(value, pair), output[pair])
+        combine, read = low_rank.merge_values(group_blocks(value, pair), output[pair])
         stacked = group_blocks(value, pair)[0].permute(0, 2, 1, 3).reshape(16, 16)
         lost = 0.0
         for place, head in enumerate((i, j)):  # sum_n |W_O (v - read v~)|^2, written out
@@ -235,11 +237,11 @@ def test_a_layer_of_zeros_loses_no_energy_and_merges_by_the_mean():
     mean = torch.eye(8, dtype=torch.float64).expand(1, 4, 8, 8)
     for v, o in ((0 * values, outputs), (values, 0 * outputs)):
         gram, output = torch.einsum("ina,jnb->ijab", v, v), o.mT @ o
-        assert not closed_form.value_loss(gram, output).any()
-        combine, read = closed_form.merge_values(gram[None], output[None])
+        assert not low_rank.value_loss(gram, output).any()
+        combine, read = low_rank.merge_values(gram[None], output[None])
         assert torch.equal(combine, mean / 4) and torch.equal(read, mean)
     gram = torch.zeros(4, 4, 4, dtype=torch.complex128)
-    combine, read = closed_form.merge_keys(gram[None], torch.ones(1, 4, 4).double())
+    combine, read = low_rank.merge_keys(gram[None], torch.ones(1, 4, 4).double())
     assert (combine == 0.25).all() and (read == 1).all()
     grams = statistics(doubled())[0]
     for name in ("value.raw", "key.raw", "key.sum"):
@@ -252,14 +254,14 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
     floor = 1e-6 * float(energy.mean())
     expected = energy.clone()
     expected[:, 2] = floor
-    torch.testing.assert_close(closed_form.key_weights(energy).square(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(low_rank.key_weights(energy).square(), expected, rtol=1e-12, atol=0)
 
 
 def test_shared_values_have_the_coordinates_nearest_to_the_mean():
     """Of all orthogonal coordinates, sum_n <mean, v~> is largest where sum_n mean v~^T is symmetric, >= 0."""
     values, outputs = normal(2, 3, 30, 8), normal(2, 3, 20, 8, seed=1)
     gram = torch.einsum("gina,gjnb->gijab", values, values)
-    combine, _ = closed_form.merge_values(gram, outputs.mT @ outputs)
+    combine, _ = low_rank.merge_values(gram, outputs.mT @ outputs)
     shared = torch.einsum("giab,ginb->gna", combine, values)
     product = values.mean(1).mT @ shared
     torch.testing.assert_close(product, product.mT, rtol=0, atol=1e-9)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.method.fuse import Merge, first_merge, fuse_layer, mean_merge, merge_model, merged_state
+from common.method.fuse import fuse_layer
 from common.method.rope import rotate_pairs
 from conftest import tiny_model
 
@@ -81,43 +81,6 @@ def test_fusing_writes_equations_12_to_16():
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
 
 
-def test_merge_is_the_mean_of_equations_25_and_26():
-    attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, mean_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
-    for name, parameter in attention.named_parameters():
-        if name[0] in "kv":
-            groups = parameter.detach().double().view(2, 4, 8, -1)
-            expected = torch.stack([sum(group) / 4 for group in groups]).view(state[name].shape)
-            torch.testing.assert_close(state[name], expected.float(), rtol=0, atol=1e-7)
-        elif name in state:
-            assert torch.equal(state[name], parameter)  # queries and outputs are as they were
-
-
-def test_the_first_head_of_a_group_is_retained():
-    attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, first_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
-    for name, parameter in attention.named_parameters():
-        if name[0] in "kv":
-            first = parameter.detach().view(2, 4, 8, -1)[:, 0].reshape(state[name].shape)
-            assert torch.equal(state[name], first)
-        elif name in state:
-            assert torch.equal(state[name], parameter)
-
-
-def test_merging_equal_heads_changes_nothing():
-    """If the heads of every group already share keys and values, the stock GQA model is the same function."""
-    model = tiny_model(bias=True)
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            for parameter in projection.parameters():
-                blocks = parameter.data.view(2, 4, 8, -1)
-                blocks[:] = blocks[:, :1].clone()
-    merged = merge_model(model, 2)
-    assert merged.config.num_key_value_heads == 2
-    assert merged.model.layers[0].self_attn.k_proj.out_features == 16
-    torch.testing.assert_close(logits_of(merged), logits_of(model), rtol=0, atol=1e-4)
-
-
 @torch.no_grad()
 def test_each_query_head_follows_its_key_value_head():
     """Of a source that is GQA already: query heads 2 i and 2 i + 1 move and rotate with key/value head i."""
@@ -133,30 +96,3 @@ def test_each_query_head_follows_its_key_value_head():
             torch.testing.assert_close(attention.q_proj.weight[rows], expected)
             expected = before["o_proj.weight"][:, source] @ values[new].T
             torch.testing.assert_close(attention.o_proj.weight[:, rows], expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("source_kv_heads", [8, 4])
-def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
-    """v~ = sum value_in v, k~ = sum key_in k, W_O,i <- W_O,i value_out_i, q_i <- key_out_i^T q_i."""
-    attention = tiny_model(bias=True, num_key_value_heads=source_kv_heads).double().model.layers[0].self_attn
-    members, repeats = source_kv_heads // 2, 8 // source_kv_heads
-    value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, dtype=torch.float64)
-    state = merged_state(attention, Merge(value_in, value_out, key_in, key_out))
-    assert "o_proj.bias" not in state
-
-    for kind in ("weight", "bias"):
-        value, key, query = (getattr(getattr(attention, f"{name}_proj"), kind) for name in "vkq")
-        for group in range(2):
-            heads = range(group * members, (group + 1) * members)
-            rows = {head: slice(8 * head, 8 * head + 8) for head in range(8)}
-            shared = sum(value_in[group, i] @ value[rows[head]] for i, head in enumerate(heads))
-            torch.testing.assert_close(state[f"v_proj.{kind}"][rows[group]], shared)
-            shared = sum(key_in[group, i] @ key[rows[head]] for i, head in enumerate(heads))
-            torch.testing.assert_close(state[f"k_proj.{kind}"][rows[group]], shared)
-            for i, head in enumerate(heads):
-                for reader in range(head * repeats, (head + 1) * repeats):
-                    absorbed = key_out[group, i].T @ query[rows[reader]]
-                    torch.testing.assert_close(state[f"q_proj.{kind}"][rows[reader]], absorbed)
-                    columns = attention.o_proj.weight[:, rows[reader]] @ value_out[group, i]
-                    torch.testing.assert_close(state["o_proj.weight"][:, rows[reader]], columns)

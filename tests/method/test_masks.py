@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.method import masks
-from common.method.fuse import merge_model
 from conftest import tiny_model
+from students import merge_model
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
 

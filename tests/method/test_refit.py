@@ -10,9 +10,9 @@ from torch import nn
 
 from common.layers import Spool, run_layer
 from common.method import refit
-from common.method.fuse import merge_model
 from common.method.refit import HELD_OUT_EVERY, RIDGE_STRENGTHS, Moments, Refit, best_fit
 from conftest import tiny_model
+from students import merge_model
 
 TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))
 

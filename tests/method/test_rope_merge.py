@@ -6,7 +6,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.method import rope_merge
-from common.method.closed_form import merge_values
+from common.method.low_rank import merge_values
 from common.method.rope import pair_products, to_complex, to_matrix
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
 from conftest import tiny_model

@@ -113,7 +113,7 @@ def pair(evaluated, tmp_path):
     return copy_run(evaluated, tmp_path / "run")
 
 
-COMPARE = "common/reporting/harness.py"
+COMPARE = "pipelines/harness_check.py"
 
 
 def test_agreement_is_one_line(evaluated):

@@ -6,7 +6,10 @@ import sys
 import numpy as np
 import pytest
 
+from bench import plots as bench_plots
+from bench import positions
 from common.reporting import plots
+from pipelines import smollm2
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 pyplot.switch_backend("Agg")
@@ -169,7 +172,7 @@ def test_pairs_show_the_absolute_cosine_of_every_pair_in_every_layer():
 def test_starts_show_a_line_per_way_and_the_source():
     losses = {"mean, masks": {0: [9.0], 10: [5.0, 6.0], 100: [3.0]}, "mean, no masks": {0: [8.0], 100: [2.5]},
               "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}, "mean, other masks": {0: [7.0]}}
-    figure = figure_of(plots.starts, losses, 1.5, "8 -> 2 kv heads")
+    figure = figure_of(bench_plots.starts, losses, 1.5, "8 -> 2 kv heads")
     (axis,) = figure.axes
     assert (axis.get_title(), axis.get_xlabel()) == ("8 -> 2 kv heads", "distillation steps")
     assert axis.get_ylabel() == "held-out loss, nats"
@@ -187,7 +190,7 @@ def test_starts_show_a_line_per_way_and_the_source():
 
 def test_positions_show_a_line_per_model():
     lost = {"pairs": [[2.0, 1.0], [1.5, 1.5]], "rope": [[0.5], [0.25]]}
-    (axis,) = figure_of(plots.positions, lost, ["0-256", "256-512"], "2 kv heads").axes
+    (axis,) = figure_of(positions.loss_by_position, lost, ["0-256", "256-512"], "2 kv heads").axes
     assert (axis.get_title(), axis.get_ylabel()) == ("2 kv heads", "nats lost against the source")
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0-256", "256-512"]
     assert error_bars(axis) == {"pairs": ([0, 1], [1.5, 1.5], [0.5, 0.0]),
@@ -197,7 +200,7 @@ def test_positions_show_a_line_per_model():
 
 def test_losses_before_training_are_those_above_the_sources():
     perplexities = {"source": 20.0, "mean": 35808.0, "closed form": 20 * math.e}
-    axis, = figure_of(plots.losses_before_training, perplexities, "3 -> 1 kv heads").axes
+    axis, = figure_of(smollm2.losses_above_source, perplexities, "3 -> 1 kv heads").axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["mean", "closed form"]
     assert [bar.get_width() for bar in axis.patches] == pytest.approx([math.log(35808 / 20), 1])
     assert [text.get_text() for text in axis.texts] == ["perplexity 35,808", "perplexity 54.4"]

@@ -1,9 +1,6 @@
 """The results table of stage 7, its caption and last line, and scores in a model card."""
 
-import runpy
-
-from common.reporting.scores import caption, results_table, write_scores
-from conftest import ROOT
+from common.reporting.scores import caption, results_table, summary_line, write_scores
 
 
 def figures(**changes) -> dict:
@@ -63,10 +60,9 @@ def test_many_checkpoints_have_a_row_each():
 
 def test_the_last_line_has_the_micro_average():
     """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
-    stage = runpy.run_path(str(ROOT / "07_eval.py"))
     results = {"a": figures(micro_exact_match=0.5), "b": figures(micro_exact_match_stderr=0.25)}
-    assert stage["summarize"](results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
-                                           "KV cache of the last 1.000 of the first's")
+    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
+                                     "KV cache of the last 1.000 of the first's")
 
 
 HOSTILE = "a|b\n<!-- /scores -->"

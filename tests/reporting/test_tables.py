@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from common.reporting.tables import markdown_table, mean_and_error, standard_error
+from bench.plots import mean_and_error, standard_error
+from common.reporting.tables import markdown_table
 
 
 def test_columns_are_padded_to_one_width():

@@ -17,7 +17,7 @@ from common import evaluate, models
 from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
-from common.measure import require_finite
+from common.evaluate import require_finite
 from conftest import (
     ROOT,
     byte_tokenizer,

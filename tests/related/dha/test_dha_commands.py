@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from common.cli import run_stage
-from common.method.fuse import merge_model
 from common.training.engine import STOPPED
 from conftest import ROOT, byte_tokenizer, expect_error, run
 from dha_models import EIGHT, SMALL
 from related.dha import fuse, fusion, pool, pretrain, search
+from students import merge_model
 
 
 @pytest.mark.slow

@@ -1,0 +1,3 @@
+# Sourced by the pipelines.
+
+make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
