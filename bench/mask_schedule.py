@@ -16,13 +16,14 @@ import statistics
 
 import torch
 
+from bench.plots import standard_error
 from common.cli import positive, run_stage
 from common.files import write_json, write_text
 from common.method import masks
 from common.method.masks import l0_loss
 from common.progress import Progress
 from common.reporting import plots
-from common.reporting.tables import markdown_table, standard_error
+from common.reporting.tables import markdown_table
 from common.training.defaults import PUBLISHED
 from common.training.distill import Masks, ReleasedMasks, switch_step
 from common.training.engine import Schedule

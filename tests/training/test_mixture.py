@@ -136,8 +136,8 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     lines = metrics(home)
     assert lines[0]["kl"] < 1e-3 < lines[-1]["kl"] and all(line["bild"] == 0 for line in lines)
     left = re.search(r"switch  after step \d+: masks, (\S+) on average, set to 0; rebuilt", done.stdout)[1]
-    drawn = [line["mask_mean"] for line in lines if "mask_mean" in line]  # with noise
-    assert float(left) == pytest.approx(drawn[-1], abs=0.1)
+    drawn = [line["mask_mean"] for line in lines if "mask_mean" in line]  # from the copy, which runs ahead
+    assert float(left) == pytest.approx(drawn[-1], abs=0.25)
     record = json.loads((home / "train" / "stage.json").read_text())
     assert record["inputs"].keys() == {"aligned/stage.json", "merged/stage.json"}
     assert record["summary"]["texts"] > 0
