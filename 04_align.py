@@ -17,7 +17,7 @@ source, aligned/ must match that model rounded to 16 bits, and its KL from the s
 fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge first retains the first head of each group (Section 4.4). --merge
+none it is the mean-pool baseline. --merge first starts from the first head of each group instead. --merge
 closed-form computes the best shared heads (common/method/closed_form.py), a start much closer to the source,
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
@@ -67,8 +67,8 @@ def parse():
                         help="align unit-norm (cos) or raw (dist) vectors, or only reorder heads (none)")
     parser.section("merging")
     parser.add_argument("--merge", choices=("mean", "first", "closed-form"), default="mean",
-                        help="mean: as in the paper; first: the first head of each group, retained (an "
-                             "ablation of the paper); closed-form: the best shared heads")
+                        help="mean: as in the paper; first: the first head of each group (an "
+                             "ablation of ours); closed-form: the best shared heads")
     parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
                         help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive, default=None,

@@ -8,7 +8,8 @@ pulls the copy: those with the least log_alpha towards 0 and the others towards 
 step draws its masks from the copy and its gradient is taken there, but AdamW applies it to log_alpha, which
 is not pulled: in the released code the copy is the module's parameter, log_alpha DeepSpeed's float32 master.
 After the step `settle` averages the two, with weight w = max(0.002, progress^5 / 2, |size - T|) on the copy.
-So the pull reaches log_alpha damped by w, and Eq. 29's gradient, at the published rate, outruns it
+So the pull reaches log_alpha damped by w. Alone it leads z along T, somewhat behind; over thousands of steps
+Eq. 29's gradient is the stronger: it brings `expected` to T, and z, which is below it, far ahead
 (`python -m bench.mask_schedule`).
 
     copy = pulled(log_alpha, size, goal, progress)    # of this step; copy.sum().backward() reaches log_alpha
