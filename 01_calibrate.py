@@ -83,6 +83,7 @@ class Collector:
         self.sampled = sampled  # positions of the sampled tokens in the whole text
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
         self.samples = {"key": [], "value": []}  # per batch [n, heads, d]
+        # before RoPE, which turns pair p of every head by the same angle: conj(z_i[p]) z_j[p] stays the same
         self.hooks = [
             self.attention.q_proj.register_forward_hook(self._hook("query", self.stats.update_queries)),
             self.attention.k_proj.register_forward_hook(self._hook("key", self.stats.update_keys)),
@@ -170,6 +171,7 @@ def main():
             "positions": config.max_position_embeddings,
             "peak_memory_gib": peak_memory(),
         }
+        # last: it has the sha256 of every other file
         write_record(aside, make_record("01_calibrate.py", args, model, [], summary, clock()))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "

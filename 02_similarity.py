@@ -117,7 +117,7 @@ def main():
         grams = read_grams(source, model["kv_heads"], compute_device, index)
         matrices = layer_similarity(grams)
         if args.energy:
-            matrices["energy"] = -merging_loss(grams, context)
+            matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
         per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})
     similarity = {name: torch.stack([matrices[name] for matrices in per_layer]) for name in per_layer[0]}
 

@@ -64,7 +64,7 @@ def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dic
     if by == "energy":
         return matrix("energy"), similarity
     if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after"), similarity
+        return matrix(f"{by}.{criterion}.after"), similarity  # after: heads are merged as stage 4 turns them
     key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
     return combine(key, value), similarity  # for both; for none it only gives the scores
 

@@ -180,7 +180,7 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     """
     logits = {"source": layers.logits(inputs.tokens)}
 
-    def rotate(index, layer):
+    def rotate(index, layer):  # order first: u and Q are those of the heads in their new places
         value_rotation, key_rotation = (rotation.flatten(0, 1) for rotation in rotations[index])
         fuse_layer(layer.self_attn, inputs.groups[index].flatten().tolist(), value_rotation, key_rotation)
 
@@ -223,8 +223,7 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
         if args.merge == "closed-form":
             yield closed_form_layer(grams_of(index), layer_groups, *rotation, context)
         else:
-            value_rotation, _ = rotation
-            yield PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), value_rotation.shape[-1])
+            yield PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
@@ -279,6 +278,7 @@ def main():
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
         figures = check_aligned(inputs, logits, open_layers(aligned, args).logits(tokens))
+        # from aligned/ as stored, because stage 5 blends the two
         figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
         figures["perplexity_merged"] = perplexity_of(open_layers(merged, args).logits(tokens), tokens)
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}

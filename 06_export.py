@@ -96,7 +96,7 @@ def share_weights(masked, layer) -> None:
     state = {masks.blended_name(name): tensor.detach() for name, tensor in layer.named_parameters()}
     for name, parameter in masked.named_parameters():
         if ".original." in name:
-            state[name] = torch.randn(parameter.shape)
+            state[name] = torch.randn(parameter.shape)  # shows in the logits if a mask lets it through
     masked.load_state_dict(state, assign=True)
 
 
