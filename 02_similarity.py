@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from common.artifacts import claim, read_calibration, read_layer, record, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
+from common.method.align import layer_similarity
 from common.method.merge import merging_loss
-from common.method.procrustes import key_similarity, pair_mean, value_similarity
-from common.method.stats import CRITERIA, LayerGrams
+from common.method.procrustes import pair_mean
+from common.method.stats import LayerGrams
 from common.models import key_context, pick_device
 from common.reporting import plots
 
@@ -53,20 +54,6 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
         if layer >= layers:
             raise UserError(f"--layers-drawn: expected layers from 0 to {layers - 1}, found {layer}")
     return requested
-
-
-def layer_similarity(grams: LayerGrams, tokens: int) -> dict[str, torch.Tensor]:
-    """One layer's similarities by name, before and after alignment, each [H, H]."""
-    matrices = {}
-    for criterion, kind in CRITERIA.items():
-        pairs = {
-            "key": key_similarity(grams.key(kind), tokens, criterion, grams.free),
-            "value": value_similarity(grams.value(kind), tokens, criterion),
-        }
-        for head, (before, after) in pairs.items():
-            matrices[f"{head}.{criterion}.before"] = before
-            matrices[f"{head}.{criterion}.after"] = after
-    return matrices
 
 
 def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
