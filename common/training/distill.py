@@ -60,6 +60,34 @@ class Sft(Phase):
         return budget.training_flops(self.trainee.net.config, *row_size(row, len(row.answer_at)))
 
 
+def distillation_loss(student, row, teacher_hidden, teacher_head, kl_on: str, temperature: float, chunk: int):
+    """Eq. 30 of one row: the loss, differentiable, and its two terms, KL and BiLD, detached.
+
+    student: a Trainee; teacher_hidden: the teacher's [T, hidden]; teacher_head: its lm_head module; kl_on:
+    "prompt" or "all" tokens; chunk: tokens whose logits are in memory at a time. Weighted as the row says.
+    """
+    kl_weight = row.all_weight if kl_on == "all" else row.prompt_weight
+    parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
+
+    def loss(part, at, student):  # student: logits [c, V] of the tokens `at`, all prompt or all answer
+        with torch.no_grad():
+            teacher = teacher_head(teacher_hidden[at]).float()
+        student = student.float()
+        terms = {}
+        if part == "prompt" or kl_on == "all":
+            terms["kl"] = (kl(student, teacher, temperature) * kl_weight[at]).sum()
+        if part == "answer":
+            terms["bild"] = (bild(student, teacher) * row.answer_weight[at]).sum()
+        for name, term in terms.items():
+            parts[name] += term.detach()
+        return sum(terms.values())
+
+    pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
+    pieces += [("answer", at) for at in row.answer_at.split(chunk)]
+    total = student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
+    return total, parts["kl"], parts["bild"]
+
+
 class Distillation(Phase):
     """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
 
@@ -74,27 +102,11 @@ class Distillation(Phase):
         """The row's share of Eq. 30 and of its two terms, "kl" and "bild"."""
         with torch.no_grad():
             teacher_hidden = self.teacher(row)
-        teacher_head, kl_on_all = self.teacher.net.lm_head, self.settings.kl_on == "all"
-        kl_weight = row.all_weight if kl_on_all else row.prompt_weight
-        parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
-
-        def loss(part, at, student):  # student: logits [c, V] of the tokens `at`, all prompt or all answer
-            with torch.no_grad():
-                teacher = teacher_head(teacher_hidden[at]).float()
-            student = student.float()
-            terms = {}
-            if part == "prompt" or kl_on_all:
-                terms["kl"] = (kl(student, teacher, self.settings.temperature) * kl_weight[at]).sum()
-            if part == "answer":
-                terms["bild"] = (bild(student, teacher) * row.answer_weight[at]).sum()
-            for name, term in terms.items():
-                parts[name] += term.detach()
-            return sum(terms.values())
-
-        chunk = self.settings.loss_chunk
-        pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
-        pieces += [("answer", at) for at in row.answer_at.split(chunk)]
-        return self.student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight)), parts
+        settings = self.settings
+        loss, kl_part, bild_part = distillation_loss(
+            self.student, row, teacher_hidden, self.teacher.net.lm_head, settings.kl_on, settings.temperature,
+            settings.loss_chunk)
+        return loss, {"kl": kl_part, "bild": bild_part}
 
     def flops(self, row):
         size = row_size(row, len(row.prompt_at) + len(row.answer_at))
