@@ -64,7 +64,7 @@ def eq_6(Phi: Tensor, Psi: Tensor) -> Tensor:
 
 def minimizer(Phi: Tensor, Psi: Tensor) -> Tensor:
     """Q = Phi Psi^T, the transpose of Eq. 6: what minimizes Eq. 4."""
-    return Phi @ Psi.mT
+    return eq_6(Phi, Psi).mT
 
 
 def algorithm_1(X: list[Tensor], rotation=eq_6, rounds: int = 500, gain: float = 1e-10) -> list[Tensor]:
