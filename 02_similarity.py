@@ -22,9 +22,9 @@ import torch
 
 from common.artifacts import claim, make_record, read_calibration, read_grams, write_tensors
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
+from common.method.align import layer_similarity
 from common.method.closed_form import merging_loss
-from common.method.procrustes import key_similarity, pair_mean, value_similarity
-from common.method.stats import CRITERIA, LayerGrams
+from common.method.procrustes import pair_mean
 from common.models import key_context, pick_device
 from common.progress import Progress
 from common.reporting import plots
@@ -53,20 +53,6 @@ def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
         if layer >= layers:
             raise UserError(f"--layers-drawn: expected layers from 0 to {layers - 1}, found {layer}")
     return requested
-
-
-def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
-    """One layer's similarities by name, before and after alignment, each [H, H]."""
-    matrices = {}
-    for criterion, kind in CRITERIA.items():
-        pairs = {
-            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free),
-            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
-        }
-        for head, (before, after) in pairs.items():
-            matrices[f"{head}.{criterion}.before"] = before
-            matrices[f"{head}.{criterion}.after"] = after
-    return matrices
 
 
 def print_means(means: dict[str, torch.Tensor], layers: int) -> None:

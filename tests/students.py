@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
+import paper
 from common.data.samples import Sample
 from common.method import masks
-from common.method.losses import bild, kl
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import students
@@ -65,8 +65,9 @@ def distillation_terms(student, teacher, kl_on: str = "prompt") -> dict[str, tor
         prompt = len(sample.prompt) - 1
         ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
         last = prompt if kl_on == "prompt" else None
-        terms["kl"] = terms["kl"] + kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
-        terms["bild"] = terms["bild"] + bild(ours[prompt:], theirs[prompt:]).mean() / len(SAMPLES)
+        answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
+        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
+        terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
     return terms
 
 

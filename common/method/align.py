@@ -1,4 +1,4 @@
-"""One layer's rotations from its Grams, and the cosine within groups before and after rotation.
+"""One layer from its Grams: similarities, rotations, and the cosine within groups before and after rotation.
 
 Notation: G groups of D key/value heads, head size d. Q [G, D, d, d] float64 rotates values, u [G, D, d/2]
 complex128 rotates keys; both in the order of `groups` [G, D] (head indices).
@@ -6,8 +6,28 @@ complex128 rotates keys; both in the order of `groups` [G, D] (head indices).
 
 import torch
 
-from common.method.procrustes import align_keys, align_values, pair_mean
+from common.method.procrustes import (
+    align_keys,
+    align_values,
+    key_similarity,
+    pair_mean,
+    value_similarity,
+)
 from common.method.stats import CRITERIA, LayerGrams, group_blocks
+
+
+def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
+    """One layer's similarities by name, before and after alignment, each [H, H]."""
+    matrices = {}
+    for criterion, kind in CRITERIA.items():
+        pairs = {
+            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free),
+            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
+        }
+        for head, (before, after) in pairs.items():
+            matrices[f"{head}.{criterion}.before"] = before
+            matrices[f"{head}.{criterion}.after"] = after
+    return matrices
 
 
 def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

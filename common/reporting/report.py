@@ -75,6 +75,7 @@ def write(directory: str) -> str:
     page = template().render(
         outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
         inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
+        audit=audit(directory),
     )
     path = os.path.join(directory, "report.html")
     write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
@@ -179,6 +180,19 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),
     }
+
+
+def audit(directory: str) -> tuple[Table, list[str]] | None:
+    """The table that paper.py wrote and the notes under it, if it has."""
+    path = os.path.join(directory, "paper.md")
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines()
+    cells = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    rows = [tuple(cell.strip() for cell in row) for row in cells]
+    notes = [line[2:] for line in lines if line.startswith("- ")]
+    return (Table(rows[0], rows[1:]), notes) if rows else None
 
 
 def picture_data(path: str) -> str:

@@ -5,9 +5,7 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-import scipy.linalg
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
@@ -390,21 +388,22 @@ def test_transform_bench():
     assert figures["stages_2_to_4_s_per_7b_layer"] == pytest.approx(sum(steps.values())) and len(steps) == 5
 
 
-def test_the_printed_alignment_is_algorithm_1_on_vectors():
-    """Two rounds on vectors [n, d]: the mean of all, then the best rotation of each head onto it."""
-    heads = torch.randn(50, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gram = torch.einsum("nia,njb->ijab", heads, heads)[None]
-    rotation = alignment.printed_values(gram, rounds=2, gain=-1)[0]
-    shapes = [heads[:, i].numpy() for i in range(3)]
-    rotated = shapes
-    for _ in range(2):
-        mean = sum(rotated) / 3
-        rotated = [shape @ scipy.linalg.orthogonal_procrustes(shape, mean)[0] for shape in shapes]
-    for i in range(3):
-        assert np.allclose(shapes[i] @ rotation[i].numpy().T, rotated[i], atol=1e-9)
-    eye = torch.eye(6, dtype=torch.float64).expand(1, 3, 6, 6)
-    gain = float(alignment.objective_gain(gram, rotation[None], eye))
-    assert gain == pytest.approx(np.square(sum(rotated)).sum() / float(heads.sum(1).square().sum()) - 1)
+def test_the_printed_alignment_runs_on_vectors_with_the_grams():
+    """Of values and, for each RoPE pair, of keys; the gain is that of objectives."""
+    heads = torch.randn(2, 50, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pairs = torch.complex(heads[..., :3], heads[..., 3:])
+    key_gram = torch.einsum("gnip,gnjp->gijp", pairs.conj(), pairs)
+    grams = torch.einsum("gnia,gnjb->gijab", heads, heads), key_gram
+    values, keys = (torch.stack(alignment.vectors_of(gram), dim=1) for gram in grams)
+    torch.testing.assert_close(torch.einsum("gina,gjnb->gijab", values, values), grams[0])
+    keys = torch.view_as_complex(keys)  # [groups, heads, pairs, n]
+    torch.testing.assert_close(torch.einsum("gipn,gjpn->gijp", keys.conj(), keys), grams[1])
+    identity = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
+    for gram, unrotated in zip(grams, (identity, torch.ones_like(key_gram[:, 0])), strict=True):
+        reached = alignment.objective_gain(gram, unrotated, alignment.printed_alignment(gram))
+        assert (reached < -0.1).all()  # what has not been aligned is behind
+        itself = alignment.objective_gain(gram, unrotated, alignment.vectors_of(gram))
+        torch.testing.assert_close(itself, torch.zeros_like(itself), rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import paper
 from common.method.fuse import fuse_layer
 from common.method.rope import rotate_pairs
 from conftest import tiny_model
@@ -64,19 +65,14 @@ def test_fusing_writes_equations_12_to_16():
     fuse_layer(attention, order, values, keys)
     for new, old in enumerate(order):
         rows, source = slice(8 * new, 8 * new + 8), slice(8 * old, 8 * old + 8)
-        block = torch.block_diag(*[torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
-        interleaved = [p + half * 4 for p in range(4) for half in (0, 1)]  # (0, 4, 1, 5, ...)
-        rotation = torch.empty(8, 8, dtype=torch.float64)
-        rotation[torch.tensor(interleaved)[:, None], torch.tensor(interleaved)] = block.double()
-        for name in ("q_proj", "k_proj"):
-            projection = getattr(attention, name)
-            rotated = rotation @ before[f"{name}.weight"][source]
-            torch.testing.assert_close(projection.weight[rows], rotated)
-            torch.testing.assert_close(projection.bias[rows], rotation @ before[f"{name}.bias"][source])
-        rotated = values[new] @ before["v_proj.weight"][source]
-        torch.testing.assert_close(attention.v_proj.weight[rows], rotated)
-        torch.testing.assert_close(attention.v_proj.bias[rows], values[new] @ before["v_proj.bias"][source])
-        columns = before["o_proj.weight"][:, source] @ values[new].T
+        turns = torch.stack([torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
+        R_K, Q_V = paper.eq_14(turns.double()), values[new]
+        for name, equation, rotation in (("q_proj", paper.eq_15, R_K), ("k_proj", paper.eq_16, R_K),
+                                         ("v_proj", paper.eq_12, Q_V)):
+            for part, parameter in getattr(attention, name).named_parameters():
+                rotated = equation(rotation, before[f"{name}.{part}"][source])
+                torch.testing.assert_close(parameter[rows], rotated)
+        columns = paper.eq_13(before["o_proj.weight"][:, source], Q_V)
         torch.testing.assert_close(attention.o_proj.weight[:, rows], columns)
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
 

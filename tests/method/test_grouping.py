@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 
 from common.method.grouping import anneal, best_pairs, canonical, combine, default_groups, propose_swap, score
+from paper import eq_24
 
 
 def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:
     matrix = np.random.default_rng(seed).normal(size=(layers, heads, heads))
     return matrix + matrix.transpose(0, 2, 1)
-
-
-def direct_score(matrix: np.ndarray, groups) -> float:
-    """Eq. 23, 24 written out."""
-    return sum(matrix[a, b] for group in groups for a, b in itertools.combinations(group, 2))
 
 
 def all_groupings(heads: list[int], size: int):
@@ -33,7 +29,7 @@ def test_score_equals_eq_23():
     groups = np.random.default_rng(1).permuted(np.tile(np.arange(8), (3, 5, 1)), axis=-1).reshape(3, 5, 2, 4)
     ours = score(similarity, groups)
     for layer, run in np.ndindex(3, 5):
-        expected = direct_score(similarity[layer], groups[layer, run])
+        expected = eq_24(groups[layer, run], similarity[layer])
         assert ours[layer, run] == pytest.approx(expected, abs=1e-12)
 
 
@@ -55,11 +51,11 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
     for _ in range(1500):
         propose_swap(similarity, slots, 4, random)
     settled = slots[0, 0]
-    best = direct_score(similarity[0], settled.reshape(4, 2))
+    best = eq_24(settled.reshape(4, 2), similarity[0])
     for a, b in itertools.combinations(range(8), 2):
         swapped = settled.copy()
         swapped[[a, b]] = swapped[[b, a]]
-        assert direct_score(similarity[0], swapped.reshape(4, 2)) <= best
+        assert eq_24(swapped.reshape(4, 2), similarity[0]) <= best
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 4), (9, 3), (6, 1)])
@@ -69,7 +65,7 @@ def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
     assert (np.sort(groups.reshape(2, -1), -1) == np.arange(heads)).all()
     for layer in range(2):
         groupings = all_groupings(list(range(heads)), heads // kv_heads)
-        best = max(direct_score(similarity[layer], grouping) for grouping in groupings)
+        best = max(eq_24(grouping, similarity[layer]) for grouping in groupings)
         assert score(similarity, groups)[layer] == pytest.approx(best, abs=1e-12)
 
 
@@ -83,8 +79,8 @@ def test_annealing_is_seeded():
 def test_matching_is_the_exact_optimum_for_pairs(heads):
     similarity = random_similarity(3, heads, seed=heads)
     for layer, groups in enumerate(best_pairs(similarity)):
-        best = max(direct_score(similarity[layer], g) for g in all_groupings(list(range(heads)), 2))
-        assert direct_score(similarity[layer], groups) == pytest.approx(best, abs=1e-9)
+        best = max(eq_24(g, similarity[layer]) for g in all_groupings(list(range(heads)), 2))
+        assert eq_24(groups, similarity[layer]) == pytest.approx(best, abs=1e-9)
 
 
 def test_canonical_order_and_default():

@@ -1,11 +1,11 @@
 """Hard concrete masks against their distribution; the blended projections against Eq. 27, 28."""
 
 import copy
-import math
 
 import pytest
 import torch
 
+import paper
 from common.method import masks
 from conftest import tiny_model
 from students import merge_model
@@ -23,19 +23,15 @@ def test_expected_mask_is_the_probability_of_being_open(log_alpha):
 
 
 def test_hard_concrete_as_printed():
-    """s = sigmoid((logit(u) + log_alpha) / beta), stretched to (-0.1, 1.1), clipped (Louizos, Eq. 10-11)."""
+    """With the noise of a step, which is the same on every rank."""
     log_alpha = torch.linspace(-4, 4, 50)
     u = torch.rand(50, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
-    s = torch.sigmoid(((u / (1 - u)).log() + log_alpha) / (2 / 3))
-    torch.testing.assert_close(masks.draw(log_alpha, seed=3, step=7), (s * 1.2 - 0.1).clamp(0, 1))
+    torch.testing.assert_close(masks.draw(log_alpha, seed=3, step=7), paper.hard_concrete(u, log_alpha))
 
 
 def test_masks_without_noise_as_printed():
-    """min(1, max(0, sigmoid(log_alpha) (zeta - gamma) + gamma)) (Louizos, Eq. 13)."""
     log_alpha = torch.linspace(-4, 4, 50)
-    stretched = 1.2 / (1 + (-log_alpha).exp()) - 0.1
-    expected = stretched.minimum(torch.tensor(1.0)).maximum(torch.tensor(0.0))
-    torch.testing.assert_close(masks.deterministic(log_alpha), expected)
+    torch.testing.assert_close(masks.deterministic(log_alpha), paper.without_noise(log_alpha))
     ends = torch.tensor([-masks.LIMIT, -2.4, -2.3, 2.3, 2.4, masks.START])  # log 11 = 2.398
     assert [(z == 0, z == 1) for z in masks.deterministic(ends).tolist()] == [
         (True, False), (True, False), (False, False), (False, False), (False, True), (False, True)]
@@ -54,11 +50,9 @@ def test_target_falls_to_zero_over_the_warmup():
 
 def test_l0_loss_is_equation_29():
     log_alpha = torch.randn(4, 8, requires_grad=True)
-    size = 1 - torch.sigmoid(masks.BETA * math.log(0.1 / 1.1) - log_alpha)  # 1 - P(z = 0)
     for goal in (0.0, 0.9):
-        gap = float(size.detach().mean()) - goal
         loss = masks.l0_loss(masks.expected(log_alpha).mean(), goal)
-        assert float(loss.detach()) == pytest.approx(abs(gap) + gap**2, abs=1e-6)
+        torch.testing.assert_close(loss, paper.eq_29(paper.open_probability(log_alpha), goal))
     masks.l0_loss(masks.expected(log_alpha).mean(), 0.0).backward()
     assert (log_alpha.grad > 0).all()  # descent closes every mask
 
@@ -87,14 +81,13 @@ def test_blend_is_equations_27_and_28():
     masks.set_masks(student, z)
     _, _, projections = list(masks.blended_projections(student))[1]
     x = torch.randn(5, 48)
-    for projection in projections:
-        original, merged = projection.original, projection.merged
-        heads = []
-        for j in range(8):
-            rows, group = slice(8 * j, 8 * j + 8), slice(8 * (j // 4), 8 * (j // 4) + 8)
-            weight = z[1, j] * original.weight[rows] + (1 - z[1, j]) * merged.weight[group]
-            heads.append(x @ weight.T + z[1, j] * original.bias[rows] + (1 - z[1, j]) * merged.bias[group])
-        torch.testing.assert_close(projection(x), torch.cat(heads, -1), rtol=1e-5, atol=1e-5)
+    for projection, equation in zip(projections, (paper.eq_27, paper.eq_28), strict=True):
+        applied = {}
+        for part, original in projection.original.named_parameters():
+            heads, shared = original.split(8), projection.merged.get_parameter(part).split(8)
+            applied[part] = torch.cat([equation(z[1], heads, shared, j, 4) for j in range(1, 9)])
+        expected = x @ applied["weight"].T + applied["bias"]
+        torch.testing.assert_close(projection(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_whole_head_is_blended_where_merging_changed_it():

@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+import paper
 from common.method import stats
 from common.method.procrustes import (
     agreement,
@@ -45,22 +46,9 @@ def heads() -> torch.Tensor:
     return torch.einsum("nzd,hde->nhe", shared, mix) + 0.5 * noise
 
 
-def best_pair_rotations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Rotate each RoPE pair of x [n, d] by its best angle towards y, from a 2 x 2 problem of its own."""
-    rotated, half = np.empty_like(x), x.shape[1] // 2
-    for p in range(half):
-        (a, b), (c, e) = x[:, [p, p + half]].T, y[:, [p, p + half]].T
-        angle = np.arctan2((a * e - b * c).sum(), (a * c + b * e).sum())
-        rotated[:, p] = np.cos(angle) * a - np.sin(angle) * b
-        rotated[:, p + half] = np.sin(angle) * a + np.cos(angle) * b
-    return rotated
-
-
-def direct(x: np.ndarray, y: np.ndarray, criterion: str) -> float:
-    """Eq. 2, 3, 18, 19 and 22 (squared) as printed, on vectors [n, d]."""
-    if criterion == "cos":
-        return float(np.mean(np.sum(x * y, 1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)))
-    return -float(np.mean(np.sum((x - y) ** 2, 1)))
+def best_pair_rotations(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [n, d] with each RoPE pair rotated towards y (Eq. 14)."""
+    return x @ paper.key_rotation(y.T, x.T).T
 
 
 @pytest.mark.parametrize("criterion", ["cos", "dist"])
@@ -68,18 +56,19 @@ def test_similarity_equals_direct_formulas(heads, criterion):
     chosen = to_unit(heads) if criterion == "cos" else heads
     values = value_similarity(value_gram(chosen), N, criterion)
     keys = key_similarity(key_gram(chosen), N, criterion)
-    vectors, raw = chosen.numpy(), heads.numpy()
+    direct = paper.eq_19 if criterion == "cos" else paper.eq_22_squared
     for i in range(H):
         for j in range(H):
-            # min |x_j R - x_i|
-            rotation, _ = scipy.linalg.orthogonal_procrustes(vectors[:, j], vectors[:, i])
-            values_after = direct(vectors[:, i], vectors[:, j] @ rotation, criterion)
-            rotated = best_pair_rotations(vectors[:, j], vectors[:, i])
-            before = direct(raw[:, i], raw[:, j], criterion)
+            x, y, raw_x, raw_y = (part[:, head].T for part in (chosen, heads) for head in (i, j))
+            # min |y R - x|
+            best, _ = scipy.linalg.orthogonal_procrustes(y.T.numpy(), x.T.numpy())
+            before = float(direct(raw_x, raw_y, eye()[0]))
+            values_after = float(direct(x, y, torch.from_numpy(best).T))
+            keys_after = float(direct(x, y, paper.key_rotation(x, y)))
             assert values[0][i, j] == pytest.approx(before, abs=1e-10)
             assert values[1][i, j] == pytest.approx(values_after, abs=1e-10)
             assert keys[0][i, j] == pytest.approx(before, abs=1e-10)
-            assert keys[1][i, j] == pytest.approx(direct(vectors[:, i], rotated, criterion), abs=1e-10)
+            assert keys[1][i, j] == pytest.approx(keys_after, abs=1e-10)
 
 
 def value_gram(values: torch.Tensor) -> torch.Tensor:
@@ -182,8 +171,10 @@ def test_polar_agrees_with_scipy(heads):
     ours = polar(value_gram(heads)[1, 0])  # of Y X^T: minimises |Q x - y| for column vectors, Eq. 4
     theirs, _ = scipy.linalg.orthogonal_procrustes(x.numpy(), y.numpy())  # min |x R - y|, row vectors
     np.testing.assert_allclose(ours.numpy(), theirs.T, atol=1e-10)
-    eq6 = ours.T  # what Eq. 6 prints is the transpose: it must fit worse
-    assert (x @ ours.T - y).norm() < (x @ eq6.T - y).norm()
+    Phi, _, Psi = paper.eq_5(x.T, y.T)
+    torch.testing.assert_close(ours, paper.minimizer(Phi, Psi))
+    errors = [float(paper.eq_4(Q, x.T, y.T)) for Q in (ours, paper.eq_6(Phi, Psi))]
+    assert errors[0] < errors[1]  # what Eq. 6 prints is the transpose: it must fit worse
 
 
 def test_keys_before_rope_are_enough():
@@ -198,22 +189,13 @@ def test_keys_before_rope_are_enough():
     torch.testing.assert_close(key_gram(after.double()), key_gram(keys.double()), rtol=1e-3, atol=2e-2)
 
 
-def algorithm_1(shapes: list[np.ndarray], rounds: int, solve) -> list[np.ndarray]:
-    """Generalized Procrustes as printed, on vectors [n, d]: solve(Y_i, mean) rotates Y_i onto the mean."""
-    rotated = [shape.copy() for shape in shapes]
-    for _ in range(rounds):
-        mean = sum(rotated) / len(rotated)
-        rotated = [solve(shape, mean) for shape in rotated]
-    return rotated
-
-
 def eye() -> torch.Tensor:
     return torch.eye(D, dtype=torch.float64).expand(H, D, D)
 
 
-def onto(shape: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    left, _, right = np.linalg.svd(shape.T @ mean)
-    return shape @ left @ right
+def algorithm_1(shapes: list[torch.Tensor], rounds: int) -> list[torch.Tensor]:
+    """Generalized Procrustes of values [n, d] by the printed update, with Eq. 4's minimizer."""
+    return paper.algorithm_1(shapes, paper.minimizer, rounds, gain=-1)
 
 
 def rotated_values(values: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -224,9 +206,9 @@ def rotated_keys(keys: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return rotate_pairs(keys.permute(1, 2, 0), rotation).permute(2, 0, 1)
 
 
-def objective(shapes: list[np.ndarray]) -> float:
+def objective(shapes: list[torch.Tensor]) -> float:
     """sum_n |sum_i Q_i v_i|^2 of rotated heads, which Algorithm 1 raises."""
-    return float(np.square(sum(shapes)).sum())
+    return float(sum(shapes).square().sum())
 
 
 def correlated(seed: int, count: int, noise: float) -> torch.Tensor:
@@ -244,12 +226,12 @@ def test_alignment_reaches_what_algorithm_1_reaches(kind, count):
     """As printed, on vectors, 500 rounds (keys need fewer): never less by 1e-4 of the objective."""
     for seed in range(4):
         vectors = correlated(seed, count, noise=1 + seed)
-        shapes = [vectors[:, i].numpy() for i in range(count)]
         if kind == "values":
-            expected = algorithm_1(shapes, 500, onto)
+            expected = algorithm_1(list(vectors.unbind(1)), 500)
             ours = rotated_values(vectors, align_values(value_gram(vectors)))
         else:
-            expected = algorithm_1(shapes, 100, best_pair_rotations)
+            pairs = [paper.pairs(head.T).mT for head in vectors.unbind(1)]
+            expected = paper.algorithm_1(pairs, paper.rotation_2d, rounds=100, gain=-1)
             ours = rotated_keys(vectors, align_keys(key_gram(vectors)))
         assert float(ours.sum(1).square().sum()) > objective(expected) * (1 - 1e-4)
 
@@ -264,8 +246,8 @@ def test_each_head_is_turned_towards_the_sum_of_the_others(count):
         others = rotated.sum(1) - rotated[:, i]
         best, _ = scipy.linalg.orthogonal_procrustes(values[:, i].numpy(), others.numpy())
         np.testing.assert_allclose(rotation[i].T.numpy(), best, atol=1e-6)
-        towards = best_pair_rotations(moved[:, i].numpy(), (moved.sum(1) - moved[:, i]).numpy())
-        np.testing.assert_allclose(moved[:, i].numpy(), towards, atol=1e-4)
+        towards = best_pair_rotations(moved[:, i], moved.sum(1) - moved[:, i])
+        torch.testing.assert_close(moved[:, i], towards, rtol=0, atol=1e-4)
     torch.testing.assert_close(rotation @ rotation.mT, eye()[:1].expand(count, D, D), rtol=0, atol=1e-12)
 
 
@@ -276,8 +258,8 @@ def test_two_heads_are_aligned_by_one_polar_factor(heads):
     torch.testing.assert_close(rotation[0], eye()[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(rotation[1], polar(gram[0, 1]), rtol=0, atol=1e-12)
     keys = align_keys(key_gram(heads[:, :2]))
-    best = best_pair_rotations(heads[:, 1].numpy(), heads[:, 0].numpy())
-    np.testing.assert_allclose(rotated_keys(heads[:, :2], keys)[:, 1].numpy(), best, atol=1e-10)
+    best = best_pair_rotations(heads[:, 1], heads[:, 0])
+    torch.testing.assert_close(rotated_keys(heads[:, :2], keys)[:, 1], best, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("rank", [D, 2])
@@ -318,7 +300,7 @@ def test_the_start_avoids_local_optima():
     gains = []
     for seed in range(6):
         values = correlated(seed, 4, noise=6)
-        expected = objective(algorithm_1([values[:, i].numpy() for i in range(4)], 500, onto))
+        expected = objective(algorithm_1(list(values.unbind(1)), 500))
         ours = rotated_values(values, align_values(value_gram(values)))
         gains.append(float(ours.sum(1).square().sum()) / expected - 1)
     assert sorted(gains)[1] > 1e-4 and min(gains) > -1e-6

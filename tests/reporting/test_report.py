@@ -14,6 +14,7 @@ from common.cli import UserError, stage_parser
 from common.files import write_json
 from common.reporting import report
 from common.reporting.figures import cell, chart, rate
+from common.reporting.tables import markdown_table
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
          "kv_heads": 4, "head_dim": 8, "hidden": 32}
@@ -153,6 +154,16 @@ def read(run) -> Page:
     assert path == str(run / "report.html")
     with open(path, encoding="utf-8") as file:
         return Page(file.read())
+
+
+def test_the_table_of_paper_py_is_there_once_it_is_written(whole):
+    assert "paper" not in read(whole).ids
+    header, row = ["equation", "as printed", "ok"], ["Eq. 2: <key> cosine", "0.5; 0.25", "yes"]
+    note = "- Eq. 2: <key> cosine: AUDIT.md:7"
+    (whole / "paper.md").write_text(f"{markdown_table(header, [row])}\n\n{note}\n")
+    page = read(whole)
+    assert "paper" in page.ids and header in page.rows
+    assert ["Eq. 2: &lt;key> cosine", "0.5; 0.25", "yes"] in page.rows and note[2:] in page.text
 
 
 def leaves(value) -> list[str]:
