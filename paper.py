@@ -333,7 +333,7 @@ def eq_31(L_distill: Tensor, L_L0: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    from common.audit import main
     from common.cli import run_stage
+    from pipelines.paper_check import main
 
     run_stage(main)

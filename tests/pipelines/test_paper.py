@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import paper
-from common import audit
 from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
+from pipelines import paper_check
 
 ALIGNED = [
     "Eq. 1:", "Eq. 2:", "Eq. 3:", "Eq. 4-6:", "Algorithm 1: values", "Algorithm 1: keys", "Eq. 7, 8:",
@@ -29,9 +29,9 @@ def name(title: str) -> str:
     return re.sub(r"[^\w.]+", "-", title).strip("-")
 
 
-def table(home) -> list[audit.Row]:
-    run = audit.Run(str(home))
-    return audit.all_rows(run, list(range(run.model["layers"])))
+def table(home) -> list[paper_check.Row]:
+    run = paper_check.Run(str(home))
+    return paper_check.all_rows(run, list(range(run.model["layers"])))
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +47,7 @@ def test_row(aligned_table, title):
 
 @pytest.mark.parametrize("title", TRAINED, ids=name)
 def test_trained_row(finished_run, title):
-    rows = audit.recorded_rows(audit.Run(str(finished_run)))
+    rows = paper_check.recorded_rows(paper_check.Run(str(finished_run)))
     (row,) = (row for row in rows if row.equation.startswith(title))
     assert row.ok == "yes", row
 
@@ -58,7 +58,7 @@ def test_rows_are_all_there_in_the_papers_order(aligned_table):
 
 
 def test_every_equation_has_a_function_that_is_compared():
-    sources = [Path(module.__file__).read_text() for module in (paper, audit)]
+    sources = [Path(module.__file__).read_text() for module in (paper, paper_check)]
     for name in [*(f"eq_{number}" for number in range(1, 32)), "algorithm_1", "algorithm_2"]:
         assert getattr(paper, name).__doc__
         assert re.search(rf"(?<!def ){name}\b", "".join(sources)), name
