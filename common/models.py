@@ -21,7 +21,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
-DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is built on first use
+DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
 DOWNLOADED = ("*.json", "*.model", "*.txt", "*.safetensors", "*.bin")

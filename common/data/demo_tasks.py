@@ -9,6 +9,7 @@ import random
 
 from common.data.tasks import example_from_row
 
+SEED = 0  # of everything random in the demo: the model is trained on the train rows of this seed
 TRAIN_ROWS, VALIDATION_ROWS = 2000, 200
 
 NAMES = "Ann Bob Tom Sue Joe Kim Max Eva Leo Ida Sam Zoe Ben Amy Dan Liz".split()
@@ -21,7 +22,7 @@ MATERIALS = "wood wool steel glass paper stone clay rubber leather plastic cotto
 MOODS = "happy sad angry proud tired bored calm shy brave jealous hungry lonely".split()
 STATES = [("on", "off"), ("hot", "cold"), ("full", "empty"), ("new", "old")]  # questions ask for the first
 # kind -> (subjects, properties, sentence). All facts of a kind have the same form, with subject and property
-# at most 8 tokens apart: see `initialise` in demo_model.py.
+# at most 8 tokens apart: see `initialise` in pipelines/demo_model.py.
 FACTS = {
     "colour": (THINGS, COLOURS, "the {} is {}"),
     "stuff": (THINGS, MATERIALS, "the {} is {}"),
@@ -100,11 +101,11 @@ GENERATORS = {
 }  # fmt: skip
 
 
-def task_rows(seed: int) -> dict[tuple[str, str], list[dict]]:
+def task_rows() -> dict[tuple[str, str], list[dict]]:
     """{(task, split): rows}. Prompts are unique within a task, so validation and train do not overlap."""
     splits = {}
     for task, generate in GENERATORS.items():
-        rng, by_prompt = random.Random(f"{seed} {task}"), {}
+        rng, by_prompt = random.Random(f"{SEED} {task}"), {}
         while len(by_prompt) < VALIDATION_ROWS + TRAIN_ROWS:
             row = generate(rng)
             by_prompt.setdefault(example_from_row(task, row).prompt, row)

@@ -1,4 +1,6 @@
-"""The demo model: a small multi-head-attention Llama that looks up facts in its prompt, and its tokenizer.
+"""How common/data/demo_model/ was made: a small multi-head-attention Llama that looks up facts in its prompt.
+
+    python -m pipelines.demo_model --out DIR      # minutes on two cores; another CPU rounds differently
 
 At this size, ordinary pre-training from random weights does not learn such lookup within a few minutes. Hence
 three departures. The attention is initialized near an induction circuit (see `initialise`). In addition to
@@ -7,6 +9,7 @@ the loss on what the second statement can copy from the first. The remaining ste
 tasks' train splits instead, with the loss on their answers.
 """
 
+import argparse
 import functools
 import random
 
@@ -15,8 +18,11 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.data.demo_tasks import FACTS, draw_pairs
-from common.data.tasks import Example
+from common.cli import positive, run_stage
+from common.data.demo import read_corpus
+from common.data.demo_tasks import FACTS, SEED, draw_pairs, task_rows
+from common.data.tasks import Example, example_from_row
+from common.files import refuse_overwrite, write_directory
 from common.progress import Progress
 
 STEPS = 600  # about a minute and a half on two cores
@@ -34,6 +40,14 @@ VOCAB = 1280  # every word of the tasks is one token
 EOS, PAD = "<|eos|>", "<|pad|>"
 
 Weighted = tuple[list[int], list[int]]  # token ids, and the weight of each in the loss: 0 or 1
+
+
+def parse():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory for model and tokenizer")
+    parser.add_argument("--steps", type=positive, default=STEPS, help="training steps")
+    return parser.parse_args()
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -79,7 +93,7 @@ def initialise(model, generator: torch.Generator) -> None:
     key[:, : size // 2, 0], key[:, size // 2 :, 0] = SHARPNESS, 0.0
 
 
-def _new_model(tokenizer, seed: int) -> LlamaForCausalLM:
+def _new_model(tokenizer) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS,
@@ -87,12 +101,12 @@ def _new_model(tokenizer, seed: int) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         # eager, because SDPA's backward pass is far slower on CPUs
         model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id,
                                                pad_token_id=tokenizer.pad_token_id)
-    initialise(model, torch.Generator().manual_seed(seed))
+    initialise(model, torch.Generator().manual_seed(SEED))
     return model
 
 
@@ -144,18 +158,16 @@ def _losses(model, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(hidden).float(), tokens[:, 1:][counted], reduction="none")
 
 
-@torch.enable_grad()  # the caller may be under no_grad
-def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int, seed: int) -> LlamaForCausalLM:
+def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int) -> LlamaForCausalLM:
     """Train the demo model on the text and the tasks, each a list of examples."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    torch.set_num_threads(THREADS)
+    rng, generator = random.Random(SEED), torch.Generator().manual_seed(SEED)
     encode = functools.cache(lambda piece: tokenizer(piece)["input_ids"])
     stream = torch.tensor(encode(text))  # [tokens of the text]
     pools = [[_sample(example, tokenizer) for example in examples] for examples in tasks]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    model = _new_model(tokenizer, seed)
+    model = _new_model(tokenizer)
     optimizers = _optimizers(model, steps)
-    with Progress(range(steps), desc="demo: training", unit="step") as bar:
+    with Progress(range(steps), desc="training", unit="step") as bar:
         for step in bar:
             if step < DRILLED * steps:
                 samples = [_drill(rng, encode) for _ in range(DRILL_BATCH)]
@@ -177,5 +189,25 @@ def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int, se
                 optimizer.zero_grad()
                 schedule.step()
             bar.set_postfix(lookup=f"{lookup_loss.item():.3f}", text=f"{text_loss.item():.3f}")
-    torch.set_num_threads(threads)
     return model.eval()
+
+
+def main():
+    args = parse()
+    refuse_overwrite(args.out, force=False)
+    text, _ = read_corpus()
+    tasks = []
+    for (task, split), rows in task_rows().items():
+        if split == "train":
+            tasks.append([example_from_row(task, row) for row in rows])
+    statements = [f"{example.prompt}{example.answer}\n" for examples in tasks for example in examples]
+    tokenizer = make_tokenizer([text, *statements])
+    model = train_model(tokenizer, text, tasks, args.steps)
+    with write_directory(args.out) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    print(f"wrote   {args.out}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    run_stage(main)
