@@ -21,6 +21,7 @@ ALIGNED = [
     "Eq. 30: loss", "Eq. 31: loss", "Eq. 31: gradient",
 ]
 TRAINED = ["Section 3.5:", "Eq. 29: T of", "Eq. 29: recorded", "Eq. 30: recorded"]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 SEARCH = ["--kv-heads", 2, "--restarts", 10, "--iterations", 100]
 
 
@@ -85,11 +86,33 @@ def test_both_forms_are_given_where_the_stages_differ_from_print(aligned_table):
     assert first > second
 
 
+def test_the_printed_distance_is_a_mean_of_lengths():
+    """Eq. 22, whose number no stage computes: columns that are 5 and 1 apart."""
+    V_i, V_j = torch.tensor([[3.0, 0.0], [4.0, 2.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    assert float(paper.eq_22(V_i, V_j, torch.tensor([[0.0, -1.0], [1.0, 0.0]]))) == -3
+
+
+def test_large_models_are_compared_by_one_layer(inputs, tmp_path, monkeypatch):
+    """The middle one; Eq. 29 to 31 by the first between embedding and head."""
+    home, source = tmp_path / "run", save_tiny(tmp_path / "model", model_type="qwen2", **WINDOWS)
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs | {"model": source}))
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, *SEARCH)
+    run("04_align.py", "--run", home)
+    held = audit.Run(str(home))
+    assert audit.choose_layers(None, held) == [0, 1, 2]
+    monkeypatch.setattr(audit, "SMALL", 3 * 64**2)
+    monkeypatch.setattr(audit, "LARGE", 48)
+    assert audit.choose_layers(None, held) == [1]
+    assert not missing(home)
+    assert [len(network.model.layers) for network in audit.networks(held)] == [1, 1, 1]
+
+
 def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     done = run("paper.py", "--run", home, "--layer", 2, 0)
     written = (home / "paper.md").read_text()
-    assert written in done.stdout and "of layers [2, 0] in" in done.stdout
+    assert written in done.stdout and "rows, 2 layers," in done.stdout
     lines = [line for line in written.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + len(ALIGNED) and all(line.endswith("| yes |") for line in lines[1:])
     assert not any("layer 1" in line for line in lines)
@@ -197,7 +220,7 @@ def test_rows_without_the_text(aligned_run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "reasons"), [
     ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 0),
-    ({"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12}, 0),
+    ({"model_type": "qwen2", "num_key_value_heads": 4, **WINDOWS}, 0),
     ({"model_type": "qwen3", "bias": True}, 3),
     ({"model_type": "mistral", "dtype": torch.bfloat16}, 0),
 ], ids=["llama-GQA-tied", "qwen2-GQA", "qwen3-biases", "mistral-bfloat16"])
