@@ -265,6 +265,10 @@ def test_a_step_pulls_draws_and_settles(group_of_one):
     size = released_masks.settle(moved, copy, 1 - 21 / 30, 21 / 80)
     torch.testing.assert_close(trained_masks.log_alpha.detach(), moved)
     torch.testing.assert_close(student.replicated["mask_size"].detach(), size)
+    settled = released_masks.deterministic(moved)
+    for index, _, projections in masks.blended_projections(student.net):
+        for projection in projections:  # as a held-out measurement finds them
+            torch.testing.assert_close(projection.z, settled[index])
 
 
 def test_their_start_and_their_adam():

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from common.artifacts import write_record
+from common.data.tasks import TASKS
+from common.models import load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
-from common.training.pool import Pool
+from common.training.packing import batch_indices
+from common.training.pool import Pool, load_tasks
 from common.training.run import Run
 from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process
@@ -242,6 +245,20 @@ def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, alig
         assert json.loads((home / name / "settings.json").read_text())["seed"] == seed
     run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
     assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
+
+
+def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
+    """Its first loss is the source's: the mean over the batch of the mean cross-entropy of answer tokens."""
+    model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"])
+    samples = load_tasks(TASKS, inputs["tasks"], tokenizer, 256, group_of_one)
+    settings = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
+    batch, losses = batch_indices(0, settings["batch"], len(samples), settings["seed"]), []
+    for sample in (samples[index] for index in batch):
+        ids = torch.tensor([[*sample.prompt, *sample.answer]])
+        labels = torch.where(torch.arange(ids.shape[1]) < len(sample.prompt), -100, ids)
+        losses.append(float(model(ids, labels=labels).loss.detach()))
+    first = json.loads((finished_run / "teacher" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 def test_the_teacher_is_recorded_with_its_adam(finished_run):

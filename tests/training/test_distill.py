@@ -1,15 +1,22 @@
 """The phases of stage 5 against Eq. 29-31 written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
 from common.training.distill import SWITCH, Masks, distillation_loss, next_token_loss, switch_step
+from common.training.engine import Job, Step
 from common.training.packing import build_row
 from students import (
+    ALONE,
     SAMPLES,
+    SCHEDULE,
+    Gradients,
     distillation_terms,
+    half_masked_student,
     masked_student,
     run_masked_step,
     sample_logits,
@@ -49,6 +56,17 @@ def test_the_temperature_of_the_kl():
     assert float(kl) == pytest.approx(expected, rel=1e-4)
     bild_alone = float(distillation_terms(student, teacher)["bild"].detach())
     assert float(bild) == pytest.approx(bild_alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("kl_on, temperature", [("all", 2.0), ("prompt", 1.0)])
+def test_a_step_distils_as_the_flags_say(kl_on, temperature):
+    student, teacher = tiny_trainee(0), tiny_trainee(1)
+    rows = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))]
+    step = Gradients(Job(student, None, "", ALONE), SCHEDULE, rows, SAMPLES)
+    stage5.distil(step, teacher, SimpleNamespace(kl_on=kl_on, temperature=temperature, loss_chunk=2))
+    expected = [float(term.detach()) for term in loss_of_all(student, teacher, kl_on, temperature)]
+    totals = [float(step.totals[name]) for name in ("loss", "kl", "bild")]
+    assert totals == pytest.approx(expected, rel=1e-4)
 
 
 def test_fine_tuning_counts_answer_tokens_alone():
@@ -118,7 +136,38 @@ def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatc
         run_masked_step(trained, student, step, [build_row(SAMPLES, len(SAMPLES))])
         assert torch.equal(blended_by[-2], drawn[seed, step])
         assert torch.equal(blended_by[-1], masks.deterministic(start))  # what a measurement finds
+        assert not trained.noiseless().requires_grad
     assert not torch.equal(drawn[0, 3], drawn[0, 4]) and not torch.equal(drawn[0, 3], drawn[1, 3])
+
+
+def test_the_gradient_of_the_masks_is_summed_over_ranks(monkeypatch):
+    """That of Eq. 30, before it goes into log_alpha; Eq. 29 is the same on every rank."""
+    monkeypatch.setattr(stage5, "sum_over_ranks", lambda leaves: [leaf.grad.mul_(2) for leaf in leaves])
+    start, gradients = torch.randn(3, 8, generator=torch.Generator().manual_seed(4)), []
+    rows = [build_row(SAMPLES, len(SAMPLES))]
+    for weight in (0.0, 1.0):
+        student = masked_student(start)
+        trained = Masks(student.replicated, 100, seed=0)
+        run_masked_step(trained, student, 50, rows, weight)
+        gradients.append(trained.log_alpha.grad)
+    reference, teacher = masked_student(start), tiny_trainee(2)
+    log_alpha = reference.replicated["log_alpha"]
+    masks.set_masks(reference.net, masks.draw(log_alpha, 0, 50))
+    (2 * sum(distillation_terms(reference, teacher).values())).backward(retain_graph=True)
+    torch.testing.assert_close(gradients[0], log_alpha.grad, rtol=1e-3, atol=1e-6)
+    size = masks.expected(log_alpha).mean()
+    (size + size**2).backward()  # the target is 0
+    torch.testing.assert_close(gradients[1], log_alpha.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_masks_are_within_their_bounds_after_a_step(group_of_one, tmp_path):
+    student = half_masked_student(group_of_one, tmp_path)
+    with torch.no_grad():
+        student.masks.log_alpha.copy_(torch.linspace(-7.4, 7.4, 24).view(3, 8))
+    for group in student.job.optimizer.param_groups:
+        group["lr"] = group["initial_lr"]  # 1 for log_alpha
+    student.take(Step(student.job, SCHEDULE, [build_row(SAMPLES, len(SAMPLES))], SAMPLES))
+    assert float(student.masks.log_alpha.detach().abs().max()) == masks.LIMIT
 
 
 def test_masks_are_clamped_after_an_update():

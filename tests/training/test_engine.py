@@ -1,8 +1,12 @@
 """The training loop of every phase: rates, clipping, signals, checkpoints by the clock, metrics."""
 
+import itertools
 import json
+import math
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ from common.models import load_config
 from common.training import checkpoints, engine, metrics
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.packing import build_row, rows_of_step
-from common.training.sharding import Execution, Trainee, build
+from common.training.packing import batch_indices, build_row, rows_of_step
+from common.training.sharding import Execution, Ranks, Trainee, build
 from conftest import save_tiny, tiny_model
 from students import gqa_student, half_masked_student
 
@@ -53,6 +57,95 @@ def test_checkpoints_by_the_clock(group_of_one, tmp_path, minutes, expected):
     assert train_squares(job, schedule_of(5, save_minutes=minutes))
     saved = [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)]
     assert saved == expected and job.step == 5
+
+
+@pytest.mark.parametrize("rank, changes, expected", [
+    (0, {"save_minutes": 1.5}, [2, 4, 5]), (0, {"save_steps": 2}, [2, 4, 5]), (0, {}, [5]),
+    (1, {"save_minutes": 1.5}, [5]),
+])  # fmt: skip
+def test_a_checkpoint_restarts_the_clock_of_the_first_rank(
+    group_of_one, tmp_path, monkeypatch, rank, changes, expected
+):
+    """A step takes a minute. The other ranks' clocks decide nothing."""
+    saved, job, ticks = [], squares_job(group_of_one, tmp_path), itertools.count()
+    job.ranks = Ranks(rank, 1 + rank, torch.device("cpu"))
+    clock = SimpleNamespace(perf_counter=lambda: 60 * job.step + 0.01 * next(ticks))
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine.checkpoints, "save", lambda job: saved.append(job.step))
+    assert train_squares(job, schedule_of(5, batch=2, **changes))
+    assert saved == expected
+
+
+def test_steps_end_where_they_are_told_and_go_on_from_there(group_of_one, tmp_path):
+    job = squares_job(group_of_one, tmp_path)
+    numbers = []
+    for until in (2, None):
+        for step in steps(job, schedule_of(5), SAMPLES, until):
+            numbers.append(step.number)
+            step.backward(job.trainee(next(step.rows)).square().mean())
+            step.update()
+        assert job.step == (until or 5) and saved_checkpoints(job.directory)[-1].endswith(f"{job.step}")
+    assert numbers == [0, 1, 2, 3, 4]
+
+
+def test_the_seconds_of_a_step_are_its_own(group_of_one, tmp_path):
+    """From before its rows to its update: not the checkpoint after it."""
+    job, began = squares_job(group_of_one, tmp_path), time.perf_counter()
+    assert train_squares(job, schedule_of(3), lambda step: time.sleep(0.02))
+    elapsed = time.perf_counter() - began
+    lines = metrics.read_metrics(str(Path(job.directory, metrics.METRICS)))
+    assert all(line["seconds"] >= 0.02 for line in lines)
+    assert sum(line["seconds"] for line in lines) < elapsed
+
+
+@pytest.mark.parametrize("reduce", ["step", "row"])
+def test_gradients_are_reduced_as_scheduled(monkeypatch, reduce):
+    """Before each row; the last of a step is told apart."""
+    calls, trainee = [], object()
+    monkeypatch.setattr(engine, "reduce_gradients", lambda *arguments: calls.append(arguments))
+    job = Job(trainee, None, "", Ranks(0, 1, torch.device("cpu")))
+    step = Step(job, schedule_of(5, reduce=reduce), [build_row(SAMPLES, 2)] * 3, SAMPLES)
+    for number, _ in enumerate(step.rows, 1):
+        assert calls[-1] == (trainee, number == 3, reduce == "row") and len(calls) == number
+
+
+def lonely_rank(monkeypatch) -> tuple[Step, torch.nn.Parameter]:
+    """The second rank of two, at a step whose gradient is 1 per unit of loss; sums are twice its own."""
+    weight = torch.nn.Parameter(torch.tensor(3.0))
+    trainee = SimpleNamespace(net=torch.nn.ParameterList([weight]))
+    optimizer = torch.optim.SGD([{"params": [weight], "initial_lr": 0.1}], lr=0.1)
+    job = Job(trainee, optimizer, "", Ranks(1, 2, torch.device("cpu")), step=4)
+    monkeypatch.setattr(engine.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+
+    def gather(into: list, loss: float) -> None:
+        into[:] = [1.0, loss]
+
+    monkeypatch.setattr(engine.dist, "all_gather_object", gather)
+    return Step(job, schedule_of(5, clip=0.0, batch=2), [], SAMPLES), weight
+
+
+def test_a_step_sums_the_rows_of_all_ranks(monkeypatch):
+    """FSDP averages gradients over ranks: each rank's are scaled by their number, its loss is not."""
+    step, weight = lonely_rank(monkeypatch)
+    for factor in (1.0, 5.0):
+        step.backward(factor * weight, kl=torch.tensor(1e8 * factor + 1))
+    assert float(weight.grad) == 2 * 6
+    assert all(total.dtype == torch.float64 for total in step.totals.values())
+    step.update(own=torch.tensor([1.0, 2.0]), other=7)
+    assert step.figures["loss"] == 2 * 18 and step.figures["kl"] == pytest.approx(12e8 + 4, abs=65)
+    assert (step.figures["own"], step.figures["other"]) == ([1.0, 2.0], 7)
+    assert float(weight.detach()) == pytest.approx(3 - 0.1 * 12) and weight.grad is None
+
+
+def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
+    """Also where its gradient is finite."""
+    step, weight = lonely_rank(monkeypatch)
+    step.backward(weight + math.inf)
+    second = batch_indices(4, 2, len(SAMPLES), 0)[1::2]
+    message = rf"step 5: expected a finite loss, found rank 1: loss inf, samples \[{second[0]}\]; the last"
+    with pytest.raises(UserError, match=message):
+        step.update()
+    assert float(weight.detach()) == 3
 
 
 def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(group_of_one, tmp_path):

@@ -1,16 +1,21 @@
 """What stage 5 trains: where students start, what AdamW does with each parameter, the switch to GQA."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common.cli import UserError
-from common.method import masks
+from common.method import masks, released_masks
 from common.training import checkpoints, students
+from common.training.distill import ReleasedMasks, switch_step
 from common.training.engine import Job
+from common.training.pool import Pool
+from common.training.run import Run
 from common.training.sharding import Execution, Trainee
 from common.training.students import Pair, Rates
 from conftest import save_tiny, tiny_model
-from students import masked_student, rates
+from students import NOTHING, SCHEDULE, masked_student, rates, stage5
 
 
 def test_each_kind_of_parameter_learns_at_its_rate():
@@ -32,6 +37,39 @@ def test_each_kind_of_parameter_learns_at_its_rate():
     }
     assert set(rate_of.values()) == {1.0, 2.0}
     assert set(rates(students.teacher_optimizer(gqa, Rates(3.0, 0.999, 0.0)), gqa).values()) == {3.0}
+
+
+def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
+    """Of a merge that changed whole heads, with masks and then without, as the flags say."""
+    mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
+                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
+    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
+    args = SimpleNamespace(run=str(tmp_path), train="attention", masks="l0-released", seed=3, loss_chunk=7,
+                           lr=1.0, merged_lr_factor=2.0, mask_lr=7.0, beta2=0.9, weight_decay=0.5)
+    run, jobs, trained = Run(args, group_of_one, pair, Pool([]), NOTHING, Execution(), None), [], []
+
+    def one_step(job, schedule, samples, until=None):
+        jobs.append(job)
+        assert (schedule, samples) == (SCHEDULE, run.pool) and until in (None, switch_step(SCHEDULE.steps))
+        job.stopped = not until
+        yield SimpleNamespace(number=0, schedule=schedule)
+
+    monkeypatch.setattr(stage5, "steps", one_step)
+    monkeypatch.setattr(stage5, "masked_step", lambda step, masks, *others: trained.append(masks))
+    monkeypatch.setattr(stage5, "gqa_step", lambda *arguments: None)
+    assert stage5.train_masked(run, SCHEDULE, None, None)
+    assert not stage5.train_gqa(run, SCHEDULE, None, None, switched=False)  # a signal has stopped it
+    assert type(trained[0]) is ReleasedMasks and (trained[0].steps, trained[0].seed) == (SCHEDULE.steps, 3)
+    assert torch.equal(trained[0].log_alpha.detach(), released_masks.start((3, 8), 3))
+    shared_names = (".merged.",), [f".{name}." for name in masks.WHOLE_HEAD]
+    for job, shared in zip(jobs, shared_names, strict=True):
+        for name, rate in rates(job.optimizer, job.trainee).items():
+            factor = 2.0 if any(part in name for part in shared) else 1.0
+            assert rate == (7.0 if name == "replicated.log_alpha" else factor), name
+        frozen = {name for name, p in job.trainee.net.named_parameters() if not p.requires_grad}
+        assert frozen and not any(".self_attn." in name for name in frozen)
+        weights = job.optimizer.param_groups[0]
+        assert (weights["betas"], weights["weight_decay"]) == ((0.9, 0.9), 0.5)
 
 
 def test_weights_decay_except_norms_biases_masks_and_shared_projections():

@@ -102,7 +102,15 @@ def test_lagrangian_drives_the_fusion_loss_down_and_lambda_only_rises_where_it_i
     assert max(rates) == pytest.approx(1) and rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
-def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one, monkeypatch, ranks):
+    """Of L_lm it is summed over ranks that are all alike; the fusion loss is added once."""
+    def sum_over_ranks(leaves) -> None:
+        for leaf in leaves:
+            if leaf.grad is not None:
+                leaf.grad.mul_(ranks)
+
+    monkeypatch.setattr(training, "sum_over_ranks", sum_over_ranks)
     job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
     samples = random_samples(4)
     move_operators(job)
@@ -113,8 +121,8 @@ def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one
     operators = {name: operator.detach().clone().requires_grad_() for name, operator in trained.items()}
     model = fusion.with_operators(tiny_model(), operators, GROUPS)
     batch = training.as_tokens(samples)
-    loss = model(input_ids=batch, labels=batch, use_cache=False).loss + 3.0 * fusion.fusion_loss(operators)
-    loss.backward()
+    loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    (ranks * loss + 3.0 * fusion.fusion_loss(operators)).backward()
     for name, operator in operators.items():
         torch.testing.assert_close(trained[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
     multiplier = job.trainee.replicated[training.MULTIPLIER]

@@ -1,5 +1,6 @@
 """Training skipless models: where it starts, its loss, stopped and resumed."""
 
+import json
 from argparse import Namespace
 
 import pytest
@@ -8,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import Clock, UserError
 from common.data.samples import Sample
+from common.data.text import load_tokens
+from common.models import load_config, load_tokenizer
 from common.training.distill import next_token_loss
-from common.training.packing import build_row
+from common.training.packing import batch_indices, build_row
 from common.training.sharding import Trainee
 from related.skipless import algebra, training
 from related.skipless.training import initialise, skipless_config
@@ -147,6 +150,16 @@ def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path
     assert contents(directory) == before
 
 
+def first_loss(inputs) -> float:
+    """Cross-entropy of all next tokens in the first of three batches, before any step."""
+    ids, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 6, 16)
+    config = skipless_config(load_config(inputs["model"]), False, mlp_bias=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(model, ids[:2], seed=0)
+    batch = ids[batch_indices(0, 2, 6, 0)]
+    return float(model(batch, labels=batch).loss.detach())
+
+
 @pytest.mark.slow
 def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tmp_path, monkeypatch):
     def train(run) -> bool:
@@ -161,6 +174,8 @@ def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tm
     assert not train(tmp_path / "stopped")
     monkeypatch.undo()
     assert train(tmp_path / "stopped")
+    first = json.loads((tmp_path / "whole" / "serial" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(first_loss(inputs), rel=1e-4)
     whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "stopped"))
     assert whole["model.safetensors"] == resumed["model.safetensors"]
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["serial"]
