@@ -404,7 +404,8 @@ def networks(run: Run) -> tuple:
     shared = {id(parameter): parameter for parameter in aligned.parameters()}
     masked, stored = copy.deepcopy(aligned, shared), open_checkpoint(run.path("merged"))
     masks.patch(masked, run.kv_heads)
-    shared = {masks.blended_name(name): stored[name][:].float() for name in names if re.search("[kv]_p", name)}
+    shared = {masks.blended_name(name): stored[name][:].float()
+              for name in names if re.search("[kv]_p", name)}
     masked.load_state_dict(shared, strict=False)
     return source, aligned.requires_grad_(False), masked.requires_grad_(False)
 

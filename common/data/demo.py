@@ -1,7 +1,7 @@
 """The demo model, `--model demo`: a small multi-head-attention Llama, its text and its tasks.
 
-The trained model is part of the repository: common/data/demo_model/, made by pipelines/demo_model.py. On first
-use, `build_demo` writes three directories to runs/demo-model/:
+The trained model is part of the repository: common/data/demo_model/, made by pipelines/demo_model.py. On
+first use, `build_demo` writes three directories to runs/demo-model/:
 
   model/   a copy of the model, a LlamaForCausalLM with as many key/value heads as query heads
   text/    train.txt and heldout.txt, the source code of the running Python's standard library

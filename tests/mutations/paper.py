@@ -1,7 +1,7 @@
 """One-line mutations of paper.py and of the functions that its table compares: the row that must be off."""
 
 ROW, TRAINED = "test_paper::test_row[{}]", "test_paper::test_trained_row[{}]"
-PAPER, AUDIT = "paper.py", "common/audit.py"
+PAPER, AUDIT = "paper.py", "pipelines/paper_check.py"
 PRINTED = [  # of paper.py: old text, new text, row
     ("list(K.chunk(H))", "list(K.chunk(H))[::-1]", "Eq.-1"),
     ("cosine_similarity(K_i, K_j, dim=0)", "cosine_similarity(K_i, K_j, dim=1)", "Eq.-2"),

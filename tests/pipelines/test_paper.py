@@ -99,13 +99,13 @@ def test_large_models_are_compared_by_one_layer(inputs, tmp_path, monkeypatch):
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, *SEARCH)
     run("04_align.py", "--run", home)
-    held = audit.Run(str(home))
-    assert audit.choose_layers(None, held) == [0, 1, 2]
-    monkeypatch.setattr(audit, "SMALL", 3 * 64**2)
-    monkeypatch.setattr(audit, "LARGE", 48)
-    assert audit.choose_layers(None, held) == [1]
+    held = paper_check.Run(str(home))
+    assert paper_check.choose_layers(None, held) == [0, 1, 2]
+    monkeypatch.setattr(paper_check, "SMALL", 3 * 64**2)
+    monkeypatch.setattr(paper_check, "LARGE", 48)
+    assert paper_check.choose_layers(None, held) == [1]
     assert not missing(home)
-    assert [len(network.model.layers) for network in audit.networks(held)] == [1, 1, 1]
+    assert [len(network.model.layers) for network in paper_check.networks(held)] == [1, 1, 1]
 
 
 def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path):
