@@ -241,4 +241,8 @@ MUTANTS = [
      "spread * values.norm() / spread.norm()",
      "spread",
      "test_skipless_reports::test_sweep_gives_every_q_its_condition_number_and_keeps_its_norm"),
+    ("Skipless: training", "related/skipless/training.py",
+     "row, at, row.all_weight, LOSS_CHUNK",
+     "row, at, row.answer_weight, LOSS_CHUNK",
+     "test_skipless_training::test_training_learns_every_next_token"),
 ]

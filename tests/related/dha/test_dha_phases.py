@@ -122,6 +122,8 @@ def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one
     model = fusion.with_operators(tiny_model(), operators, GROUPS)
     batch = training.as_tokens(samples)
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    of_text = torch.autograd.grad(loss, list(operators.values()), retain_graph=True)
+    assert all(gradient.any() for gradient in of_text)
     (ranks * loss + 3.0 * fusion.fusion_loss(operators)).backward()
     for name, operator in operators.items():
         torch.testing.assert_close(trained[name].grad, operator.grad, rtol=1e-3, atol=1e-6)

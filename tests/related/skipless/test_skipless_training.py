@@ -150,32 +150,34 @@ def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path
     assert contents(directory) == before
 
 
-def first_loss(inputs) -> float:
-    """Cross-entropy of all next tokens in the first of three batches, before any step."""
+def train(run, inputs, ranks) -> bool:
+    """Three steps of two sequences of 16 tokens. Returns False if a signal stopped them."""
+    options = Namespace(
+        run=str(run), text=inputs["text"], heldout=inputs["text"], steps=3, batch=2, length=16, lr=1e-3,
+        warmup=1, seed=0, print_every=1, force=False,
+    )
+    return training.train_skipless(options, inputs["model"], False, ranks, Clock())
+
+
+def test_training_learns_every_next_token(inputs, group_of_one, tmp_path):
+    """The first loss is the cross-entropy of all next tokens of the batch, before any step."""
+    assert train(tmp_path, inputs, group_of_one)
     ids, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 6, 16)
     config = skipless_config(load_config(inputs["model"]), False, mlp_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     initialise(model, ids[:2], seed=0)
     batch = ids[batch_indices(0, 2, 6, 0)]
-    return float(model(batch, labels=batch).loss.detach())
+    first = json.loads((tmp_path / "serial" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(float(model(batch, labels=batch).loss.detach()), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tmp_path, monkeypatch):
-    def train(run) -> bool:
-        options = Namespace(
-            run=str(run), text=inputs["text"], heldout=inputs["text"], steps=3, batch=2, length=16, lr=1e-3,
-            warmup=1, seed=0, print_every=1, force=False,
-        )
-        return training.train_skipless(options, inputs["model"], False, group_of_one, Clock())
-
-    assert train(tmp_path / "whole")
+    assert train(tmp_path / "whole", inputs, group_of_one)
     stop_after_two(monkeypatch)
-    assert not train(tmp_path / "stopped")
+    assert not train(tmp_path / "stopped", inputs, group_of_one)
     monkeypatch.undo()
-    assert train(tmp_path / "stopped")
-    first = json.loads((tmp_path / "whole" / "serial" / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["loss"] == pytest.approx(first_loss(inputs), rel=1e-4)
+    assert train(tmp_path / "stopped", inputs, group_of_one)
     whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "stopped"))
     assert whole["model.safetensors"] == resumed["model.safetensors"]
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["serial"]
