@@ -242,13 +242,13 @@ def released_student(log_alpha: torch.Tensor, size: float = 1.0):
 def test_a_step_pulls_draws_and_settles(group_of_one):
     """The gradient is Eq. 31's at the pulled copy; the update is of log_alpha, and averaged with the copy."""
     start = released_masks.start((3, 8), seed=4) - 2  # about 0, between open and closed
-    student, teacher = released_student(start, 0.9), tiny_trainee(2)
+    student, teacher = released_student(start, 0.5), tiny_trainee(2)
     rows, step = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))], 20
     trained_masks = ReleasedMasks(student.replicated, 100, seed=5)
     figures = run_masked_step(trained_masks, student, step, rows, l0_weight=0.3)
 
     goal = 1 - 20 / 30
-    copy = released_masks.pulled(start, torch.tensor(0.9), goal, 20 / 80)
+    copy = released_masks.pulled(start, torch.tensor(0.5), goal, 20 / 80)
     assert torch.equal(trained_masks.current.detach(), copy) and not torch.equal(copy, start)
     reference = masked_student(copy)
     log_alpha = reference.replicated["log_alpha"]

@@ -142,7 +142,7 @@ MUTANTS = [
     ("4.1, App. A", "common/method/masks.py",
      "return torch.full(shape, START)",
      "return torch.zeros(shape)",
-     "test_students::test_a_masked_student_starts_from_aligned_and_merged"),
+     "test_students::test_switch_frees_what_masks_needed_and_keeps_the_rest"),
     ("held-out measurement", "common/method/masks.py",
      "return (torch.sigmoid(log_alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)",
      "return (torch.sigmoid(log_alpha / BETA) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)",
