@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from common.artifacts import read_record
 from common.cli import UserError
-from common.files import write_text
+from common.files import refuse_overwrite, write_text
 from common.reporting.figures import (
     Table,
     cell,
@@ -30,6 +30,8 @@ from common.reporting.figures import (
     steps_table,
 )
 from common.training.metrics import read_metrics
+
+GENERATOR = b'<meta name="generator" content="07_eval.py --report">'  # near the start of every page
 
 
 class Part(NamedTuple):
@@ -62,12 +64,15 @@ class RunDirectory(NamedTuple):
     records: dict[str, dict]  # part name -> record
 
 
-def write(directory: str) -> str:
+def write(directory: str, force: bool = False) -> str:
     """Write DIRECTORY/report.html and return its path.
 
-    Raises UserError if there is no artifact in the directory or below it, or if a record is damaged.
+    Raises UserError if there is no artifact in the directory or below it, if a record is damaged, or if there
+    is another report.html that this function did not write, unless force is on.
     """
     directory = os.path.normpath(directory)
+    path = os.path.join(directory, "report.html")
+    refuse_overwrite(path, force or is_report(path))
     runs = find_runs(directory)
     if not runs:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
@@ -76,9 +81,16 @@ def write(directory: str) -> str:
         outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
         inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
     )
-    path = os.path.join(directory, "report.html")
     write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
     return path
+
+
+def is_report(path: str) -> bool:
+    """Whether `path` is a page that write() wrote."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return GENERATOR in file.read(4096)
 
 
 @functools.cache

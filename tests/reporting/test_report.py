@@ -218,6 +218,16 @@ def test_same_records_same_bytes(whole):
     assert (whole / "report.html").read_bytes() == first
 
 
+def test_a_page_of_someone_else_is_kept_unless_forced(whole):
+    path = whole / "report.html"
+    path.write_text("<title>my notes</title>")
+    with pytest.raises(UserError, match="report.html already exists; pass --force to replace it"):
+        report.write(str(whole))
+    assert path.read_text() == "<title>my notes</title>"
+    report.write(str(whole), force=True)
+    assert "my notes" not in path.read_text()
+
+
 def test_a_half_finished_run(tmp_path):
     """Without pictures, killed in training: curves from the metrics, its step, the commands that are left."""
     run = tmp_path / "a run"
