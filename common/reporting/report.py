@@ -108,7 +108,7 @@ def find_runs(directory: str) -> list[RunDirectory]:
     runs = []
     for home in sorted(home for home, _, _ in os.walk(directory)):
         paths = {part: os.path.join(home, part.record) for part in PARTS}
-        present = {part: path for part, path in paths.items() if os.path.exists(path)}
+        present = {part: path for part, path in paths.items() if os.path.isfile(path)}
         records = {part.name: read_checked(path, part.stage) for part, path in present.items()}
         if records:
             name = "" if home == directory else os.path.relpath(home, directory) + "/"
@@ -165,7 +165,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     """A stage's section for the template. inner: runs in subdirectories, which may have a missing part."""
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
-    picture = picture_data(os.path.join(run.directory, part.picture)) if part.picture else ""
+    picture = picture_data(run.directory, part.picture) if part.picture else ""
     view = {"name": run.name + part.name, "part": part, "picture": picture, "charts": [], "figures": None}
     if not picture:
         losses = chart(metrics, ("loss", "kl", "bild", "l0"), math.log)
@@ -193,9 +193,10 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     }
 
 
-def picture_data(path: str) -> str:
-    """A picture as a data URL; "" if there is none."""
-    if not os.path.exists(path):
+def picture_data(directory: str, name: str) -> str:
+    """A picture as a data URL; "" if there is none, or if it is a link to a file outside of the run."""
+    directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
+    if not (os.path.isfile(path) and path.startswith(os.path.join(directory, ""))):
         return ""
     with open(path, "rb") as file:
         return "data:image/png;base64," + base64.b64encode(file.read()).decode()
