@@ -249,11 +249,12 @@ def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized
 def main():
     args, clock = parse(), Clock()
     if args.report:
-        print(f"wrote   {report.write(args.run)}")
+        print(f"wrote   {report.write(args.run, args.force)}")
         return
     register(args.register or ())
-    output = os.path.join(args.run, "eval.json")
-    claim("07_eval.py", args, output)
+    output, table_file, answers = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
+    exported = harness.outputs(args.harness, args.only) if args.harness else []
+    claim("07_eval.py", args, output, table_file, answers, *exported)
 
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
@@ -281,8 +282,8 @@ def main():
     hardware = f"{device}, {args.dtype}"
     note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
     lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
-    write_text(os.path.join(args.run, "eval.jsonl"), lines)
-    write_text(os.path.join(args.run, "eval.md"), f"{note}\n\n{table}\n")
+    write_text(answers, lines)
+    write_text(table_file, f"{note}\n\n{table}\n")
     memory = cli.peak_memory()
     written = make_record("07_eval.py", args, described[reference], [], {"peak_memory_gib": memory}, clock())
     # last: until it exists, the stage may start again

@@ -167,7 +167,8 @@ class Distiller:
             checkpoints.load(job, saved, lambda name: blended_name(name, pair.blended))
         for step in self.steps(job, schedule):
             stage5.gqa_step(step, self.teacher, options)
-        model = AutoModelForCausalLM.from_config(load_config(pair.merged), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            load_config(pair.merged), dtype=torch.float32, trust_remote_code=False).eval()
         model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
         shutil.rmtree(directory)
         return model

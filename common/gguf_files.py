@@ -93,7 +93,7 @@ class GgufFile:
             raise UserError(f"{file}: expected general.architecture in {list(ARCHITECTURES)}, "
                             f"found {self.architecture!r}")
         try:
-            self.config = AutoConfig.from_pretrained(self.home, gguf_file=self.name)
+            self.config = AutoConfig.from_pretrained(self.home, gguf_file=self.name, trust_remote_code=False)
         except Exception as error:
             raise UserError(f"{file}: expected a model config, found none that transformers can read: "
                             f"{first_line(error)}") from error
@@ -104,7 +104,7 @@ class GgufFile:
         self.require_plain_rope()
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(self.config)
+            self.model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         self.check_tensors()
 
     def require_plain_rope(self) -> None:
@@ -140,7 +140,8 @@ class GgufFile:
     def write_tokenizer(self, directory: str) -> None:
         """Write the tokenizer with its chat template, without the <|endoftext|> that transformers invents."""
         try:
-            AutoTokenizer.from_pretrained(self.home, gguf_file=self.name).save_pretrained(directory)
+            tokenizer = AutoTokenizer.from_pretrained(self.home, gguf_file=self.name, trust_remote_code=False)
+            tokenizer.save_pretrained(directory)
         except Exception as error:  # each tokenizer backend raises its own class
             raise UserError(f"{self.file}: cannot load a tokenizer: {first_line(error)}") from error
         path = os.path.join(directory, "tokenizer.json")

@@ -214,7 +214,7 @@ class CheckpointWriter:
         self.config = copy.deepcopy(config)
         self.config.dtype = dtype
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
         self.config.architectures = [type(model).__name__]
         # tied parameters appear once, under their first name
         self.parameters = dict(model.named_parameters())

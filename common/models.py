@@ -178,7 +178,7 @@ def empty_model(path: str, config, dtype: torch.dtype):
     """The model of a config without memory for its parameters. path: where the config comes from."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error
@@ -204,7 +204,7 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map="auto" if spread else None, ignore_mismatched_sizes=True,
-            output_loading_info=True,
+            output_loading_info=True, trust_remote_code=False,
         )
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "

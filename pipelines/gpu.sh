@@ -20,8 +20,11 @@ for package in torch transformers pytest; do
     { echo "error: $PYTHON: expected the package $package, found none" >&2; exit 2; }
 done
 "$PYTHON" -m bench.gpu check || exit 2
-rm -rf "$OUT"
 mkdir -p "$OUT"
+[[ -f $OUT/rows.tsv || -z $(ls -A "$OUT") ]] ||
+  { echo "error: OUT=$OUT: expected an empty directory or an earlier report's, found other files" >&2; exit 2; }
+rm -f "$OUT/results.json"
+: > "$OUT/rows.tsv"
 
 # row NAME SECONDS ARGUMENTS...: run Python with a time limit; its output goes to OUT/NAME.log, its exit code
 # to OUT/rows.tsv

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections.abc import Iterable
 from urllib.parse import quote
 
 from common.cli import UserError
@@ -32,6 +33,12 @@ lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=fl
   --device {device} --include_path {directory} --tasks {group} --batch_size {batch} --log_samples \\
   --output_path {output}
 """
+
+
+def outputs(directory: str, tasks: Iterable[str]) -> list[str]:
+    """The files that write_tasks and write_command write for these tasks."""
+    names = [f"{task}.{kind}" for task in tasks for kind in ("jsonl", "yaml")]
+    return [os.path.join(directory, name) for name in (*names, f"{GROUP}.yaml", "lm_eval.sh")]
 
 
 def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: str) -> int:

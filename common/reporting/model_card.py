@@ -93,7 +93,7 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict:
         "loss": f"{trained['loss']:.4f}",
         "versions": markdown_text(versions),
         "commit": markdown_text(export["commit"]),
-        "seed": training["arguments"]["seed"],
+        "seed": markdown_text(training["arguments"]["seed"]),
         "groups": [_groups_line(groups) for groups in alignment["groups"]],
     } | _data(training["arguments"])
 

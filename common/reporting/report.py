@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from common.artifacts import read_record
 from common.cli import UserError
-from common.files import write_text
+from common.files import refuse_overwrite, write_text
 from common.reporting.figures import (
     Table,
     cell,
@@ -30,6 +30,8 @@ from common.reporting.figures import (
     steps_table,
 )
 from common.training.metrics import read_metrics
+
+GENERATOR = b'<meta name="generator" content="07_eval.py --report">'  # near the start of every page
 
 
 class Part(NamedTuple):
@@ -62,12 +64,15 @@ class RunDirectory(NamedTuple):
     records: dict[str, dict]  # part name -> record
 
 
-def write(directory: str) -> str:
+def write(directory: str, force: bool = False) -> str:
     """Write DIRECTORY/report.html and return its path.
 
-    Raises UserError if there is no artifact in the directory or below it, or if a record is damaged.
+    Raises UserError if there is no artifact in the directory or below it, if a record is damaged, or if there
+    is another report.html that this function did not write, unless force is on.
     """
     directory = os.path.normpath(directory)
+    path = os.path.join(directory, "report.html")
+    refuse_overwrite(path, force or is_report(path))
     runs = find_runs(directory)
     if not runs:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
@@ -77,9 +82,16 @@ def write(directory: str) -> str:
         inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
         audit=audit(directory),
     )
-    path = os.path.join(directory, "report.html")
     write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
     return path
+
+
+def is_report(path: str) -> bool:
+    """Whether `path` is a page that write() wrote."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return GENERATOR in file.read(4096)
 
 
 @functools.cache
@@ -97,7 +109,7 @@ def find_runs(directory: str) -> list[RunDirectory]:
     runs = []
     for home in sorted(home for home, _, _ in os.walk(directory)):
         paths = {part: os.path.join(home, part.record) for part in PARTS}
-        present = {part: path for part, path in paths.items() if os.path.exists(path)}
+        present = {part: path for part, path in paths.items() if os.path.isfile(path)}
         records = {part.name: read_checked(path, part.stage) for part, path in present.items()}
         if records:
             name = "" if home == directory else os.path.relpath(home, directory) + "/"
@@ -154,7 +166,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     """A stage's section for the template. inner: runs in subdirectories, which may have a missing part."""
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
-    picture = picture_data(os.path.join(run.directory, part.picture)) if part.picture else ""
+    picture = picture_data(run.directory, part.picture) if part.picture else ""
     view = {"name": run.name + part.name, "part": part, "picture": picture, "charts": [], "figures": None}
     if not picture:
         losses = chart(metrics, ("loss", "kl", "bild", "l0"), math.log)
@@ -182,10 +194,17 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     }
 
 
+def file_of_run(directory: str, name: str) -> str | None:
+    """The path of a regular file in a run directory; None if there is none, or a link out of the directory."""
+    directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
+    inside = path.startswith(os.path.join(directory, ""))
+    return path if inside and os.path.isfile(path) else None
+
+
 def audit(directory: str) -> tuple[Table, list[str]] | None:
     """The table that paper.py wrote and the notes under it, if it has."""
-    path = os.path.join(directory, "paper.md")
-    if not os.path.exists(path):
+    path = file_of_run(directory, "paper.md")
+    if path is None:
         return None
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
@@ -195,9 +214,10 @@ def audit(directory: str) -> tuple[Table, list[str]] | None:
     return (Table(rows[0], rows[1:]), notes) if rows else None
 
 
-def picture_data(path: str) -> str:
-    """A picture as a data URL; "" if there is none."""
-    if not os.path.exists(path):
+def picture_data(directory: str, name: str) -> str:
+    """A picture of a run directory as a data URL; "" if there is none."""
+    path = file_of_run(directory, name)
+    if path is None:
         return ""
     with open(path, "rb") as file:
         return "data:image/png;base64," + base64.b64encode(file.read()).decode()

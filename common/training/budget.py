@@ -68,7 +68,7 @@ def size(config, student: Student | None = None) -> Size:
     if student and not student.blended:
         config.num_key_value_heads = student.kv_heads
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         if student and student.blended:
             masks.patch(model, student.kv_heads, student.blended)
     whole = sum(p.numel() for p in model.parameters())

@@ -98,7 +98,7 @@ def read_metrics(path: str) -> list[dict]:
 
     Raises UserError for a line that is not a JSON object with a step.
     """
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         return []
     lines = []
     with open(path, "rb") as file:

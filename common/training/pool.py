@@ -1,12 +1,12 @@
 """The samples to train on: tasks, chats and texts, tokenized, in one pool."""
 
 import array
+import contextlib
 import datetime
 import glob
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from common.data.chat import load_chats
 from common.data.samples import Sample
 from common.data.tasks import load_task, size_note, tokenize
 from common.data.text import TextSamples, write_text_tokens
-from common.files import sha256
+from common.files import sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
 
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
@@ -90,14 +90,26 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     tokenized = dist.new_group(backend="gloo", timeout=TOKENIZING)
     if ranks.first and not os.path.exists(path):
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # of other texts
-        os.makedirs(os.path.dirname(path))
         counts = write_text_tokens(args.text, tokenizer, args.text_length, args.text_tokens, path)
+        replace_tokens(path)
         print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
     dist.barrier(tokenized)
     texts = TextSamples(path, args.text_length)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
+
+
+def replace_tokens(path: str) -> None:
+    """Remove the tokens of other texts, which a record beside them names, and record these instead.
+
+    Any other file there is the user's.
+    """
+    directory, name = os.path.split(path)
+    record = os.path.join(directory, "written.json")
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none yet, or damaged
+        with open(record, encoding="utf-8") as file:
+            os.remove(os.path.join(directory, os.path.basename(json.load(file)["tokens"])))
+    write_json(record, {"tokens": name})
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

@@ -158,7 +158,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=execution.weights, attn_implementation=execution.attention
+            config, dtype=execution.weights, attn_implementation=execution.attention, trust_remote_code=False
         )
         if prepare:
             prepare(model)

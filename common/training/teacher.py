@@ -82,7 +82,8 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
     """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
     source = run.pair.model["path"]
     config = load_config(source)
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    dtype = config.dtype or torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)

@@ -88,7 +88,7 @@ def compare_models(config, weights: dict, operators: dict, groups: dict, fused, 
     weights, operators: after fusion. tokens: [rows, length]. Raises UserError if folding the averaged
     operators changes the logits.
     """
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     model.load_state_dict(weights)
     ended = all_logits(fusion.with_operators(model, operators, groups), tokens)
     averages = {name: fusion.averaged(operator) for name, operator in operators.items()}

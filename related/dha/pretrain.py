@@ -71,7 +71,8 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
     output = os.path.join(args.run, args.name)
     directory, per_step = output + ".train", schedule.batch * data["length"]
     tokens = args.steps * data["batch"] * data["length"]
-    model = AutoModelForCausalLM.from_config(load_config(start), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        load_config(start), dtype=torch.float32, trust_remote_code=False).eval()
     model.load_state_dict(training.last_weights(directory)[0])
     lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
     before = tokens - schedule.steps * per_step

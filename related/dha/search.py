@@ -193,9 +193,9 @@ def choose_groups(args, operators: dict, shape: Geometry, budget: Budget) -> tup
 
 def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tuple:
     """The model with the operators folded into its heads, and the relative logit difference."""
-    folded = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    folded = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     folded.load_state_dict(fusion.combine_heads(weights, operators, groups, fusion.mix))
-    ended = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ended = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     ended.load_state_dict(weights)
     tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     expected = all_logits(fusion.with_operators(ended, operators, groups), tokens)

@@ -48,7 +48,7 @@ def differences(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> d
 def random_model(config: SkiplessConfig, seed: int):
     """A float64 model with Gaussian weights and biases."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, trust_remote_code=False).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             std = 1.0 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
@@ -64,7 +64,7 @@ def transplanted(source, parallel: bool):
     state = source.state_dict()
     bias = "model.layers.0.self_attn.q_proj.bias" in state
     config = skipless_config(source.config, parallel, attention_bias=bias)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, trust_remote_code=False).eval()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     model.load_state_dict({name: state.get(name, zero) for name, zero in zeros.items()})
     return model

@@ -188,7 +188,7 @@ def write_start(directory: str, config: SkiplessConfig, ids: torch.Tensor, seed:
     """Write the untrained model, unless it exists from the run being resumed. Returns its directory."""
     start = os.path.join(directory, "start")
     if ranks.first and not os.path.isdir(start):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         initialise(model, ids, seed)
         with write_directory(start) as aside:
             model.save_pretrained(aside)

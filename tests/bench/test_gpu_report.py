@@ -77,6 +77,24 @@ def pretended(tmp_path):
     return run
 
 
+def test_a_directory_with_other_files_is_left_alone(pretended, tmp_path):
+    mine = tmp_path / "an out [1]" / "thesis.tex"
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    with pytest.raises(FileNotFoundError):  # no rows.tsv
+        pretended()
+    assert os.listdir(mine.parent) == ["thesis.tex"] and mine.read_text() == "years of work"
+
+
+def test_an_earlier_report_is_replaced_and_nothing_beside_it(pretended, tmp_path):
+    out = tmp_path / "an out [1]"
+    rows = pretended()[1]
+    (out / "results.json").write_text("of the first report")
+    (out / "notes.txt").write_text("mine")
+    assert [row.name for row in pretended()[1]] == [row.name for row in rows]
+    assert not (out / "results.json").exists() and (out / "notes.txt").read_text() == "mine"
+
+
 def test_a_failure_does_not_stop_the_rows_after_it(pretended):
     code, rows = pretended()
     assert code == 1

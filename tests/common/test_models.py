@@ -1,9 +1,11 @@
 """Checkpoints: read as transformers reads them, whole or layer by layer, and refused in one line where they
 are damaged."""
 
+import ast
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from common.layers import Layers
 from common.models import (
     check_kv_heads,
     describe,
+    empty_model,
     geometry,
     key_context,
     load_config,
@@ -30,7 +33,7 @@ from common.models import (
     source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
-from conftest import byte_tokenizer, expect_error, run, save_tiny, tiny_model
+from conftest import ROOT, byte_tokenizer, expect_error, run, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -62,6 +65,37 @@ def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypa
     path = str(checkpoints / "shards")
     assert needs_several_gpus(path, torch.float32, device) is expected
     assert not (filled < 1 and needs_several_gpus(path, torch.bfloat16, device))
+
+
+def test_no_model_is_loaded_with_code_of_its_own():
+    """Without the argument transformers asks whether to run it."""
+    called = []
+    for folder in (".", "common", "related", "bench", "pipelines"):
+        for path in ROOT.glob("*.py" if folder == "." else f"{folder}/**/*.py"):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            for call in (node for node in nodes if isinstance(node, ast.Call)):
+                name = ast.unparse(call.func)
+                if re.fullmatch(r"Auto\w+\.from_(pretrained|config)", name):
+                    called.append(name)
+                    options = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                    assert options.get("trust_remote_code") == "False", (path, call.lineno)
+    assert len(called) > 10
+
+
+def test_code_beside_a_known_config_is_neither_run_nor_offered(tmp_path, monkeypatch, capfd):
+    """A model type that transformers knows, but not as a language model."""
+    save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    message = refusal(load_model, str(tmp_path))
+    assert message.startswith(f"{tmp_path}: cannot load the weights: ") and not ran.exists()
+    with pytest.raises(UserError, match="cannot build the model of its config"):
+        empty_model(str(tmp_path), load_config(str(tmp_path)), torch.float32)
+    assert capfd.readouterr() == ("", "") and not ran.exists()
 
 
 def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):

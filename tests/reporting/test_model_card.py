@@ -119,7 +119,7 @@ def test_a_directory_is_no_base_model(name, tmp_path, records):
 
 @pytest.mark.parametrize("name", NASTY)
 def test_no_name_breaks_the_card(name, tmp_path, records):
-    records[0]["model"]["name"] = records[2]["commit"] = name
+    records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
     card = write(tmp_path, records, path=name)
     plain = write(tmp_path, copy.deepcopy((ALIGNMENT, TRAINING, EXPORT)))
     assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]

@@ -4,6 +4,7 @@ import base64
 import copy
 import html
 import json
+import os
 import re
 import shlex
 from html.parser import HTMLParser
@@ -227,6 +228,36 @@ def test_same_records_same_bytes(whole):
     first = (whole / "report.html").read_bytes()
     read(whole)
     assert (whole / "report.html").read_bytes() == first
+
+
+def test_a_page_of_someone_else_is_kept_unless_forced(whole):
+    path = whole / "report.html"
+    path.write_text("<title>my notes</title>")
+    with pytest.raises(UserError, match="report.html already exists; pass --force to replace it"):
+        report.write(str(whole))
+    assert path.read_text() == "<title>my notes</title>"
+    report.write(str(whole), force=True)
+    assert "my notes" not in path.read_text()
+
+
+def test_only_files_of_the_run_are_embedded(whole):
+    secret = whole.parent / "run directory of another.png"
+    secret.write_bytes(b"secret")
+    for name in ("similarity.png", "train/curves.png"):
+        (whole / name).unlink()
+    (whole / "similarity.png").symlink_to(secret)
+    os.mkfifo(whole / "train" / "curves.png")
+    os.mkfifo(whole / "teacher" / "metrics.jsonl")
+    for part in ("groups.json", "eval.json"):
+        (whole / part).unlink()
+        os.mkfifo(whole / part)
+    assert not any(address.startswith("data:") for address in read(whole).addresses)
+    (whole / "similarity.png").unlink()
+    (whole / "picture.png").write_bytes(PIXEL)
+    (whole / "similarity.png").symlink_to("picture.png")
+    linked = whole.with_name("linked")
+    linked.symlink_to(whole)
+    assert sum(address.startswith("data:") for address in read(linked).addresses) == 1
 
 
 def test_a_half_finished_run(tmp_path):

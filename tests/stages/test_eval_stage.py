@@ -105,6 +105,18 @@ def test_the_table_is_kept_unless_forced(evaluation):
     expect_error("eval.json already exists; pass --force", "07_eval.py", *arguments)
 
 
+@pytest.mark.parametrize("name", ["eval.md", "eval.jsonl", "tasks/piqa.jsonl", "tasks/boolq.yaml",
+                                  "tasks/table5.yaml", "tasks/lm_eval.sh"])
+def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    expect_error(f"{name} already exists; pass --force to replace it", "07_eval.py", "--run",
+                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs),
+                 "--harness", tmp_path / "run" / "tasks")
+    assert path.read_text() == "mine" and sum(path.is_file() for path in tmp_path.rglob("*")) == 1
+
+
 @pytest.fixture
 def checkpoint(inputs, tmp_path) -> str:
     return shutil.copytree(inputs["model"], tmp_path / "model")

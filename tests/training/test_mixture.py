@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,7 +109,7 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
     text.write_text("x" + text.read_text())
     other = load_pool(args, inputs["model"], group_of_one)
     assert other.description() != first.description() and len(written) == 2
-    assert os.listdir(tmp_path / "run" / "tokens") == [os.path.basename(written[1])]
+    assert sorted(os.listdir(tmp_path / "run" / "tokens")) == [os.path.basename(written[1]), "written.json"]
     args.text *= 2
     assert len(load_pool(args, inputs["model"], group_of_one)) > len(other) and len(written) == 3
     model = shutil.copytree(inputs["model"], tmp_path / "model")
@@ -117,6 +118,23 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     load_pool(args, str(model), group_of_one)
     assert len(written) == 4
+
+
+@pytest.mark.parametrize("record", [None, "[", "[]", "{}", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])
+def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one, record):
+    home = tmp_path / "run" / "tokens"
+    home.mkdir(parents=True)
+    mine = [home / "my.txt", home / f"{'0' * 16}.npy", tmp_path / "run" / "text.txt"]
+    for path in mine:
+        shutil.copy(inputs["text"], path)
+    if record:
+        (home / "written.json").write_text(record)
+    load_pool(flags(tmp_path / "run", text=[str(mine[0])]), inputs["model"], group_of_one)
+    load_pool(flags(tmp_path / "run", text=[str(mine[1].with_name("my.txt")), inputs["text"]]),
+              inputs["model"], group_of_one)
+    for path in mine:
+        assert path.read_text() == Path(inputs["text"]).read_text()
+    assert len(os.listdir(home)) == 4  # these two, the last tokens and their record
 
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
