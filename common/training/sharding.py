@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-import common.training.attention  # noqa: F401  registers the attention "packed"
 from common.cli import UserError
+from common.training.attention import sample_bounds
 from common.weights import open_checkpoint
 
 
@@ -105,13 +105,14 @@ class Trainee(nn.Module):
 
     def forward(self, row, head_loss=None):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        packed = self.net.config._attn_implementation == "packed"
-        options = {"row": row} if packed else {}
+        config, head = self.net.config, self.net.lm_head
+        packed = config._attn_implementation == "packed"
+        options = sample_bounds(row, config, head.weight) if packed else {}
         output = self.net.model(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
         )
         hidden = output.last_hidden_state[0]
-        return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
+        return hidden if head_loss is None else head_loss(hidden, head)
 
 
 def sum_over_ranks(leaves) -> None:
