@@ -1,6 +1,7 @@
 """FSDP2: the process group, and models built on the meta device, sharded and loaded from safetensors."""
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -33,6 +34,19 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @functools.cached_property
+    def mesh(self):
+        """What all models are sharded over; a mesh for each would make process groups for each.
+
+        All ranks of one node; on several nodes models are sharded within and replicated across (HSDP): only
+        gradients that are already reduced within a node travel between nodes.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        if local == self.world:
+            return init_device_mesh(self.device.type, (self.world,))
+        shape = (self.world // local, local)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("nodes", "ranks"))
 
     def say(self, text: str) -> None:
         """Print once, from the first rank."""
@@ -138,18 +152,6 @@ def reduce_gradients(trainee: Trainee, last: bool, every_row: bool) -> None:
         trainee.set_requires_gradient_sync(last)
 
 
-def device_mesh(ranks: Ranks):
-    """The mesh to shard over: all ranks of one node; on several nodes, sharded within and replicated across.
-
-    With the latter (HSDP), only gradients that are already reduced within a node travel between nodes.
-    """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-    if local == ranks.world:
-        return init_device_mesh(ranks.device.type, (ranks.world,))
-    shape = (ranks.world // local, local)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("nodes", "ranks"))
-
-
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
     """A sharded Trainee whose gradients are reduced in float32.
 
@@ -165,7 +167,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
             prepare(model)
         trainee = Trainee(model, replicated)
     precision = MixedPrecisionPolicy(param_dtype=execution.compute, reduce_dtype=torch.float32)
-    options = {"mesh": device_mesh(ranks), "mp_policy": precision}
+    options = {"mesh": ranks.mesh, "mp_policy": precision}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     ignored = set(trainee.replicated.parameters())
