@@ -287,7 +287,7 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     args, ranks, pair = run.args, run.ranks, run.pair
     settings = student_settings(run, schedule)
     checkpoints.begin(run.directory, settings, ranks)
-    if os.path.exists(os.path.join(run.directory, RECORD)):
+    if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
@@ -300,7 +300,7 @@ def train_student(run: Run, schedule: Schedule) -> bool:
         if not train_masked(run, schedule, teacher, saved):
             return False
         free_memory(ranks)
-        start, saved = switch, checkpoints.saved_checkpoints(run.directory)[-1]
+        start, saved = switch, checkpoints.path_of(run.directory, switch)
     if not train_gqa(run, schedule, teacher, saved, switched=bool(switch) and start == switch):
         return False
     if ranks.first:
