@@ -369,6 +369,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
         ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
     elif not train_teacher(run, schedules["teacher"]):
         return STOPPED
+    free_memory(ranks)  # of the teacher that was trained
     return 0 if train_student(run, schedules["student"]) else STOPPED
 
 
@@ -377,9 +378,16 @@ def main() -> int:
     claim(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads any
     with joined_ranks() as ranks:
-        return prune_train(args, clock, ranks)
+        try:
+            return prune_train(args, clock, ranks)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
+            raise MemoryError(f"rank {ranks.rank}: {reason} Lower --tokens-per-microbatch or --loss-chunk, "
+                              "or pass --recompute; the last checkpoint is kept") from error
 
 
 if __name__ == "__main__":

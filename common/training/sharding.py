@@ -1,6 +1,7 @@
 """FSDP2: the process group, and models built on the meta device, sharded and loaded from safetensors."""
 
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -18,6 +19,10 @@ from transformers import AutoModelForCausalLM
 from common.cli import UserError
 from common.training.attention import sample_bounds
 from common.weights import open_checkpoint
+
+# How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
+# One that dies is noticed by torchrun at once.
+PATIENCE = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def init_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
