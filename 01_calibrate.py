@@ -140,6 +140,8 @@ def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
 @torch.no_grad()
 def main():
     args, clock = parse(), Clock()
+    for half in ("bf16", "fp16"):  # products are summed in float32
+        setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
     output = os.path.join(args.run, "calibration")
     claim("01_calibrate.py", args, output)
 

@@ -287,7 +287,7 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     args, ranks, pair = run.args, run.ranks, run.pair
     settings = student_settings(run, schedule)
     checkpoints.begin(run.directory, settings, ranks)
-    if os.path.exists(os.path.join(run.directory, RECORD)):
+    if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
@@ -300,7 +300,7 @@ def train_student(run: Run, schedule: Schedule) -> bool:
         if not train_masked(run, schedule, teacher, saved):
             return False
         free_memory(ranks)
-        start, saved = switch, checkpoints.saved_checkpoints(run.directory)[-1]
+        start, saved = switch, checkpoints.path_of(run.directory, switch)
     if not train_gqa(run, schedule, teacher, saved, switched=bool(switch) and start == switch):
         return False
     if ranks.first:
@@ -369,6 +369,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
         ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
     elif not train_teacher(run, schedules["teacher"]):
         return STOPPED
+    free_memory(ranks)  # of the teacher that was trained
     return 0 if train_student(run, schedules["student"]) else STOPPED
 
 
@@ -377,9 +378,16 @@ def main() -> int:
     claim(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads any
     with joined_ranks() as ranks:
-        return prune_train(args, clock, ranks)
+        try:
+            return prune_train(args, clock, ranks)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
+            raise MemoryError(f"rank {ranks.rank}: {reason} Lower --tokens-per-microbatch or --loss-chunk, "
+                              "or pass --recompute; the last checkpoint is kept") from error
 
 
 if __name__ == "__main__":

@@ -396,7 +396,8 @@ def networks(run: Run) -> tuple:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:1]
     options = {"config": config, "dtype": torch.float32, "attn_implementation": "packed"}
-    source = AutoModelForCausalLM.from_pretrained(run.path("source"), **options).requires_grad_(False)
+    source = AutoModelForCausalLM.from_pretrained(run.path("source"), trust_remote_code=False, **options)
+    source.requires_grad_(False)
     shared = {id(parameter): parameter for parameter in source.parameters()}
     aligned, stored = copy.deepcopy(source, shared), open_checkpoint(run.path("aligned"))
     names = [name for name in source.state_dict() if ".self_attn." in name]

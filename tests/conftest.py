@@ -150,6 +150,7 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
     output, errors = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     environment, argv, code = dict(os.environ), sys.argv, 0
     sys.argv = [command, *arguments]
     try:
@@ -174,6 +175,7 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
         os.environ.clear()
         os.environ.update(environment)
         torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if torch.distributed.is_initialized():

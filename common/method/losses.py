@@ -52,13 +52,28 @@ def bild(
     return loss
 
 
+def product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """left [n, k] @ right [k, m], in float32 from 16-bit factors; added to `total` in place if that is given.
+
+    Logits in bfloat16 are off by up to 2^-9 of their size, which adds some 4e-4 nats to the KL of models that
+    are close to each other.
+    """
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    if left.is_cuda and left.dtype != dtype:
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    left, right = left.to(dtype), right.to(dtype)
+    return left @ right if total is None else total.addmm_(left, right)
+
+
 def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
     """Sum over pieces of loss(kind, at, logits at `at`), a scalar, holding one piece's logits at a time.
 
     pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a
-    scalar. Each piece's gradient is computed right after its loss, while its logits are in memory; only the
-    sums [T, h] and [V, h] are kept for the backward pass. Nothing is recomputed. A frozen lm_head gets no
-    gradient, and costs none.
+    scalar of logits that are at least float32. Each piece's gradient is computed right after its loss, while
+    its logits are in memory; only the sums [T, h] and [V, h] are kept for the backward pass. Nothing is
+    recomputed. A frozen lm_head gets no gradient, and costs none.
     """
     return _Chunked.apply(loss, pieces, hidden, lm_head)
 
@@ -67,22 +82,22 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, pieces, hidden, lm_head):
         differentiate, head_is_trained = any(ctx.needs_input_grad), ctx.needs_input_grad[3]
-        hidden, lm_head = hidden.detach(), lm_head.detach().requires_grad_(head_is_trained)
+        hidden, lm_head = hidden.detach(), lm_head.detach()
         sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # never accumulate in bf16
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if differentiate else None
         head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if head_is_trained else None
         for kind, at in pieces:
+            part = hidden[at]
+            logits = product(part, lm_head.T).requires_grad_(differentiate)
             with torch.set_grad_enabled(differentiate):
-                part = hidden[at].requires_grad_(differentiate)
-                value = loss(kind, at, F.linear(part, lm_head))
+                value = loss(kind, at, logits)
             total += value.detach()
             if differentiate:
-                trained = (part, lm_head) if head_is_trained else (part,)
-                part_grads = torch.autograd.grad(value, trained)
-                hidden_grad.index_add_(0, at, part_grads[0])
+                slope = torch.autograd.grad(value, logits)[0].to(lm_head.dtype)
+                hidden_grad.index_add_(0, at, slope @ lm_head)
                 if head_is_trained:
-                    head_grad += part_grads[1]
+                    product(slope.T, part, head_grad)
         ctx.save_for_backward(hidden_grad, head_grad)
         return total
 

@@ -195,7 +195,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
 
 
 def file_of_run(directory: str, name: str) -> str | None:
-    """The path of a regular file in a run directory; None if there is none, or a link out of the directory."""
+    """The path of a regular file of a run; None if there is none, or a link out of its directory."""
     directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
     inside = path.startswith(os.path.join(directory, ""))
     return path if inside and os.path.isfile(path) else None

@@ -7,34 +7,45 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.models import window_mask
+from common.models import geometry, window_mask
 
 
-def packed_attention(module, query, key, value, attention_mask, row=None, sliding_window=None, scaling=None,
-                     dropout=0.0, **kwargs):
+def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,
+                     sliding_window=None, scaling=None, dropout=0.0, **kwargs):
     """Causal attention within each sample of a row, by torch's fused kernels, without a T x T mask.
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
-    with attn_implementation="packed". row: a packing.Row of T tokens, passed through the model's forward;
-    None: one sample. sliding_window: number of positions a token attends to, including its own; None for all.
-
-    On GPUs one kernel call covers all samples, if torch has the kernel and it supports these shapes;
-    otherwise there is one call per sample, with a mask if the sample is longer than the window.
+    with attn_implementation="packed". lengths, starts and longest: sample_bounds' for a row of T tokens,
+    passed through the model's forward; without them, one sample. sliding_window: number of positions a token
+    attends to, including its own; None for all.
     """
-    if row is not None and dropout == 0 and varlen_applies(query):
-        states = (query, key, value)
-        return varlen_attention(varlen_kernel(), states, row, sliding_window, scaling), None
-    lengths = row.lengths if row is not None else query.shape[2]
-    parts = (states.split(lengths, dim=2) for states in (query, key, value))
+    if starts is not None:
+        return varlen_attention((query, key, value), starts, longest, sliding_window, scaling), None
     options = {"scaling": scaling, "dropout": dropout} | kwargs
+    return one_by_one(module, (query, key, value), lengths or query.shape[2], sliding_window, options), None
+
+
+@torch.compiler.disable  # it would be compiled anew for every row: the lengths are Python numbers
+def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
+    """packed_attention's result from one call of sdpa per sample."""
     alone = []
-    for sample in zip(*parts, strict=True):
-        mask = window_mask(sample[0].shape[2], sliding_window, query.device)
+    for sample in zip(*(tensor.split(lengths, dim=2) for tensor in states), strict=True):
+        mask = window_mask(sample[0].shape[2], sliding_window, sample[0].device)
         alone.append(sdpa_attention_forward(module, *sample, mask, is_causal=mask is None, **options)[0])
-    return torch.cat(alone, dim=1), None
+    return torch.cat(alone, dim=1)
 
 
-@functools.cache
+def sample_bounds(row, config, weight: torch.Tensor) -> dict:
+    """packed_attention's arguments for a packing.Row. weight: one of the model's, as it is computed with.
+
+    On GPUs one kernel call covers all samples, if torch has the kernel and it supports the model; otherwise
+    there is one call per sample, with a mask if the sample is longer than the window.
+    """
+    if not config.attention_dropout and varlen_applies(weight, geometry(config).head_dim):
+        return {"starts": row.starts, "longest": max(row.lengths)}
+    return {"lengths": row.lengths}
+
+
 def varlen_kernel():
     """torch's attention for samples of different lengths, or None if this torch has none that suffices."""
     try:
@@ -54,26 +65,30 @@ def with_repeated_heads(kernel, query, key, value, *arguments, enable_gqa=True, 
     return kernel(query, key, value, *arguments, **options)
 
 
-def varlen_applies(query: torch.Tensor) -> bool:
-    """Whether varlen_kernel takes these queries: FlashAttention's dtypes, head sizes and GPUs."""
-    if not query.is_cuda or varlen_kernel() is None:
+KERNEL = varlen_kernel()
+
+
+def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:
+    """Whether KERNEL takes a model's queries: FlashAttention's dtypes, head sizes and GPUs."""
+    if not weight.is_cuda or KERNEL is None:
         return False
-    head_dim, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    half = weight.dtype in (torch.bfloat16, torch.float16)
     return half and head_dim <= 256 and head_dim % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def varlen_attention(kernel, states, row, window: int | None, scale: float | None) -> torch.Tensor:
-    """packed_attention's result [1, T, H, d] from one call of a kernel with varlen_attn's signature.
-
-    states: query [1, H, T, d], key and value [1, G, T, d]; window: as sliding_window there.
-    """
+def varlen_attention(
+    states,  # query [1, H, T, d], key and value [1, G, T, d]
+    starts: torch.Tensor,  # [samples + 1] int32, each sample's first token, then T
+    longest: int,  # tokens in the longest sample
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """packed_attention's result [1, T, H, d] from one call of KERNEL. window: as sliding_window there."""
     by_token = (tensor[0].transpose(0, 1) for tensor in states)  # [T, H or G, d]
-    longest = max(row.lengths)
     reach = (-1 if window is None else window - 1, 0)  # tokens before and after its own; -1: all
-    output = kernel(*by_token, row.starts, row.starts, longest, longest, scale=scale, window_size=reach,
+    output = KERNEL(*by_token, starts, starts, longest, longest, scale=scale, window_size=reach,
                     enable_gqa=True)
     return output[None]
 
 
-# torch.compile would compile it anew for every row: its samples' lengths are Python numbers
-AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+AttentionInterface.register("packed", packed_attention)

@@ -77,6 +77,11 @@ def saved_checkpoints(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in sorted(names) if re.fullmatch(r"step-\d{8}", name)]
 
 
+def path_of(directory: str, step: int) -> str:
+    """The checkpoint after `step` steps in a directory."""
+    return os.path.join(directory, f"step-{step:08d}")
+
+
 def step_of(path: str) -> int:
     """The number of completed steps at a checkpoint."""
     return int(path.rsplit("-", 1)[1])
@@ -88,7 +93,7 @@ def save(job) -> None:
     Raises UserError if it cannot be written (disk full); earlier checkpoints stay intact.
     """
     directory, rank = job.directory, dist.get_rank()
-    path = os.path.join(directory, f"step-{job.step:08d}")
+    path = path_of(directory, job.step)
     aside = path + ".tmp"
     if rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
@@ -153,13 +158,19 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
     return None
 
 
+def of_first_rank(value):
+    """The first rank's value, on every rank: nodes may see a shared disk in different states."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def newest(directory: str, ranks) -> str | None:
     """The newest intact checkpoint, or None if there are no checkpoints. All ranks call it.
 
     Damaged ones are renamed to step-N.damaged-1 and reported. Raises UserError if all are damaged.
     """
-    saved = saved_checkpoints(directory)
-    dist.barrier()
+    saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))

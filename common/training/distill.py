@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from common.method import masks, released_masks
-from common.method.losses import bild, chunked, cross_entropy, kl
+from common.method.losses import bild, chunked, cross_entropy, kl, product
 from common.training import budget
 
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
@@ -29,7 +29,7 @@ def next_token_loss(
     """
 
     def loss(kind, at, logits):
-        return (cross_entropy(logits.float(), row.targets[at]) * weight[at]).sum()
+        return (cross_entropy(logits, row.targets[at]) * weight[at]).sum()
 
     pieces = [("next token", part) for part in at.split(chunk)]
     return trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
@@ -55,8 +55,8 @@ def distillation_loss(
 
     def loss(part, at, student_logits):  # [c, V], of the tokens `at`: all prompt or all answer
         with torch.no_grad():
-            teacher_logits = teacher_head(teacher_hidden[at]).float()
-        student_logits, terms = student_logits.float(), {}
+            teacher_logits = product(teacher_hidden[at], teacher_head.weight.T)
+        terms = {}
         if part == "prompt" or kl_on == "all":
             terms["kl"] = (kl(student_logits, teacher_logits, temperature) * kl_weight[at]).sum()
         if part == "answer":

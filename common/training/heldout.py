@@ -11,7 +11,7 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
 from common.data.text import load_tokens
-from common.method.losses import cross_entropy, kl
+from common.method.losses import cross_entropy, kl, product
 from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
 from common.training.pool import NONE
@@ -86,7 +86,8 @@ def compare(
     def sums_of(hidden, lm_head):
         sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=hidden.device)
         for at in positions.split(chunk):
-            ours, theirs = lm_head(hidden[at]).float(), teacher_head(teacher_hidden[at]).float()
+            ours = product(hidden[at], lm_head.weight.T)
+            theirs = product(teacher_hidden[at], teacher_head.weight.T)
             losses = (cross_entropy(logits, row.targets[at]) for logits in (ours, theirs))
             columns = (kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1))
             sums[0] += len(at)

@@ -1,6 +1,8 @@
 """FSDP2: the process group, and models built on the meta device, sharded and loaded from safetensors."""
 
 import contextlib
+import datetime
+import functools
 import gc
 import os
 import signal
@@ -14,9 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-import common.training.attention  # noqa: F401  registers the attention "packed"
 from common.cli import UserError
+from common.training.attention import sample_bounds
 from common.weights import open_checkpoint
+
+# How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
+# One that dies is noticed by torchrun at once.
+PATIENCE = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,19 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @functools.cached_property
+    def mesh(self):
+        """What all models are sharded over; a mesh for each would make process groups for each.
+
+        All ranks of one node; on several nodes models are sharded within and replicated across (HSDP): only
+        gradients that are already reduced within a node travel between nodes.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        if local == self.world:
+            return init_device_mesh(self.device.type, (self.world,))
+        shape = (self.world // local, local)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("nodes", "ranks"))
 
     def say(self, text: str) -> None:
         """Print once, from the first rank."""
@@ -58,7 +77,7 @@ def init_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -105,13 +124,14 @@ class Trainee(nn.Module):
 
     def forward(self, row, head_loss=None):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        packed = self.net.config._attn_implementation == "packed"
-        options = {"row": row} if packed else {}
+        config, head = self.net.config, self.net.lm_head
+        packed = config._attn_implementation == "packed"
+        options = sample_bounds(row, config, head.weight) if packed else {}
         output = self.net.model(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
         )
         hidden = output.last_hidden_state[0]
-        return hidden if head_loss is None else head_loss(hidden, self.net.lm_head)
+        return hidden if head_loss is None else head_loss(hidden, head)
 
 
 def sum_over_ranks(leaves) -> None:
@@ -137,18 +157,6 @@ def reduce_gradients(trainee: Trainee, last: bool, every_row: bool) -> None:
         trainee.set_requires_gradient_sync(last)
 
 
-def device_mesh(ranks: Ranks):
-    """The mesh to shard over: all ranks of one node; on several nodes, sharded within and replicated across.
-
-    With the latter (HSDP), only gradients that are already reduced within a node travel between nodes.
-    """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-    if local == ranks.world:
-        return init_device_mesh(ranks.device.type, (ranks.world,))
-    shape = (ranks.world // local, local)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("nodes", "ranks"))
-
-
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
     """A sharded Trainee whose gradients are reduced in float32.
 
@@ -164,7 +172,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
             prepare(model)
         trainee = Trainee(model, replicated)
     precision = MixedPrecisionPolicy(param_dtype=execution.compute, reduce_dtype=torch.float32)
-    options = {"mesh": device_mesh(ranks), "mp_policy": precision}
+    options = {"mesh": ranks.mesh, "mp_policy": precision}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     ignored = set(trainee.replicated.parameters())

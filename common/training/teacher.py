@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from common.artifacts import claim, make_record, read_record, verify_files, write_record
 from common.cli import UserError
 from common.files import write_directory
-from common.models import load_config, load_tokenizer
+from common.models import empty_model, load_config, load_tokenizer
 from common.records import SOURCE
 from common.training import checkpoints
 from common.training.distill import next_token_loss, sft_flops
@@ -83,8 +82,10 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
     source = run.pair.model["path"]
     config = load_config(source)
     dtype = config.dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
+    model = empty_model(source, config, dtype)
+    weights = checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1])
+    model.load_state_dict({name: weights.pop(name).to(dtype) for name in list(weights)}, assign=True)
+    model.tie_weights()
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     with write_directory(run.teacher) as aside:

@@ -1,20 +1,26 @@
 """Stage 5 in one process: resuming, signals, settings, refusals, and what a finished run has recorded."""
 
+import gc
 import json
 import os
 import pickle
 import shutil
 import signal
+import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import filelock
 import pytest
 import torch
 
 from common.artifacts import write_record
+from common.cli import run_stage
 from common.data.tasks import TASKS
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints
+from common.training import checkpoints, teacher
 from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
@@ -22,7 +28,8 @@ from common.training.packing import batch_indices
 from common.training.pool import Pool, load_tasks
 from common.training.run import Run
 from common.training.sharding import Execution
-from conftest import TRAINING, copy_run, expect_error, run, run_in_process
+from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
+from students import stage5
 from test_checkpoints import Attack, seal
 from training_runs import (
     STAGE,
@@ -38,12 +45,100 @@ from training_runs import (
 )
 
 
-def test_deterministic_kernels_are_chosen_on_request(aligned_run, inputs, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+@pytest.fixture
+def start_stage(tmp_path, monkeypatch, capsys):
+    """start_stage(TRAIN, *FLAGS): stage 5's main with prune_train replaced. Returns exit code and errors."""
+
+    def start(train, *flags):
+        monkeypatch.setattr(stage5, "prune_train", train)
+        monkeypatch.setattr(sys, "argv", [STAGE, "--run", str(tmp_path), *flags])
+        with pytest.raises(SystemExit) as ended:
+            run_stage(stage5.main)
+        return ended.value.code, capsys.readouterr().err
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    yield start
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_kernels_are_chosen_on_request(start_stage):
+    settings = []
+
+    def note(*_):
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        settings.append((deterministic, fills, os.environ.get("NCCL_NVLS_ENABLE")))
+
     for asked in ([], ["--deterministic"]):
-        run(STAGE, *train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *asked))
-    assert chosen == [False, True, False]  # run() restores it each time
+        assert start_stage(note, *asked) == (0, "")
+    assert settings == [(False, True, None), (True, False, "0")]
+
+
+def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, monkeypatch):
+    """From whichever rank it is: run_stage prints the UserErrors of a node's first rank alone."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+    def fill_up(args, clock, ranks):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total")
+
+    code, errors = start_stage(fill_up)
+    assert code == 2 and errors.count("\n") == 1
+    assert errors.startswith("error: rank 0: CUDA out of memory. Tried to allocate 2.00 GiB. Lower ")
+    assert all(flag in errors for flag in ("--tokens-per-microbatch", "--loss-chunk", "--recompute"))
+
+
+def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
+    """Modules refer to each other in circles, which only the garbage collector takes apart."""
+    model, alive = torch.nn.Linear(1, 1), []
+    model.circle = [model]
+    reference = weakref.ref(model)
+
+    def train_teacher(run, schedule):
+        nonlocal model
+        del model
+        return True
+
+    def train_student(run, schedule):
+        alive.append(reference())
+        return True
+
+    for name in ("read_pair", "load_config", "load_pool", "load_heldout", "find_teacher"):
+        monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
+    args = MagicMock(plan=None, force=False, dtype="float32")
+    monkeypatch.setattr(stage5, "with_defaults", lambda *_: args)
+    monkeypatch.setattr(stage5, "find_teacher", lambda run: False)
+    monkeypatch.setattr(stage5, "make_schedules", lambda *_: {"teacher": None, "student": None})
+    monkeypatch.setattr(stage5, "train_teacher", train_teacher)
+    monkeypatch.setattr(stage5, "train_student", train_student)
+    gc.disable()
+    try:
+        assert stage5.prune_train(args, None, group_of_one) == 0 and alive == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
+    """From float32 weights, by a model that has no weights of its own before."""
+    source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
+    trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
+    monkeypatch.setattr(teacher.checkpoints, "whole_weights", lambda path: dict(trained))
+    monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: [None])
+    monkeypatch.setattr(teacher, "make_record", lambda *_: None)
+    monkeypatch.setattr(teacher, "write_record", lambda *_: None)
+    directory = tmp_path / "teacher.train"
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    monkeypatch.setattr(teacher, "summarize", lambda lines: {})
+    run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), args=None, clock=lambda: 0,
+                                   teacher=str(tmp_path / "teacher"))
+    teacher.write_teacher(run_of_stage, str(directory), {})
+    written = load_model(run_of_stage.teacher, torch.bfloat16)
+    assert written.config.dtype == torch.bfloat16
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    assert written.state_dict().keys() == trained.keys()
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16()), name
 
 
 def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs, tmp_path):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from common.models import load_config
 from common.training import attention
-from common.training.attention import packed_attention, varlen_applies, varlen_attention
+from common.training.attention import packed_attention, varlen_applies
 from common.training.packing import build_row
-from conftest import tiny_model
+from common.training.sharding import Execution, Trainee, build
+from conftest import save_tiny, tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
 from test_packing import random_samples
 
@@ -50,8 +52,8 @@ def formula_as_kernel(monkeypatch):
         calls.append(options)
         return varlen_formula(*arguments, **options)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
-    monkeypatch.setattr(attention, "varlen_applies", lambda query: True)
+    monkeypatch.setattr(attention, "KERNEL", kernel)
+    monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
     return calls
 
 
@@ -64,40 +66,47 @@ def test_one_kernel_for_all_samples_is_the_familys_own_attention(changes, formul
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads):
+def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads, formula_as_kernel):
     samples, generator = random_samples(6), torch.Generator().manual_seed(1)
     row = build_row(samples, 6)
     total = row.input_ids.numel()
     states = [torch.randn(1, heads, total, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
     module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
-    expected, _ = packed_attention(module, *states, None, row=row, sliding_window=window, scaling=0.3)
-    torch.testing.assert_close(varlen_attention(varlen_formula, states, row, window, 0.3), expected,
-                               rtol=0, atol=1e-5)
+    options = {"sliding_window": window, "scaling": 0.3}
+    expected, _ = packed_attention(module, *states, None, lengths=row.lengths, **options)
+    starts, longest = row.starts, max(row.lengths)
+    together, _ = packed_attention(module, *states, None, starts=starts, longest=longest, **options)
+    assert len(formula_as_kernel) == 1
+    torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
 
 
-def test_without_a_row_and_with_dropout_samples_go_one_by_one(formula_as_kernel):
-    row, generator = build_row(random_samples(1), 1), torch.Generator().manual_seed(2)
-    states = [torch.randn(1, 2, row.lengths[0], 8, generator=generator) for _ in range(3)]
-    module = SimpleNamespace(num_key_value_groups=1, is_causal=True)
-    whole, _ = packed_attention(module, *states, None)
-    packed_attention(module, *states, None, row=row, dropout=0.5)
+def test_without_a_row_there_is_one_sample(formula_as_kernel):
+    generator = torch.Generator().manual_seed(2)
+    states = [torch.randn(1, 2, 9, 8, generator=generator) for _ in range(3)]
+    whole, _ = packed_attention(SimpleNamespace(num_key_value_groups=1, is_causal=True), *states, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    torch.testing.assert_close(whole, expected.transpose(1, 2))
     assert not formula_as_kernel
-    torch.testing.assert_close(
-        whole, torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True).transpose(1, 2)
-    )
+
+
+def test_with_dropout_samples_go_one_by_one(formula_as_kernel):
+    row = build_row(random_samples(2), 1)
+    for dropout, calls in ((0.5, 0), (0.0, 3)):
+        Trainee(tiny_model(attn_implementation="packed", attention_dropout=dropout))(row)
+        assert len(formula_as_kernel) == calls
 
 
 @pytest.mark.parametrize("applies, changes", [
-    (True, {}), (True, {"dtype": torch.float16}), (True, {"shape": (1, 8, 64, 256)}),
-    (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"shape": (1, 8, 64, 264)}),
-    (False, {"shape": (1, 8, 64, 20)}), (False, {"capability": (7, 5)}), (False, {"kernel": None}),
+    (True, {}), (True, {"dtype": torch.float16}), (True, {"head_dim": 256}),
+    (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"head_dim": 264}),
+    (False, {"head_dim": 20}), (False, {"capability": (7, 5)}), (False, {"kernel": None}),
 ])  # fmt: skip
 def test_the_kernel_is_called_within_its_limits(monkeypatch, applies, changes):
-    query = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 8, 64, 128), "capability": (8, 0),
+    given = {"is_cuda": True, "dtype": torch.bfloat16, "head_dim": 128, "capability": (8, 0),
              "kernel": varlen_attn} | changes
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: query["kernel"])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: query["capability"])
-    assert varlen_applies(SimpleNamespace(**query)) == applies
+    monkeypatch.setattr(attention, "KERNEL", given["kernel"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: given["capability"])
+    assert varlen_applies(SimpleNamespace(**given), given["head_dim"]) == applies
 
 
 @pytest.fixture
@@ -106,11 +115,9 @@ def kernel_of_torch(monkeypatch):
 
     def choose(function):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        attention.varlen_kernel.cache_clear()
         return attention.varlen_kernel()
 
-    yield choose
-    attention.varlen_kernel.cache_clear()
+    return choose
 
 
 def test_a_kernel_without_windows_is_not_used(kernel_of_torch):
@@ -128,7 +135,86 @@ def test_a_kernel_without_fewer_kv_heads_gets_repeated_ones(kernel_of_torch):
                               window_size=window_size)
 
     row, generator = build_row(random_samples(6), 6), torch.Generator().manual_seed(1)
-    total = row.input_ids.numel()
-    states = [torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2)]
-    expected = varlen_attention(varlen_formula, states, row, 5, 0.3)
-    torch.testing.assert_close(varlen_attention(kernel_of_torch(older), states, row, 5, 0.3), expected)
+    total, longest = row.input_ids.numel(), max(row.lengths)
+    by_token = [torch.randn(total, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    arguments = (*by_token, row.starts, row.starts, longest, longest)
+    expected = varlen_formula(*arguments, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(kernel_of_torch(older)(*arguments, scale=0.3, enable_gqa=True), expected)
+
+
+@torch.library.custom_op("stand_in::varlen", mutates_args={})
+def opaque_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
+                   longest: int, scale: float, before: int) -> torch.Tensor:
+    """varlen_formula that torch.compile does not look into, as it does not into torch's kernel."""
+    return varlen_formula(query, key, value, starts, starts, longest, longest, scale=scale,
+                          window_size=(before, 0), enable_gqa=True).contiguous()
+
+
+@opaque_formula.register_fake
+def _(query, *_):
+    return torch.empty_like(query)
+
+
+def keep_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.others = inputs[4:]
+
+
+def differentiate_formula(ctx, gradient):
+    *states, starts = ctx.saved_tensors
+    states = [state.detach().requires_grad_() for state in states]
+    with torch.enable_grad():
+        output = opaque_formula._init_fn(*states, starts, *ctx.others)
+    return *torch.autograd.grad(output, states, gradient), None, None, None, None
+
+
+opaque_formula.register_autograd(differentiate_formula, setup_context=keep_inputs)
+
+
+def opaque_kernel(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
+    return opaque_formula(query, key, value, starts, longest, scale, window_size[0])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_is_compiled_once_for_rows_of_any_length(group_of_one, tmp_path, monkeypatch, recompute):
+    """Sizes become symbols when they first change; all layers share a graph."""
+    monkeypatch.setattr(attention, "KERNEL", opaque_kernel)
+    monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
+    source, samples, graphs, gradients = save_tiny(tmp_path / "model"), random_samples(12), [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        execution = Execution(recompute=recompute)
+        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
+        for layer in trainee.net.model.layers if compiled else ():
+            layer.compile(backend=backend, fullgraph=True)
+        for count in range(2, 10):
+            trainee(build_row(samples[:count], 3)).square().sum().backward()
+        gradients.append([p.grad.full_tensor() for p in trainee.parameters() if p.grad is not None])
+    assert 1 <= len(graphs) <= 3
+    for eager, same in zip(*gradients, strict=True):
+        torch.testing.assert_close(same, eager)
+
+
+def test_torchs_own_kernel_is_compiled_in_one_graph():
+    """It runs on GPUs alone, so the graph does not run."""
+
+    class Captured(Exception):
+        pass
+
+    def backend(graph, inputs):
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        assert any("_varlen_attn" in str(node.target) for node in calls)
+        raise Captured
+
+    row = build_row(random_samples(6), 6)
+    states = [torch.randn(1, heads, row.input_ids.numel(), 8) for heads in (4, 2, 2)]
+    torch._dynamo.reset()
+    call = torch.compile(attention.varlen_attention, backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Captured"):
+        call(states, row.starts, max(row.lengths), 5, 0.3)

@@ -73,6 +73,18 @@ def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_ste
     assert torch.equal(replicated["extra"], job.trainee.replicated["extra"].detach())
 
 
+def test_the_first_rank_lists_a_directory_for_all(saved, monkeypatch):
+    """This rank does not see the checkpoint yet; what the first rank sees comes by broadcast."""
+    job, path = saved
+    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: [])
+
+    def receive(values):
+        values[0] = [path]
+
+    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", receive)
+    assert checkpoints.newest(job.directory, job.ranks) == path == checkpoints.path_of(job.directory, 1)
+
+
 def test_some_weights_are_read_alone(saved):
     job, path = saved
     weights, name = checkpoints.TrainedWeights(path), "model.layers.1.mlp.up_proj.weight"

@@ -1,5 +1,6 @@
 """Ranks, replicated parameters, and filling a sharded model row by row."""
 
+import collections
 import json
 import os
 import shutil
@@ -11,16 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.cli import UserError
 from common.method import masks
 from common.models import load_config
 from common.training import sharding
+from common.training.engine import Step
 from common.training.packing import build_row
-from common.training.sharding import Execution, Trainee, build, first_row, joined_ranks, sum_over_ranks
+from common.training.sharding import (
+    Execution,
+    Ranks,
+    Trainee,
+    build,
+    first_row,
+    joined_ranks,
+    sum_over_ranks,
+)
 from common.training.students import Pair, masked_student
 from conftest import ROOT, save_tiny, tiny_model
-from students import SAMPLES
+from students import SAMPLES, SCHEDULE, half_masked_student
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64, 65])
@@ -131,6 +143,63 @@ def test_gradients_are_reduced_once_a_step(tmp_path, nodes, each_step, each_row)
             torch.testing.assert_close(gradients[name], 1.5 * parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def pretended_ranks(monkeypatch):
+    """pretended_ranks(WORLD): the first of so many ranks, eight a node, whose collectives do nothing."""
+
+    def join(world: int) -> Ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        return Ranks(0, world, torch.device("cpu"))
+
+    yield join
+    dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of torch.distributed within its block, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        if operation.namespace == "c10d":
+            self.counts[operation.__name__.removesuffix("_.default")] += 1
+        return operation(*arguments, **(options or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [8, 16])
+def test_collectives_of_a_step(pretended_ranks, tmp_path, world):
+    """A step of three rows, and models of three layers, so four groups of parameters with what is outside.
+
+    The student gathers all of them for each row, and the layers again for each backward pass; the teacher
+    keeps what is outside its layers. Gradients are reduced once, between nodes too; masks and figures are
+    summed.
+    """
+    ranks, layers, rows = pretended_ranks(world), 3, 3
+    student = half_masked_student(ranks, tmp_path)
+    gathers = rows * (layers + 1 + layers) + rows * layers
+    for first in (1, 0):
+        step = Step(student.job, SCHEDULE, [build_row([sample], 3) for sample in SAMPLES], SAMPLES)
+        with Collectives() as collectives:
+            student.take(step)
+        between_nodes = layers + 1 if world > 8 else 0
+        assert collectives.counts == {"_allgather_base": gathers + first, "_reduce_scatter_base": layers + 1,
+                                      "allreduce": 2 + between_nodes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, groups", [(8, 1), (16, 3)])
+def test_models_share_process_groups(pretended_ranks, tmp_path, world, groups):
+    """On several nodes: all ranks, those of a node, and those of the same place in every node."""
+    ranks, source = pretended_ranks(world), save_tiny(tmp_path / "model")
+    for _ in range(3):
+        build(load_config(source), ranks, Execution(), lambda name: (source, name))
+        assert len(dist.distributed_c10d._world.pg_map) == groups and ranks.mesh.shape[-1] == 8
+
+
 def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_one, tmp_path):
     source, other = save_tiny(tmp_path / "a"), save_tiny(tmp_path / "b", num_key_value_heads=2)
     expected = r"expected model.layers.0.self_attn.k_proj.weight of shape \[64, 48\], found \[16, 48\]"
@@ -161,6 +230,21 @@ def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_g
     reached.grad = torch.full((2,), 3.0)
     sum_over_ranks([reached, untouched])
     assert reached.grad.tolist() == [3, 3] and untouched.grad is None
+
+
+def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
+    """142 GB at 20 MB/s; nccl alone would wait for ten minutes, gloo for thirty."""
+    joined = {}
+
+    def join(backend, **options):
+        joined.update(options)
+
+    monkeypatch.setattr(sharding.dist, "init_process_group", join)
+    monkeypatch.setattr(sharding.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("RANK", "0")
+    sharding.init_ranks()
+    assert joined["timeout"].total_seconds() > 142e9 / 20e6
 
 
 def test_a_process_group_is_left_after_an_error():

@@ -202,8 +202,8 @@ def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     row, positions = tokens().view(1, -1), torch.arange(40).repeat(2)[None]
     with torch.no_grad():
-        packed = training.build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2)
-        both = loaded(input_ids=row, position_ids=positions, use_cache=False, row=packed).logits[0]
+        lengths = training.build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2).lengths
+        both = loaded(input_ids=row, position_ids=positions, use_cache=False, lengths=lengths).logits[0]
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
