@@ -489,4 +489,12 @@ MUTANTS = [
      "step.number % self.every == 0",
      "step.number % self.every == 1",
      "test_dha_phases::test_search_trains_operators_by_the_language_model_loss_alone"),
+    ("DHA Eq. 8", "related/dha/fuse.py",
+     "fusion.set_operators(job.trainee.net, operators, groups)",
+     "fusion.set_operators(job.trainee.net, start, groups)",
+     "test_dha_commands::test_the_scripts_from_search_to_comparison"),
+    ("DHA search", "related/dha/search.py",
+     "training.operators_in(job.trainee), whole)",
+     "start, whole)",
+     "test_dha_commands::test_the_scripts_from_search_to_comparison"),
 ]

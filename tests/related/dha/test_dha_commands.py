@@ -43,6 +43,11 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     assert fused["unchanged_at_start"] <= 1e-5 and fused["averaged_to_fused"] <= 1e-5
     assert fused["cache_heads"] == {kind: searched["summary"][kind]["heads"] for kind in ("key", "value")}
 
+    for phase in ("search", "fusion"):  # lambda starts at 0: the text alone moves operators in the first step
+        lines = (home / phase / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["fusion_loss"] for line in lines[:2]]
+        assert losses[0] != losses[1]
+
     total = fused["steps_so_far"] + 4
     expect_error("search and fusion", "related/dha/pretrain.py", "--run", home, "--steps", 4)
     expect_error("expected a directory name", "related/dha/pretrain.py", "--run", home, "--name", "../x")

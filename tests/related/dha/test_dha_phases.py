@@ -214,6 +214,7 @@ def test_learning_rates_end_at_a_tenth_of_their_peak():
 
 def test_training_stops_where_it_is_done_and_asks_every_so_many_steps(monkeypatch):
     def steps(job, schedule, samples, until):
+        assert not job.stopped
         stops.append(until)
         while job.step < until and not job.stopped:
             yield job.step
