@@ -6,7 +6,7 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
         the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
 
-    python 01_calibrate.py                                              # the demo model, made on first use
+    python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
     python 01_calibrate.py --run runs/smollm2 --model SmolLM2-135M-Instruct.Q4_1.gguf --text FILE.txt
     python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64   # seconds

@@ -47,4 +47,4 @@ lint: .venv/ready
 	.venv/bin/ruff check
 
 clean:
-	rm -rf runs/demo
+	rm -rf runs/demo runs/demo-model

@@ -3,7 +3,7 @@
 The trained model is part of the repository: common/data/demo_model/, made by pipelines/demo_model.py. On
 first use, `build_demo` writes three directories to runs/demo-model/:
 
-  model/   a copy of the model, a LlamaForCausalLM with as many key/value heads as query heads
+  model/   a copy of it, a LlamaForCausalLM with as many key/value heads as query heads
   text/    train.txt and heldout.txt, the source code of the running Python's standard library
   tasks/   eight generated multiple-choice tasks (common/data/demo_tasks.py)
 """
@@ -58,7 +58,7 @@ def build_demo(directory) -> None:
 def read_corpus() -> tuple[str, str]:
     """(train, heldout): the standard library's source files, split between the two.
 
-    Another version of Python has other files, and splits them differently.
+    Another Python has other files and splits them differently: see demo_model/README.md.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))

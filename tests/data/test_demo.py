@@ -1,4 +1,4 @@
-"""The demo model: its files, the same each time, and the paper's first claims on a trained model."""
+"""The demo model: its files, its training, and the paper's first claims on it."""
 
 import hashlib
 import json
@@ -12,16 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.data import demo, demo_model, demo_tasks
+from common.data import demo, demo_tasks
 from common.data.tasks import TASKS, example_from_row, load_task, tokenize
-from conftest import ROOT, run
+from conftest import ROOT, expect_error, run
+from pipelines import demo_model
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A demo model after a tenth of its training: enough for its heads to specialise."""
+    """The demo's home: model, text and tasks."""
     home = tmp_path_factory.mktemp("demo") / "made"
-    demo.build_demo(home, steps=60)
+    demo.build_demo(home)
     return home
 
 
@@ -30,19 +31,29 @@ def digests(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def test_the_model_is_the_one_in_the_repository(made):
+    """Its figures in the docs are those of these bytes."""
+    assert digests(made / "model") == digests(demo.CHECKPOINT)
+    digest = digests(demo.CHECKPOINT)["model.safetensors"]
+    assert f"`{digest}`" in (demo.CHECKPOINT / "README.md").read_text()
+    assert len(list((made / "tasks").iterdir())) == 16 and len(list((made / "text").iterdir())) == 2
+    assert len({path.stat().st_mode for path in made.rglob("*") if path.is_file()}) == 1
+
+
 @pytest.mark.slow
-def test_the_same_bytes_each_time(tmp_path):
+def test_training_gives_the_same_bytes_each_time(tmp_path):
     for name in ("a", "b"):
-        demo.build_demo(tmp_path / name, steps=2)
+        run("pipelines/demo_model.py", "--out", tmp_path / name, "--steps", 2, fresh=True)
     first = digests(tmp_path / "a")
-    assert first == digests(tmp_path / "b") and len(first) >= 2 + 16 + 4
-    assert len({(tmp_path / "a" / name).stat().st_mode for name in first}) == 1
+    assert first == digests(tmp_path / "b")
+    assert first.keys() | {"README.md"} == digests(demo.CHECKPOINT).keys()
+    expect_error("a already exists", "pipelines/demo_model.py", "--out", tmp_path / "a")
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict:
     """(task, split) -> rows."""
-    return demo_tasks.task_rows(0)
+    return demo_tasks.task_rows()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +92,7 @@ def test_every_choice_is_the_property_of_some_fact(examples):
 
 
 def test_text_is_split_by_file():
-    train, heldout = demo.read_corpus(0)
+    train, heldout = demo.read_corpus()
     assert len(train) >= demo.TRAIN_CHARS and len(heldout) >= demo.HELDOUT_CHARS
     sources = [path.read_text() for path in Path(os.__file__).parent.glob("*.py")]
     long = [source for source in sources if len(source) > 10_000]
@@ -98,6 +109,19 @@ def test_the_demo_is_made_once(tmp_path, monkeypatch):
     assert demo.resolve_model(str(tmp_path)) == str(tmp_path)
 
 
+@pytest.mark.parametrize("function", ["read_corpus", "task_rows"])
+def test_an_interruption_leaves_nothing(tmp_path, monkeypatch, function):
+    def interrupt():
+        assert os.listdir(tmp_path / "demo.tmp")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
+    monkeypatch.setattr(demo, function, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        demo.resolve_model("demo")
+    assert os.listdir(tmp_path) == []
+
+
 class Tokens(SimpleNamespace):
     """The tokenizer of a model that is never given text."""
 
@@ -109,7 +133,7 @@ class Tokens(SimpleNamespace):
 
 def test_the_first_layer_starts_as_a_circuit_that_looks_back():
     """Head h attends to the token h + 1 places before, but for the noise of the other coordinates."""
-    model = demo_model._new_model(Tokens(), 0)
+    model = demo_model._new_model(Tokens())
     tokens = torch.randint(2, 100, (1, 220), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attentions = model(input_ids=tokens, output_attentions=True).attentions[0][0]  # [heads, 220, 220]
@@ -119,7 +143,7 @@ def test_the_first_layer_starts_as_a_circuit_that_looks_back():
 
 
 def test_losses_count_the_tokens_of_weight_one():
-    model = demo_model._new_model(Tokens(), 0)
+    model = demo_model._new_model(Tokens())
     tokens, weights = demo_model._pad([([5, 6, 7, 8], [0, 0, 1, 1]), ([9, 10, 11], [0, 1, 0])], 1)
     assert tokens.tolist() == [[5, 6, 7, 8], [9, 10, 11, 1]]
     assert weights.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]
@@ -130,24 +154,33 @@ def test_losses_count_the_tokens_of_weight_one():
     assert torch.allclose(losses, torch.stack(expected), atol=1e-5)
 
 
-@pytest.mark.release
 def test_tokenizer(made):
+    """Any text can be tokenized, that of another Python, too; a word of the tasks is one token everywhere."""
     tokenizer = AutoTokenizer.from_pretrained(made / "model")
-    text = (made / "text" / "heldout.txt").read_text()[:20_000]
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for text in ((made / "text" / "heldout.txt").read_text()[:20_000], "".join(map(chr, range(32, 0x3000)))):
+        tokens = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(tokens) == text and max(tokens) < 1280
     example = load_task("arc_easy", "train", str(made / "tasks"))[0][0]
     sample = tokenize(example, tokenizer)
-    assert len(sample.answer) == 2 and sample.answer[0] in sample.prompt  # one token everywhere
+    assert len(sample.answer) == 2 and sample.answer[0] in sample.prompt
 
 
-@pytest.mark.release
-def test_model_is_plain_multi_head_llama(made):
+def test_the_model_answers_by_looking_up(made, examples):
+    """A plain multi-head Llama whose next token is the answer, on questions it was not trained on."""
     model = AutoModelForCausalLM.from_pretrained(made / "model")
-    assert type(model).__name__ == "LlamaForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.vocab_size == len(tokenizer)
     assert model.config.num_key_value_heads == model.config.num_attention_heads == 8
+    right = 0
+    for example in examples["hellaswag", "validation"][:40]:
+        sample = tokenize(example, tokenizer)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([sample.prompt])).logits[0, -1]
+        right += int(logits.argmax() == sample.answer[0])
+    assert right >= 36  # chance: 10 among the four choices
 
 
-@pytest.mark.release
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_alignment_helps_a_trained_model(made, tmp_path, kv_heads):
     """Similarity within groups rises in every layer, and untrained merging loses less than mean-pooling."""
