@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import math
 import os
@@ -12,8 +13,11 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
+# how long a rank with an error waits for the first one of its node to print the same
+PATIENCE = datetime.timedelta(seconds=10)
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 
@@ -151,28 +155,56 @@ def stage_parser(doc: str) -> StageParser:
     return parser
 
 
-def speaks_for(error: Exception) -> bool:
-    """Whether this rank prints an error: every rank of a node raises the same UserError, but any rank may be
-    the only one to run out of memory or disk.
+class Failures:
+    """What the ranks of one torchrun tell each other when they fail.
+
+    torchrun ends all ranks as soon as one leaves, so none may leave before the error is printed.
     """
-    rank = os.environ.get("LOCAL_RANK") or os.environ.get("RANK", "0")
-    return rank == "0" or not isinstance(error, UserError)
+
+    def __init__(self):
+        self.rank = os.environ.get("RANK", "0")
+        self.first = os.environ.get("LOCAL_RANK", self.rank) == "0"  # of its node
+        self.printed = f"printed on node {os.environ.get('GROUP_RANK')}"
+        store = dist.HashStore()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives the ranks
+            with contextlib.suppress(RuntimeError):  # unless torchrun was killed
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(host, port, is_master=False, timeout=PATIENCE)
+        self.store = dist.PrefixStore(f"failures {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        self.cause = self.store.add("ranks", 1) == 1  # no other rank failed before
+
+    def report(self, error: Exception) -> None:
+        """Print an error on one line: from the first rank of a node, or from one that has it alone."""
+        alone = ""
+        if not self.first:
+            with contextlib.suppress(RuntimeError):
+                self.store.wait([self.printed], PATIENCE)
+                return
+            alone = f"rank {self.rank}: "
+        print(f"error: {alone}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        self.store.set(self.printed, "")
 
 
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
-    A UserError or OSError is printed on one line, with exit code 2; Ctrl-C exits with 130.
+    A UserError or OSError is printed on one line, with exit code 2; Ctrl-C exits with 130. Under torchrun the
+    ranks print it once, and those that fail because another one left are silent.
     """
     try:
         code = main() or 0
     except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
-        if speaks_for(error):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        Failures().report(error)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted: unfinished output was removed, checkpoints are kept", file=sys.stderr)
+        failures = Failures()
+        if failures.cause and failures.first:
+            print("interrupted: unfinished output was removed, checkpoints are kept", file=sys.stderr)
         code = 130
+    except Exception:
+        if Failures().cause:
+            raise
+        code = 2
     finally:
         cleanup.close()
     if "RANK" in os.environ:

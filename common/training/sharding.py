@@ -90,9 +90,9 @@ def joined_ranks():
     Outside of training steps SIGTERM acts like Ctrl-C: KeyboardInterrupt. After an error a rank does not wait
     for the others: they may be waiting for it in another collective.
     """
+    ranks = init_ranks()  # before the handler, which could not run while this waits for a rank that failed
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        ranks = init_ranks()
         try:
             yield ranks
             dist.barrier()

@@ -2,17 +2,23 @@
 perhaps meant."""
 
 import argparse
+import datetime
 import io
+import os
 import re
 import resource
 import runpy
 import signal
+import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 
 from common import cli, progress
 from common.data.tasks import TASKS
@@ -164,27 +170,120 @@ def test_a_refused_write_of_safetensors_itself_is_one_line(tmp_path, capsys):
     assert code == 2 and error.count("\n") == 1 and re.match("error: .*File too large", error), error
 
 
-def test_only_the_first_rank_speaks(monkeypatch, capsys):
-    exits = []
-    monkeypatch.setattr(cli.os, "_exit", lambda code: exits.append(code) or sys.exit(code))
-    for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("RANK", rank)
-        code, error = ends(lambda: parser().parse_args(["--kv-head", "4"]), capsys)
-        assert (code, error.count("\n")) == (2, lines)
-    assert exits == [2, 2]
+@pytest.fixture
+def fail_as(monkeypatch, capsys):
+    """fail_as(RANK, ERROR, LOCAL_RANK, NODE): the exit code of a rank of torchrun, and what it prints."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=0.3))
+    monkeypatch.setattr(cli.os, "_exit", sys.exit)
+
+    def fail(rank: int, error: BaseException, local: int | None = None, node: int = 0):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank if local is None else local),
+                            ("GROUP_RANK", node)):
+            monkeypatch.setenv(name, str(value))
+
+        def main():
+            raise error
+
+        return ends(main, capsys)
+
+    yield fail
+    del agent
 
 
-def test_the_first_rank_of_every_node_speaks(monkeypatch):
-    monkeypatch.setenv("RANK", "8")
-    for local, speaks in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", local)
-        assert cli.speaks_for(cli.UserError("of a file that this node lacks")) == speaks
+BROKEN = RuntimeError("Connection closed by peer")  # what gloo raises where another rank has left
 
 
-def test_any_rank_may_run_out_of_memory_or_disk(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert cli.speaks_for(OSError("full")) and cli.speaks_for(MemoryError())
-    assert not cli.speaks_for(cli.UserError("the same on every rank"))
+def test_an_error_of_all_ranks_is_printed_once(fail_as):
+    assert fail_as(0, cli.UserError("x\ny")) == (2, "error: x y\n")
+    assert fail_as(1, cli.UserError("x\ny")) == fail_as(2, OSError("full")) == (2, "")
+
+
+def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
+    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=20))
+    host = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    agent = TCPStore(host["MASTER_ADDR"], int(host["MASTER_PORT"]), is_master=False)
+    began = time.monotonic()
+    threading.Timer(1, lambda: agent.set("failures 0/printed on node 0", "")).start()
+    assert fail_as(1, cli.UserError("x")) == (2, "")
+    assert 0.9 < time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("error", [cli.UserError("x"), OSError("x"), MemoryError("x")])
+def test_an_error_of_one_rank_names_it(fail_as, error):
+    assert fail_as(3, error) == (2, "error: rank 3: x\n")
+    assert fail_as(0, BROKEN) == fail_as(1, BROKEN) == (2, "")
+
+
+def test_ranks_that_another_one_stops_are_silent(fail_as):
+    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+    assert fail_as(1, BROKEN) == (2, "") and fail_as(0, KeyboardInterrupt()) == (130, "")
+
+
+def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        fail_as(1, BROKEN)
+    assert fail_as(0, BROKEN) == (2, "")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same store, but these ranks are new
+    assert fail_as(0, KeyboardInterrupt())[1].startswith("interrupted: ")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert fail_as(1, KeyboardInterrupt()) == (130, "")
+
+
+def test_the_first_rank_of_every_node_prints(fail_as):
+    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+    assert fail_as(8, cli.UserError("of a file that this node lacks"), local=0, node=1)[1].count("\n") == 1
+    assert fail_as(9, cli.UserError("x"), local=1, node=1) == (2, "")
+
+
+def test_errors_are_printed_without_an_agent(fail_as, monkeypatch):
+    """Of another launcher, or killed."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+    assert fail_as(1, cli.UserError("x")) == (2, "error: rank 1: x\n")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+
+
+RANKS = """
+import sys, time
+import torch.distributed as dist
+from common.cli import UserError, run_stage
+from common.training.sharding import joined_ranks
+
+def main():
+    kind = sys.argv[1]
+    if kind == "before" and os.environ["RANK"] == "0":
+        raise UserError("the error")
+    with joined_ranks() as ranks:
+        if kind == "all":
+            time.sleep(0 if ranks.rank else 2)
+        if kind == "all" or kind == str(ranks.rank):
+            raise UserError("the error")
+        dist.barrier()
+
+run_stage(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "line"), [("all", "error: the error"), ("before", "error: the error"),
+                                            ("0", "error: the error"), ("1", "error: rank 1: the error")])
+def test_torchrun_shows_the_error(tmp_path, kind, line):
+    """The same on all ranks and last on the first; before the ranks meet; on one that others wait for."""
+    script = tmp_path / "stage.py"
+    script.write_text("import os" + RANKS)
+    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    words += ["--nproc-per-node", "2"]
+    done = subprocess.run([sys.executable, *words, script, kind], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False)
+    assert done.returncode == 1 and "interrupted" not in done.stderr, done.stderr
+    assert [text for text in done.stderr.splitlines() if text.startswith("error: ")] == [line], done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
 
 
 class Terminal(io.StringIO):
