@@ -220,7 +220,7 @@ MUTANTS = [
     ("Eq. 30", "common/training/packing.py",
      "        shares[rank].append(position)",
      "        shares[0].append(position)",
-     "test_packing::test_ranks_share_a_step"),
+     "test_packing::test_ranks_get_equally_many_tokens"),
     ("Eq. 30", "common/training/packing.py",
      "range(step * batch, (step + 1) * batch)",
      "range(0, batch)",
