@@ -75,6 +75,7 @@ def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> 
     its logits are in memory; only the sums [T, h] and [V, h] are kept for the backward pass. Nothing is
     recomputed. A frozen lm_head gets no gradient, and costs none.
     """
+    pieces = [(kind, at) for kind, at in pieces if len(at)]
     return _Chunked.apply(loss, pieces, hidden, lm_head)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from common.cli import UserError
 from common.training import checkpoints
 from common.training.metrics import Metrics
-from common.training.packing import Row, batch_indices, rows_ahead
+from common.training.packing import Row, dealt, rows_ahead
 from common.training.sharding import Ranks, Trainee, reduce_gradients
 
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -135,12 +135,12 @@ class Step:
     def _refuse_non_finite(self, norm: float) -> None:
         """Raise UserError on every rank, naming the ranks with a non-finite loss and their samples."""
         schedule, world = self.schedule, self.job.ranks.world
-        batch = batch_indices(self.number, schedule.batch, len(self.samples), schedule.seed)
+        shares = dealt(self.samples, self.number, schedule, world)
         losses = [None] * world
         dist.all_gather_object(losses, float(self.totals["loss"]))
-        faults = [f"rank {rank}: loss {loss}, samples {batch[rank::world]}"
+        faults = [f"rank {rank}: loss {loss}, samples {shares[rank]}"
                   for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        fault = "; ".join(faults) or f"a gradient of norm {norm}, samples {batch}"
+        fault = "; ".join(faults) or f"a gradient of norm {norm}, samples {sorted(sum(shares, []))}"
         raise UserError(f"step {self.number + 1}: expected a finite loss, found {fault}; "
                         "the last checkpoint is kept")
 

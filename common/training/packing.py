@@ -115,20 +115,34 @@ def build_row(samples: list[Sample], batch: int) -> Row:
                prompt.nonzero()[:, 0], answer.nonzero()[:, 0], starts, lengths)
 
 
+def dealt(samples: list[Sample], step: int, schedule, world: int) -> list[list[int]]:
+    """The sample indices of each rank's share of a step, in the order of the batch.
+
+    The longest is dealt first, each to the rank that has the fewest tokens: the slowest rank makes a step.
+    """
+    indices = batch_indices(step, schedule.batch, len(samples), schedule.seed)
+    lengths, tokens = [len(samples[i]) for i in indices], [0] * world
+    shares = [[] for _ in range(world)]
+    for position in sorted(range(len(indices)), key=lambda i: (-lengths[i], i)):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(position)
+        tokens[rank] += lengths[position]
+    return [[indices[position] for position in sorted(share)] for share in shares]
+
+
 def rows_of_step(samples: list[Sample], step: int, schedule, ranks) -> list[Row]:
     """This rank's rows for a step, padded with idle rows to the same number on every rank.
 
     Sharded layers communicate in every row, so ranks need equally many. schedule: an object with batch
     (samples over all ranks), seed and tokens_per_microbatch; ranks: one with rank and world.
     """
-    indices = batch_indices(step, schedule.batch, len(samples), schedule.seed)
-    shares = [indices[rank :: ranks.world] for rank in range(ranks.world)]
+    shares = dealt(samples, step, schedule, ranks.world)
     packed = [pack([len(samples[i]) for i in share], schedule.tokens_per_microbatch) for share in shares]
     rows = []
     for row in packed[ranks.rank]:
         rows.append(build_row([samples[shares[ranks.rank][position]] for position in row], schedule.batch))
     idle = max(map(len, packed)) - len(rows)
-    return rows + [idle_row(samples[indices[0]]) for _ in range(idle)]
+    return rows + [idle_row(samples[shares[0][0]]) for _ in range(idle)]
 
 
 def idle_row(sample: Sample) -> Row:

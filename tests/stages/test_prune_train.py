@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import filelock
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.artifacts import write_record
 from common.cli import run_stage
@@ -133,6 +134,8 @@ def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, 
     run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), args=None, clock=lambda: 0,
                                    teacher=str(tmp_path / "teacher"))
     teacher.write_teacher(run_of_stage, str(directory), {})
+    stored = load_file(tmp_path / "teacher" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     written = load_model(run_of_stage.teacher, torch.bfloat16)
     assert written.config.dtype == torch.bfloat16
     assert written.lm_head.weight is written.model.embed_tokens.weight

@@ -10,7 +10,7 @@ from common.cli import UserError
 from common.data.samples import Sample
 from common.method.losses import cross_entropy
 from common.training.engine import Job, Schedule, Step
-from common.training.packing import batch_indices, build_row, idle_row, pack, rows_ahead, rows_of_step
+from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks, Trainee
 from conftest import tiny_model
 
@@ -191,17 +191,39 @@ def test_a_row_lists_the_positions_of_either_part():
 
 
 def test_ranks_with_fewer_rows_get_idle_ones():
-    """Two samples that fill a row each on one rank, two short ones in one row on the other."""
-    samples = [Sample(tuple(range(1, 60)), (1,)), Sample((1, 2), (3,))]
-    lengths = [len(samples[i]) for i in batch_indices(0, 8, 2, 0)]
-    for rank in range(2):
-        rows = rows_of_step(samples, 0, schedule(64), Ranks(rank, 2, CPU))
-        busy = len(pack(lengths[rank::2], 64))
-        assert len(rows) == max(len(pack(lengths[r::2], 64)) for r in range(2))
+    samples = random_samples(20)
+    shares = dealt(samples, 0, schedule(32), 3)
+    packed = [pack([len(samples[i]) for i in share], 32) for share in shares]
+    assert len({len(rows) for rows in packed}) > 1  # of this seed
+    for rank in range(3):
+        rows = rows_of_step(samples, 0, schedule(32), Ranks(rank, 3, CPU))
+        busy = len(packed[rank])
+        assert len(rows) == max(map(len, packed))
         assert [row.is_idle for row in rows] == [False] * busy + [True] * (len(rows) - busy)
         for row in rows[busy:]:
             assert not any(weight.any() for weight in (row.prompt_weight, row.answer_weight, row.all_weight))
             assert len(row.prompt_at) == len(row.answer_at) == 0 and row.input_ids.numel() > 0
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_ranks_get_equally_many_tokens(world):
+    """Of lengths as those of the eight tasks; a rank with one long sample alone has as many as that has."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.empty(4000).exponential_(1 / 96, generator=generator) + 24).clamp(max=480).int().tolist()
+    samples, steps = [Sample((1,) * length, (2,)) for length in lengths], replace(schedule(4096), batch=64)
+    for step in range(20):
+        shares = dealt(samples, step, steps, world)
+        batch = batch_indices(step, 64, len(samples), seed=0)
+        assert sorted(sum(shares, [])) == sorted(batch)
+        places = [[batch.index(i) for i in share] for share in shares]
+        assert all(share == sorted(share) for share in places)  # in the order of the batch
+        tokens = [sum(len(samples[i]) for i in share) for share in shares]
+        assert max(tokens) <= max(1.1 * sum(tokens) / world, *(len(samples[i]) for i in batch))
+
+
+def test_one_rank_takes_the_batch_as_it_is():
+    samples = random_samples(20)
+    assert dealt(samples, 3, schedule(64), 1) == [batch_indices(3, 8, 20, seed=0)]
 
 
 def test_an_idle_row_predicts_nothing():

@@ -28,6 +28,7 @@ from common.training.sharding import (
     build,
     first_row,
     joined_ranks,
+    recompute_layers,
     sum_over_ranks,
 )
 from common.training.students import Pair, masked_student
@@ -252,6 +253,17 @@ def test_a_process_group_is_left_after_an_error():
         with pytest.raises(type(error)), joined_ranks():
             raise error
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputation_keeps_random_states_where_there_is_dropout(dropout, monkeypatch):
+    """Reading a GPU's random state takes the host time in every layer."""
+    kept, trainee = [], Trainee(tiny_model(attention_dropout=dropout, attn_implementation="packed")).train()
+    recompute_layers(trainee.net)
+    get_state = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or get_state())
+    trainee(build_row(SAMPLES, 3)).sum().backward()
+    assert bool(kept) == (dropout > 0)
 
 
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
