@@ -139,25 +139,25 @@ def add_data_flags(parser) -> None:
 
 def add_training_flags(parser) -> None:
     parser.section("optimization")
-    parser.add_argument("--lr", type=cli.positive_float, help="student's peak rate (published: 1e-5)")
-    parser.add_argument("--merged-lr-factor", type=cli.positive_float, default=1.0,
+    parser.add_argument("--lr", type=cli.rate, help="student's peak rate (published: 1e-5)")
+    parser.add_argument("--merged-lr-factor", type=cli.factor, default=1.0,
                         help="factor on --lr for the shared projections (the authors' code: 2)")
-    parser.add_argument("--mask-lr", type=cli.positive_float, help="rate of log alpha (published: 1e-2)")
+    parser.add_argument("--mask-lr", type=cli.rate, help="rate of log alpha (published: 1e-2)")
     parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
     parser.add_argument("--batch", type=cli.positive, help="samples per step over all ranks (published: 64)")
     parser.add_argument("--warmup", type=cli.positive, help="warm-up steps (published: 32)")
-    parser.add_argument("--teacher-lr", type=cli.positive_float, help="SFT peak rate (published: 1e-5)")
+    parser.add_argument("--teacher-lr", type=cli.rate, help="SFT peak rate (published: 1e-5)")
     parser.add_argument("--teacher-batch", type=cli.positive, help="SFT samples per step (published: 128)")
     parser.add_argument("--teacher-warmup", type=cli.positive, help="SFT warm-up steps (published: 16)")
     parser.add_argument("--beta2", type=cli.beta, help="of AdamW (the authors' code: 0.95)")
-    parser.add_argument("--weight-decay", type=cli.non_negative_float,
+    parser.add_argument("--weight-decay", type=cli.probability,
                         help="of AdamW (the authors' code: 1e-4); norms, biases, masks and the shared "
                              "projections have none")
     parser.add_argument("--clip", type=cli.non_negative_float, default=1.0,
                         help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
-    parser.add_argument("--temperature", type=cli.positive_float, default=1.0, help="of the KL term")
+    parser.add_argument("--temperature", type=cli.factor, default=1.0, help="of the KL term")
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
 
 

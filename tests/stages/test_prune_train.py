@@ -11,6 +11,7 @@ import filelock
 import pytest
 import torch
 
+from common import cli
 from common.artifacts import write_record
 from common.training import checkpoints
 from common.training import pool as pool_module
@@ -260,7 +261,10 @@ def test_tensorboard_has_what_metrics_have(finished_run):
     assert len(events.Scalars("mask_mean")) == sum("mask_mean" in line for line in lines) == 8
 
 
-def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, inputs, tmp_path):
+def test_non_finite_loss_names_step_rank_and_samples(
+    finished_run, aligned_run, inputs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cli, "rate", cli.positive_float)
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
     done = run(STAGE, *train_arguments(home, inputs, "--lr", "1e30", "--clip", "0"), fails=True)
     assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr
