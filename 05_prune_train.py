@@ -30,7 +30,8 @@ The same command resumes from the last intact checkpoint; with the same number o
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
 step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s
 for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to
-train.old-1/, ...) and starts over; a teacher given by --teacher is left alone.
+train.old-1/, ...) and starts over, once: the same command then resumes what it began. A teacher given by
+--teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -38,6 +39,7 @@ authors' code), or for the demo model to values that suit its size.
 """
 
 import argparse
+import json
 import os
 
 import torch
@@ -47,7 +49,7 @@ from common import cli
 from common.artifacts import RECORD, claim, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
-from common.files import move_aside
+from common.files import move_aside, write_json
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import DEMO, fingerprint, load_config
 from common.records import SOURCE
@@ -82,6 +84,7 @@ from common.training.students import (
 from common.training.teacher import find_teacher, frozen, train_teacher
 
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
+FORCED = "forced.json"  # in train/: the command that began it with --force
 TUNED = ("lr", "masks", "merged_lr_factor", "mask_lr", "l0_weight", "beta2", "weight_decay", "kl_on",
          "temperature", "train", "seed")  # flags that must match on resume, besides the schedule's
 
@@ -312,13 +315,34 @@ def student_rates(args) -> Rates:
     return Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor)
 
 
+def this_command(run: Run) -> dict:
+    """By what --force knows its own training again: the flags, the samples, aligned/ and merged/."""
+    flags = {name: value for name, value in vars(run.args).items() if name != "force"}
+    starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
+    return json.loads(json.dumps(flags | run.pool.description() | starts))
+
+
+def was_forced(run: Run) -> bool:
+    """Whether this command has begun the training in train/ with --force and did not complete it."""
+    if os.path.exists(os.path.join(run.directory, RECORD)):
+        return False
+    try:
+        read_metrics(os.path.join(run.directory, METRICS))
+        with open(os.path.join(run.directory, FORCED), encoding="utf-8") as file:
+            return json.load(file) == this_command(run)
+    except (UserError, OSError, ValueError, RecursionError):  # damaged: --force starts over
+        return False
+
+
 def start_anew(run: Run) -> None:
     """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
+    dist.barrier()  # all ranks have asked was_forced
     if run.ranks.first:
         teacher = [] if run.args.teacher else [run.teacher, run.teacher + ".train"]
         for path in (run.directory, *teacher):
             if os.path.lexists(path):
                 print(f"moved   {path} to {move_aside(path)}", flush=True)
+        write_json(os.path.join(run.directory, FORCED), this_command(run))
     dist.barrier()
 
 
@@ -358,6 +382,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
     run = Run(args, ranks, pair, pool, heldout, execution, clock)
+    args.force = args.force and not was_forced(run)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, pair, pool, cuda, has_teacher)
     if args.plan:

@@ -438,4 +438,12 @@ MUTANTS = [
      '"TORCHELASTIC_RUN_ID" in os.environ and ',
      "",
      "test_engine::test_a_rank_whose_launcher_is_gone_saves_and_stops"),
+    ("--force once", "05_prune_train.py",
+     "args.force = args.force and not was_forced(run)",
+     "pass",
+     "test_prune_train::test_force_starts_over_once"),
+    ("--force once", "05_prune_train.py",
+     "return json.load(file) == this_command(run)",
+     "return True",
+     "test_prune_train::test_force_starts_over_from_other_flags_or_damage"),
 ]

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import pytest
@@ -212,19 +213,21 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
-def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
+def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, inputs, tmp_path):
+    pair = SimpleNamespace(aligned=inputs["model"], merged=inputs["model"])
     for given in ([], ["--teacher", str(tmp_path / "teacher")]):
         for name in ("train", "teacher", "teacher.train", "train.old", "train.old-1"):
             (tmp_path / name).mkdir(exist_ok=True)
         args = flags("--run", str(tmp_path), "--force", *given)
         before = set(os.listdir(tmp_path))
-        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), None, Execution(), None))
+        stage()["start_anew"](Run(args, group_of_one, pair, Pool([]), None, Execution(), None))
         after = set(os.listdir(tmp_path))
         if given:
-            assert (after - before, before - after) == ({"train.old-3"}, {"train"})
+            assert (after - before, before - after) == ({"train.old-3"}, set())
         else:
             assert after - before == {"train.old-2", "teacher.old-1", "teacher.train.old-1"}
-            assert before - after == {"train", "teacher", "teacher.train"}
+            assert before - after == {"teacher", "teacher.train"}
+        assert os.listdir(tmp_path / "train") == ["forced.json"]
 
 
 @pytest.mark.slow
@@ -243,6 +246,37 @@ def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, alig
         assert json.loads((home / name / "settings.json").read_text())["seed"] == seed
     run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
     assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
+
+
+@pytest.mark.slow
+def test_force_starts_over_once(aligned_run, inputs, tmp_path, monkeypatch):
+    """Stopped in the teacher's training and in the student's, it goes on; complete, it starts over."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    short = ["--masks", "off", "--steps", "3", "--teacher-steps", "3", "--save-steps", "1"]
+    command = train_arguments(home, inputs, *short, "--force")
+    run(STAGE, *train_arguments(home, inputs, *short))
+    for step in (1, 0):  # the teacher's second step; in a resumed run the student's first, after its third
+        with monkeypatch.context() as patched:
+            interrupt(patched, step)
+            assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+    done = run(STAGE, *command)
+    assert f"resumes {home / 'train'} after step 1 of 3" in done.stdout
+    assert not list(home.glob("*.old-2"))
+    assert "moved" in run(STAGE, *command).stdout and (home / "train.old-2" / "stage.json").exists()
+
+
+@pytest.mark.slow
+def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_path, monkeypatch):
+    home = copy_run(aligned_run, tmp_path / "run")
+    short = ["--masks", "off", "--steps", "3", "--teacher-steps", "1"]
+    for number, words in enumerate(([], ["--seed", "1"], ["--seed", "1"])):
+        with monkeypatch.context() as patched:
+            interrupt(patched, 1)
+            words = train_arguments(home, inputs, *short, *words, "--force")
+            assert run_in_process(STAGE, list(map(str, words))).returncode == STOPPED
+        assert len(list(home.glob("train.old-*"))) == number
+        if number:
+            (home / "train" / "metrics.jsonl").write_text("damaged\n")
 
 
 def test_the_teacher_is_recorded_with_its_adam(finished_run):
