@@ -24,6 +24,7 @@ import os
 
 import torch
 
+from common import models
 from common.artifacts import claim, make_record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
@@ -33,17 +34,6 @@ from common.gguf_files import dequantize
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
-from common.models import (
-    DEMO,
-    Geometry,
-    default_sources,
-    describe,
-    geometry,
-    load_config,
-    load_tokenizer,
-    pick_device,
-    require_convertible,
-)
 from common.progress import Progress
 
 LENGTH = 2048  # tokens per sequence in the paper
@@ -52,7 +42,7 @@ LENGTH = 2048  # tokens per sequence in the paper
 def parse():
     parser = stage_parser(__doc__)
     parser.section("input")
-    parser.add_argument("--model", default=DEMO,
+    parser.add_argument("--model", default=models.DEMO,
                         help="checkpoint directory, hub repository, GGUF file (.gguf), or demo")
     parser.add_argument("--text", default=None,
                         help="c4, demo, or a .txt, .jsonl, .json.gz or .parquet file "
@@ -78,7 +68,7 @@ def parse():
 class Collector:
     """Forward hooks on one layer's q_proj, k_proj and v_proj that accumulate sums and sampled vectors."""
 
-    def __init__(self, layer, name: str, shape: Geometry, sampled: torch.Tensor, device: str):
+    def __init__(self, layer, name: str, shape: models.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the whole text
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
@@ -118,7 +108,7 @@ class Collector:
         return tensors
 
 
-def collect(layers: Layers, shape: Geometry, tokens: torch.Tensor, args):
+def collect(layers: Layers, shape: models.Geometry, tokens: torch.Tensor, args):
     """Run the text, tokens [sequences, length], through the model once and yield each layer's tensors."""
     batches, length = tokens.split(args.batch), tokens.shape[1]
     samples = min(args.sample_tokens, tokens.numel())
@@ -149,16 +139,17 @@ def main():
         path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)
-    config = load_config(path)
-    require_convertible(path, config)
+    config = models.load_config(path)
+    models.require_convertible(path, config)
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = describe(path, args.model), geometry(config)
+    model, shape = models.describe(path, args.model), models.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
-    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), layerwise=args.layerwise)
+    compute_device = models.pick_device(args.device)
+    layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
     if args.text is None:  # resolved here because stage 4 takes it from the record
-        _, args.text = default_sources(args.model == DEMO)
-    tokens, text = load_tokens(args.text, load_tokenizer(path), args.sequences, length, bos=args.bos)
+        _, args.text = models.default_sources(args.model == models.DEMO)
+    tokens, text = load_tokens(args.text, models.load_tokenizer(path), args.sequences, length, bos=args.bos)
     print(f"reads   {text}; {tokens.numel()} tokens")
 
     with write_directory(output) as aside:

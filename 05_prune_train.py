@@ -30,7 +30,8 @@ The same command resumes from the last intact checkpoint; with the same number o
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
 step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s
 for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to
-train.old-1/, ...) and starts over; a teacher given by --teacher is left alone.
+train.old-1/, ...) and starts over, once: the same command then resumes what it began. A teacher given by
+--teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -41,18 +42,16 @@ import argparse
 import os
 
 import torch
-import torch.distributed as dist
 
 from common import cli
 from common.artifacts import RECORD, claim, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
-from common.files import move_aside
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import DEMO, fingerprint, load_config
 from common.records import SOURCE
 from common.reporting import plots
-from common.training import checkpoints
+from common.training import checkpoints, students
 from common.training.budget import print_plan
 from common.training.defaults import TEXT_LENGTH, make_schedules, with_defaults
 from common.training.distill import (
@@ -68,17 +67,8 @@ from common.training.hardware import HARDWARE
 from common.training.heldout import QUESTIONS, load_heldout
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.pool import load_pool
-from common.training.run import STAGE, Run
+from common.training.run import STAGE, Run, start_anew, was_forced
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
-from common.training.students import (
-    Rates,
-    freeze,
-    gqa_optimizer,
-    gqa_student,
-    masked_optimizer,
-    masked_student,
-    read_pair,
-)
 from common.training.teacher import find_teacher, frozen, train_teacher
 
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
@@ -139,25 +129,25 @@ def add_data_flags(parser) -> None:
 
 def add_training_flags(parser) -> None:
     parser.section("optimization")
-    parser.add_argument("--lr", type=cli.positive_float, help="student's peak rate (published: 1e-5)")
-    parser.add_argument("--merged-lr-factor", type=cli.positive_float, default=1.0,
+    parser.add_argument("--lr", type=cli.rate, help="student's peak rate (published: 1e-5)")
+    parser.add_argument("--merged-lr-factor", type=cli.factor, default=1.0,
                         help="factor on --lr for the shared projections (the authors' code: 2)")
-    parser.add_argument("--mask-lr", type=cli.positive_float, help="rate of log alpha (published: 1e-2)")
+    parser.add_argument("--mask-lr", type=cli.rate, help="rate of log alpha (published: 1e-2)")
     parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
     parser.add_argument("--batch", type=cli.positive, help="samples per step over all ranks (published: 64)")
     parser.add_argument("--warmup", type=cli.positive, help="warm-up steps (published: 32)")
-    parser.add_argument("--teacher-lr", type=cli.positive_float, help="SFT peak rate (published: 1e-5)")
+    parser.add_argument("--teacher-lr", type=cli.rate, help="SFT peak rate (published: 1e-5)")
     parser.add_argument("--teacher-batch", type=cli.positive, help="SFT samples per step (published: 128)")
     parser.add_argument("--teacher-warmup", type=cli.positive, help="SFT warm-up steps (published: 16)")
     parser.add_argument("--beta2", type=cli.beta, help="of AdamW (the authors' code: 0.95)")
-    parser.add_argument("--weight-decay", type=cli.non_negative_float,
+    parser.add_argument("--weight-decay", type=cli.probability,
                         help="of AdamW (the authors' code: 1e-4); norms, biases, masks and the shared "
                              "projections have none")
     parser.add_argument("--clip", type=cli.non_negative_float, default=1.0,
                         help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
                         help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
-    parser.add_argument("--temperature", type=cli.positive_float, default=1.0, help="of the KL term")
+    parser.add_argument("--temperature", type=cli.factor, default=1.0, help="of the KL term")
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
 
 
@@ -242,9 +232,9 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
     saved: the checkpoint to resume from. Returns False if a signal stopped it.
     """
     args, pair, until = run.args, run.pair, switch_step(schedule.steps)
-    student = masked_student(pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved)
-    freeze(student, args.train)
-    optimizer = masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
+    student = students.masked_student(pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved)
+    students.freeze(student, args.train)
+    optimizer = students.masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
     job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
     if saved:
         checkpoints.load(job, saved)
@@ -268,9 +258,9 @@ def train_gqa(run: Run, schedule: Schedule, teacher, saved: str | None, switched
     it.
     """
     args, pair = run.args, run.pair
-    student = gqa_student(pair, run.ranks, run.execution, fresh=not saved)
-    freeze(student, args.train)
-    optimizer = gqa_optimizer(student, student_rates(args), pair.blended)
+    student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved)
+    students.freeze(student, args.train)
+    optimizer = students.gqa_optimizer(student, student_rates(args), pair.blended)
     job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
     if saved:
         names = (lambda name: blended_name(name, pair.blended)) if switched else (lambda name: name)
@@ -308,18 +298,8 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     return True
 
 
-def student_rates(args) -> Rates:
-    return Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor)
-
-
-def start_anew(run: Run) -> None:
-    """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
-    if run.ranks.first:
-        teacher = [] if run.args.teacher else [run.teacher, run.teacher + ".train"]
-        for path in (run.directory, *teacher):
-            if os.path.lexists(path):
-                print(f"moved   {path} to {move_aside(path)}", flush=True)
-    dist.barrier()
+def student_rates(args) -> students.Rates:
+    return students.Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor)
 
 
 def student_settings(run: Run, schedule: Schedule) -> dict:
@@ -348,7 +328,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    pair = read_pair(args.run, ranks)
+    pair = students.read_pair(args.run, ranks)
     source = pair.model["path"]
     config = load_config(source)
     args = with_defaults(args, pair.model["name"] == DEMO, config.max_position_embeddings)
@@ -358,6 +338,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=cuda if args.recompute is None else args.recompute)
     run = Run(args, ranks, pair, pool, heldout, execution, clock)
+    args.force = args.force and not was_forced(run)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, pair, pool, cuda, has_teacher)
     if args.plan:

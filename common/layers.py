@@ -18,14 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
-from common.models import (
-    empty_model,
-    load_config,
-    load_model,
-    save_tokenizer,
-    sliding_window,
-    window_mask,
-)
+from common.models import empty_model, load_config, load_model, save_tokenizer, sliding_window, window_mask
 from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h

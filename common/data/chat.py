@@ -19,11 +19,11 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
 
     path: a .jsonl, .json.gz or .parquet file with a column "messages", a list of {"role": ..., "content":
     ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most `longest`
-    of them. Its answers are what the template renders for assistant messages after a generation prompt, end
-    of turn included; the rest, an assistant message that opens the chat included, is prompt. A chat is one
-    sample, or one per answer if the template rewrites earlier turns as the chat goes on. Raises UserError for
-    a row that is not a chat with an answer, and for a tokenizer without a template, or whose template refuses
-    the chat.
+    of them; those without an answer there are left out. Its answers are what the template renders for
+    assistant messages after a generation prompt, end of turn included; the rest, an assistant message that
+    opens the chat included, is prompt. A chat is one sample, or one per answer if the template rewrites
+    earlier turns as the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a
+    tokenizer without a template, or whose template refuses the chat.
     """
     template = _template(path, tokenizer)
     samples, chats, cut = [], 0, 0
@@ -36,8 +36,10 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
                 samples.append(truncate(sample, longest))
         except ValueError as error:
             raise UserError(f"{path} {place}: {error}") from error
+    samples = [sample for sample in samples if sample.answer_tokens]
     if not samples:
-        raise UserError(f"{path}: expected at least one chat, found none")
+        raise UserError(f"{path}: expected a chat with an answer in its first {longest} tokens, found none "
+                        f"among {chats}")
     answers = sum(len(sample.segments) // 2 for sample in samples)
     split = f" in {len(samples)} samples" if len(samples) > chats else ""
     return samples, f"{path}: {chats} chats{split}, {answers} answers; {cut} cut to {longest} tokens"

@@ -6,13 +6,7 @@ complex128 rotates keys; both in the order of `groups` [G, D] (head indices).
 
 import torch
 
-from common.method.procrustes import (
-    align_keys,
-    align_values,
-    key_similarity,
-    pair_mean,
-    value_similarity,
-)
+from common.method.procrustes import align_keys, align_values, key_similarity, pair_mean, value_similarity
 from common.method.stats import CRITERIA, LayerGrams, group_blocks
 
 

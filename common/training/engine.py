@@ -5,6 +5,7 @@ What is in a step is the caller's: `for step in steps(job, ...)`, as in 05_prune
 
 import contextlib
 import math
+import os
 import re
 import signal
 import time
@@ -20,6 +21,7 @@ from common.training.metrics import Metrics
 from common.training.packing import Row, dealt, rows_ahead
 from common.training.sharding import Ranks, Trainee, reduce_gradients
 
+PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
@@ -121,6 +123,8 @@ class Step:
         dist.all_reduce(summed)
         norm = clip_gradients(job.trainee, self.schedule.clip)
         sums = dict(zip(self.totals, summed.tolist(), strict=True))
+        if not norm and not job.trainee.replicated:  # masks change by Eq. 29, too
+            raise UserError(f"step {self.number + 1}: expected a gradient, found zeros: nothing to learn")
         norm = round(float(norm), 6)
         if not math.isfinite(sums["loss"] + norm):  # before the update, so that no checkpoint contains it
             self._refuse_non_finite(norm)
@@ -184,9 +188,13 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             metrics.write({"step": job.step} | step.figures)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
-            job.stopped, late = on_any_rank(bool(signals.asked), late)
+            orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+            job.stopped, late = on_any_rank(bool(signals.asked) or orphan, late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
+                if not total_norm(job.trainee.net.parameters()).isfinite():
+                    raise UserError(f"step {job.step}: expected finite weights, found NaN or Inf; the last "
+                                    "checkpoint is kept")
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if job.stopped:
@@ -208,8 +216,14 @@ def clip_gradients(trainee, clip: float) -> torch.Tensor:
     Replicated parameters are neither counted nor scaled.
     """
     weights = [p for p in trainee.net.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in weights])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = total_norm(p.grad for p in weights)
     if clip:
         torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
     return norm
+
+
+@torch.no_grad()
+def total_norm(tensors) -> torch.Tensor:
+    """The norm of all tensors, sharded or not; a scalar, the same on every rank."""
+    norm = torch.nn.utils.get_total_norm(list(tensors))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,17 +1,25 @@
 """What the trainings of the teacher and of the student share."""
 
 import argparse
+import json
 import os
 from dataclasses import dataclass
 
-from common.cli import Clock
+import torch.distributed as dist
+
+from common.artifacts import RECORD
+from common.cli import Clock, UserError
+from common.files import move_aside, write_json
+from common.models import fingerprint
 from common.records import SOURCE
 from common.training.heldout import Heldout
+from common.training.metrics import METRICS, read_metrics
 from common.training.pool import Pool
 from common.training.sharding import Execution, Ranks
 from common.training.students import Pair
 
 STAGE = "05_prune_train.py"
+FORCED = "forced.json"  # in train/: the command that began it with --force
 
 
 @dataclass(frozen=True)
@@ -36,3 +44,34 @@ class Run:
     @property
     def directory(self) -> str:
         return os.path.join(self.args.run, "train")
+
+
+def this_command(run: Run) -> dict:
+    """By what --force knows its own training again: the flags, the samples, aligned/ and merged/."""
+    flags = {name: value for name, value in vars(run.args).items() if name != "force"}
+    starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
+    return json.loads(json.dumps(flags | run.pool.description() | starts))
+
+
+def was_forced(run: Run) -> bool:
+    """Whether this command has begun the training in train/ with --force and did not complete it."""
+    if os.path.exists(os.path.join(run.directory, RECORD)):
+        return False
+    try:
+        read_metrics(os.path.join(run.directory, METRICS))
+        with open(os.path.join(run.directory, FORCED), encoding="utf-8") as file:
+            return json.load(file) == this_command(run)
+    except (UserError, OSError, ValueError, RecursionError):  # damaged: --force starts over
+        return False
+
+
+def start_anew(run: Run) -> None:
+    """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
+    dist.barrier()  # all ranks have asked was_forced
+    if run.ranks.first:
+        teacher = [] if run.args.teacher else [run.teacher, run.teacher + ".train"]
+        for path in (run.directory, *teacher):
+            if os.path.lexists(path):
+                print(f"moved   {path} to {move_aside(path)}", flush=True)
+        write_json(os.path.join(run.directory, FORCED), this_command(run))
+    dist.barrier()

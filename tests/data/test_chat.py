@@ -190,13 +190,25 @@ def test_longer_chats_are_cut(tmp_path):
     prompt, answer = map(len, whole.segments[:2])
     flat = [token for segment in whole.segments for token in segment]
     for longest, segments in ((len(whole), 4), (len(whole) - 1, 4), (prompt + answer + 1, 3),
-                              (prompt + answer, 2), (prompt + 1, 2), (prompt, 1), (3, 1)):
+                              (prompt + answer, 2), (prompt + 1, 2)):
         (sample,), description = loaded(tmp_path, tokenizer, chat, longest=longest)
         assert [token for segment in sample.segments for token in segment] == flat[:longest]
         assert list(map(len, sample.segments[:-1])) == list(map(len, whole.segments[: segments - 1]))
         assert len(sample.segments) == segments
         counts = f"1 chats, {segments // 2} answers; {int(longest < len(whole))} cut"
         assert description.endswith(f"{counts} to {longest} tokens")
+
+
+def test_a_chat_without_an_answer_is_left_out(tmp_path):
+    """Cut before its answer, or dropped by the template: there is nothing to fine-tune on."""
+    tokenizer = chatml_tokenizer()
+    long, short = messages(("user", "x" * 80), CHAT[2]), messages(("user", "x"), CHAT[2])
+    samples, description = loaded(tmp_path, tokenizer, long, short, longest=80)
+    assert len(samples) == 1 and samples[0].answer_tokens and "2 chats" in description
+    silent = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    for chats, template in (([long], CHATML), ([short, long], silent)):
+        with pytest.raises(UserError, match="with an answer in its first 80 tokens, found none among"):
+            loaded(tmp_path, chatml_tokenizer(template), *chats, longest=80)
 
 
 def test_files_of_every_kind(tmp_path):
@@ -261,7 +273,7 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.parquet").write_text("x")
     for name, message in (("nowhere.jsonl", "found no such file"), ("chats.txt", "found another name"),
-                          ("empty.jsonl", "empty.jsonl: expected at least one chat, found none"),
+                          ("empty.jsonl", "empty.jsonl: expected a chat with an answer in its first"),
                           ("broken.parquet", "broken.parquet: cannot be read as parquet")):
         with pytest.raises(UserError, match=message):
             load_chats(str(tmp_path / name), tokenizer, 100)

@@ -52,7 +52,8 @@ PRINTED = [  # of paper.py: old text, new text, row
     ("return L_KL + L_BiLD", "return L_KL - L_BiLD", "Eq.-30-loss"),
     ("return L_distill + L_L0", "return L_distill - L_L0", "Eq.-31-loss"),
 ]
-PROCRUSTES, STATS, FUSE = (f"common/method/{name}.py" for name in ("procrustes", "stats", "fuse"))
+PROCRUSTES, STATS, FUSE, MERGE = (f"common/method/{name}.py"
+                                  for name in ("procrustes", "stats", "fuse", "merge"))
 GROUPING, MASKS, LOSSES = (f"common/method/{name}.py" for name in ("grouping", "masks", "losses"))
 STAGES = [  # file, old text, new text, row
     ("01_calibrate.py", "heads[self.sampled_rows]", "heads[self.sampled_rows].roll(1, 1)", "Eq.-1"),
@@ -72,8 +73,8 @@ STAGES = [  # file, old text, new text, row
     (PROCRUSTES, "- 2 * overlap) / tokens", "- overlap) / tokens", "Eq.-22-key"),
     (GROUPING, "- diagonal).sum(-1) / 2", "- diagonal).sum(-1)", "Eq.-24"),
     (GROUPING, "groups).argmax(-1)", "groups).argmin(-1)", "Algorithm-2"),
-    (FUSE, "eye, eye / shape[1], eye)", "eye, eye, eye)", "Eq.-25"),
-    (FUSE, "Merge(eye / shape[1], eye,", "Merge(eye, eye,", "Eq.-26"),
+    (MERGE, "eye, eye / shape[1], eye)", "eye, eye, eye)", "Eq.-25"),
+    (MERGE, "Merge(eye / shape[1], eye,", "Merge(eye, eye,", "Eq.-26"),
     (MASKS, "z * heads + (1 - z) * repeated", "(1 - z) * heads + z * repeated", "Eq.-27"),
     (MASKS, "z * heads + (1 - z) * repeated", "z * heads + repeated", "Eq.-28"),
     (MASKS, "noise.logit() + log_alpha) / BETA", "noise.logit() + log_alpha) * BETA",
@@ -87,7 +88,7 @@ STAGES = [  # file, old text, new text, row
     (LOSSES, "TOP_K = 16", "TOP_K = 15", "Eq.-30-loss"),
     ("common/training/packing.py", "np.append(is_answer[1:], False)", "is_answer", "Eq.-30-loss"),
     (MASKS, "gap = size - goal", "gap = size", "Eq.-31-loss"),
-    (LOSSES, "add_(0, at, part_grads[0])", "add_(0, at, 2 * part_grads[0])", "Eq.-31-gradient"),
+    (LOSSES, "add_(0, at, slope @ lm_head)", "add_(0, at, 2 * slope @ lm_head)", "Eq.-31-gradient"),
     (MASKS, "return stretched.clamp(0, 1)", "return stretched.detach().clamp(0, 1) + 0 * log_alpha",
      "Eq.-31-gradient"),
 ]
@@ -109,7 +110,7 @@ OTHERS = [  # file, old text, new text, test
     (AUDIT, "return 1 if off else 0", "return 0", "test_what_is_not_as_computed_is_named"),
     (AUDIT, "if layer >= count:", "if layer > count:", "test_bad_input_is_one_line"),
     (AUDIT, "key=place)", "key=str)", "test_rows_are_all_there_in_the_papers_order"),
-    (AUDIT, 'letter in "qo":', 'letter in "q":', "test_rows_of_other_families"),
+    (AUDIT, 'letter in "qo" else', 'letter in "q" else', "test_rows_of_other_families"),
     (AUDIT, "config.layer_types = config.layer_types[:1]", "pass",
      "test_large_models_are_compared_by_one_layer"),
     ("common/reporting/report.py", "(Table(rows[0], rows[1:]), notes)", "(Table(rows[0], rows[1:]), [])",

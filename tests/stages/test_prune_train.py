@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common import cli
 from common.artifacts import write_record
 from common.cli import run_stage
 from common.data.tasks import TASKS
@@ -27,7 +28,7 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from common.training.pool import Pool, load_tasks
-from common.training.run import Run
+from common.training.run import Run, start_anew
 from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
 from students import stage5
@@ -40,7 +41,6 @@ from training_runs import (
     flip,
     interrupt,
     metrics,
-    stage,
     train_arguments,
     with_teacher,
 )
@@ -312,19 +312,21 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
-def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
+def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, inputs, tmp_path):
+    pair = SimpleNamespace(aligned=inputs["model"], merged=inputs["model"])
     for given in ([], ["--teacher", str(tmp_path / "teacher")]):
         for name in ("train", "teacher", "teacher.train", "train.old", "train.old-1"):
             (tmp_path / name).mkdir(exist_ok=True)
         args = flags("--run", str(tmp_path), "--force", *given)
         before = set(os.listdir(tmp_path))
-        stage()["start_anew"](Run(args, group_of_one, None, Pool([]), None, Execution(), None))
+        start_anew(Run(args, group_of_one, pair, Pool([]), None, Execution(), None))
         after = set(os.listdir(tmp_path))
         if given:
-            assert (after - before, before - after) == ({"train.old-3"}, {"train"})
+            assert (after - before, before - after) == ({"train.old-3"}, set())
         else:
             assert after - before == {"train.old-2", "teacher.old-1", "teacher.train.old-1"}
-            assert before - after == {"train", "teacher", "teacher.train"}
+            assert before - after == {"teacher", "teacher.train"}
+        assert os.listdir(tmp_path / "train") == ["forced.json"]
 
 
 @pytest.mark.slow
@@ -359,6 +361,37 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_force_starts_over_once(aligned_run, inputs, tmp_path, monkeypatch):
+    """Stopped in the teacher's training and in the student's, it goes on; complete, it starts over."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    short = ["--masks", "off", "--steps", "3", "--teacher-steps", "3", "--save-steps", "1"]
+    command = train_arguments(home, inputs, *short, "--force")
+    run(STAGE, *train_arguments(home, inputs, *short))
+    for step in (1, 0):  # the teacher's second step; in a resumed run the student's first, after its third
+        with monkeypatch.context() as patched:
+            interrupt(patched, step)
+            assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+    done = run(STAGE, *command)
+    assert f"resumes {home / 'train'} after step 1 of 3" in done.stdout
+    assert not list(home.glob("*.old-2"))
+    assert "moved" in run(STAGE, *command).stdout and (home / "train.old-2" / "stage.json").exists()
+
+
+@pytest.mark.slow
+def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_path, monkeypatch):
+    home = copy_run(aligned_run, tmp_path / "run")
+    short = ["--masks", "off", "--steps", "3", "--teacher-steps", "1"]
+    for number, words in enumerate(([], ["--seed", "1"], ["--seed", "1"])):
+        with monkeypatch.context() as patched:
+            interrupt(patched, 1)
+            words = train_arguments(home, inputs, *short, *words, "--force")
+            assert run_in_process(STAGE, list(map(str, words))).returncode == STOPPED
+        assert len(list(home.glob("train.old-*"))) == number
+        if number:
+            (home / "train" / "metrics.jsonl").write_text("damaged\n")
+
+
 def test_the_teacher_is_recorded_with_its_adam(finished_run):
     summary = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
     assert (summary["lr"], summary["beta2"], summary["weight_decay"]) == (1e-3, 0.95, 1e-4)
@@ -375,7 +408,10 @@ def test_tensorboard_has_what_metrics_have(finished_run):
     assert len(events.Scalars("mask_mean")) == sum("mask_mean" in line for line in lines) == 8
 
 
-def test_non_finite_loss_names_step_rank_and_samples(finished_run, aligned_run, inputs, tmp_path):
+def test_non_finite_loss_names_step_rank_and_samples(
+    finished_run, aligned_run, inputs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cli, "rate", cli.positive_float)
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
     done = run(STAGE, *train_arguments(home, inputs, "--lr", "1e30", "--clip", "0"), fails=True)
     assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr

@@ -112,7 +112,9 @@ def test_flags_left_out_take_the_published_values():
     "--teacher-lr inf", "--seed -1", "--beta2 1", "--weight-decay -1",
     "--merged-lr-factor 0", "--steps 0", "--steps 1.5", "--batch 0", "--loss-chunk 0", "--masks on",
     "--text-length 0", "--text-tokens 0", "--train mlp", "--dtype float16", "--temperature 0",
-    "--save-steps 0", "--print-every 0", "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
+    "--lr 1e-300", "--mask-lr 1e3", "--teacher-lr 1e300", "--weight-decay 1e300", "--temperature 1e-9",
+    "--merged-lr-factor 1e-9", "--save-steps 0", "--print-every 0",
+    "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
 ])  # fmt: skip
 def test_flags_out_of_range_are_refused_when_parsed(words):
     with pytest.raises(UserError, match=rf"{words.split()[0]}: expected .*, found {words.split()[1]}"):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -234,6 +235,53 @@ def test_non_finite_gradient_stops_before_the_update(group_of_one, tmp_path):
     after = [p.full_tensor() for p in job.trainee.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert saved_checkpoints(job.directory) == []
+
+
+def test_a_step_without_a_gradient_is_refused(group_of_one, tmp_path):
+    job = squares_job(group_of_one, tmp_path)
+    with pytest.raises(UserError, match="step 1: expected a gradient, found zeros: nothing to learn"):
+        for step in steps(job, schedule_of(2), SAMPLES):
+            for row in step.rows:
+                step.backward((0 * job.trainee(row)).sum())
+            step.update()
+    assert saved_checkpoints(job.directory) == []
+
+
+def test_masks_may_change_alone(group_of_one, tmp_path):
+    """A masked student may start as its teacher: only Eq. 29 has a gradient then."""
+    job = half_masked_student(group_of_one, tmp_path).job
+    step = Step(job, schedule_of(1), [], SAMPLES)
+    step.backward(job.trainee.replicated["log_alpha"].sum())
+    step.update()
+    assert step.figures["grad_norm"] == 0
+
+
+def test_weights_that_are_not_finite_are_not_saved(group_of_one, tmp_path):
+    """As after an update with a weight decay of 1e300: loss and gradient of the step were finite."""
+    job = squares_job(group_of_one, tmp_path)
+
+    def spoil(step: Step) -> None:
+        if step.number == 1:
+            optimizer_step = job.optimizer.step
+            job.optimizer.step = lambda: (optimizer_step(), [p.data.fill_(math.inf) for p in weights[-1:]])
+
+    weights = list(job.trainee.net.parameters())
+    with pytest.raises(UserError, match="step 2: expected finite weights, found NaN or Inf"):
+        train_squares(job, schedule_of(2, save_steps=1), spoil)
+    assert [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)] == [1]
+
+
+def test_a_rank_whose_launcher_is_gone_saves_and_stops(group_of_one, tmp_path, monkeypatch):
+    job = squares_job(group_of_one, tmp_path)
+    monkeypatch.setattr(engine, "PARENT", os.getppid() + 1)
+    assert train_squares(job, schedule_of(2))  # not under torchrun: a shell may exit before its job
+
+    def check(step: Step) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+    job.step = 0
+    assert not train_squares(job, schedule_of(3), check)
+    assert job.step == 1 and checkpoints.step_of(saved_checkpoints(job.directory)[0]) == 1
 
 
 def test_a_signal_ends_training_after_the_step_and_handlers_are_restored(group_of_one, tmp_path, capsys):
