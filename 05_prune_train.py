@@ -367,8 +367,8 @@ def main() -> int:
             return prune_train(args, clock, ranks)
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
-            raise MemoryError(f"rank {ranks.rank}: {reason} Lower --tokens-per-microbatch or --loss-chunk, "
-                              "or pass --recompute; the last checkpoint is kept") from error
+            raise UserError(f"{reason} Lower --tokens-per-microbatch or --loss-chunk, or pass --recompute; "
+                            "the last checkpoint is kept") from error
 
 
 if __name__ == "__main__":

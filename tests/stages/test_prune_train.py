@@ -77,7 +77,6 @@ def test_deterministic_kernels_are_chosen_on_request(start_stage):
 
 
 def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, monkeypatch):
-    """From whichever rank it is: run_stage prints the UserErrors of a node's first rank alone."""
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     def fill_up(args, clock, ranks):
@@ -104,8 +103,9 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         alive.append(reference())
         return True
 
-    for name in ("read_pair", "load_config", "load_pool", "load_heldout", "find_teacher"):
+    for name in ("load_config", "load_pool", "load_heldout", "find_teacher"):
         monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
+    monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
     args = MagicMock(plan=None, force=False, dtype="float32")
     monkeypatch.setattr(stage5, "with_defaults", lambda *_: args)
     monkeypatch.setattr(stage5, "find_teacher", lambda run: False)

@@ -19,7 +19,7 @@ from common.models import load_config
 from common.training import checkpoints, engine, metrics
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.packing import batch_indices, build_row, rows_of_step
+from common.training.packing import build_row, dealt, rows_of_step
 from common.training.sharding import Execution, Ranks, Trainee, build
 from conftest import save_tiny, tiny_model
 from students import gqa_student, half_masked_student
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
     """Also where its gradient is finite."""
     step, weight = lonely_rank(monkeypatch)
     step.backward(weight + math.inf)
-    second = batch_indices(4, 2, len(SAMPLES), 0)[1::2]
+    _, second = dealt(SAMPLES, 4, schedule_of(5, batch=2), world=2)
     message = rf"step 5: expected a finite loss, found rank 1: loss inf, samples \[{second[0]}\]; the last"
     with pytest.raises(UserError, match=message):
         step.update()
