@@ -330,8 +330,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = students.read_pair(args.run, ranks)
     source = pair.model["path"]
-    config = load_config(source)
-    args = with_defaults(args, pair.model["name"] == DEMO, config.max_position_embeddings)
+    args = with_defaults(args, pair.model["name"] == DEMO, load_config(source).max_position_embeddings)
     pool, heldout = load_pool(args, source, ranks), load_heldout(args, source, ranks)
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
