@@ -18,13 +18,13 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
         --text-tokens 100000000 --masks off                                 # the source is the teacher
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
-Answers, in a chat the assistant's turns, get BiLD and are what SFT learns; all other tokens, also those of a
-text, get the KL. With --tasks none the teacher is the untouched source. Every --heldout-every steps student
-and teacher are compared on held-out text and questions.
+SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
+tokens KL, texts included. With --tasks none the teacher is the untouched source. Every --heldout-every steps
+student and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
---masks off trains merged/ directly, without masks or L0 term: for a merged/ that starts near the source.
+--masks off trains merged/ directly, without masks or L0 term; use it if merged/ is already near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
@@ -192,7 +192,6 @@ def add_execution_flags(parser) -> None:
                         help=f"only print memory, FLOPs and time on {', '.join(HARDWARE)}")
 
 
-
 def distil(step: Step, teacher, args) -> None:
     """Eq. 30: the gradients of KL + BiLD, accumulated over this rank's packed samples."""
     student, head = step.job.trainee, teacher.net.lm_head
@@ -325,6 +324,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, distillation loss "
           f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")
+
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
