@@ -48,12 +48,12 @@ from common.artifacts import RECORD, claim, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
-from common.models import DEMO, fingerprint, load_config
+from common.models import fingerprint, load_config
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, students
 from common.training.budget import print_plan
-from common.training.defaults import TEXT_LENGTH, make_schedules, with_defaults
+from common.training.defaults import FEWEST_STEPS, TEXT_LENGTH, make_schedules, with_defaults
 from common.training.distill import (
     MASKS,
     Masks,
@@ -65,15 +65,15 @@ from common.training.distill import (
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.hardware import HARDWARE
 from common.training.heldout import QUESTIONS, load_heldout
-from common.training.metrics import METRICS, read_metrics, summarize
+from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.pool import load_pool
 from common.training.run import STAGE, Run, start_anew, was_forced
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import find_teacher, frozen, train_teacher
 
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
-TUNED = ("lr", "masks", "merged_lr_factor", "mask_lr", "l0_weight", "beta2", "weight_decay", "kl_on",
-         "temperature", "train", "seed")  # flags that must match on resume, besides the schedule's
+TUNED = ("lr", "masks", "merged_lr_factor", "rest_lr_factor", "mask_lr", "l0_weight", "beta2",
+         "weight_decay", "kl_on", "temperature", "train", "seed")  # must match on resume, like the schedule
 
 
 def parse():
@@ -86,7 +86,8 @@ def parse():
     parser.add_argument("--masks", choices=(*MASKS, "off"),
                         help="l0-released: as in the authors' code, which moves them along a schedule, not "
                              "by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly (default: "
-                             "l0-released; for the demo model: l0)")
+                             "l0-released; for the demo model: l0; off with --tasks none where merging "
+                             "also changed W_Q and W_O)")
     parser.add_argument("--train", choices=("all", "attention"), default="all",
                         help="the student's weights to train; attention: the others get no gradients and no "
                              "optimizer state")
@@ -129,16 +130,24 @@ def add_data_flags(parser) -> None:
 
 def add_training_flags(parser) -> None:
     parser.section("optimization")
-    parser.add_argument("--lr", type=cli.rate, help="student's peak rate (published: 1e-5)")
+    parser.add_argument("--lr", type=cli.rate,
+                        help="student's peak rate (published: 1e-5; with --tasks none: 2e-4)")
     parser.add_argument("--merged-lr-factor", type=cli.factor, default=1.0,
                         help="factor on --lr for the shared projections (the authors' code: 2)")
+    parser.add_argument("--rest-lr-factor", type=cli.factor,
+                        help="factor on --lr for all weights outside attention (published: 1; with "
+                             "--tasks none: 0.25)")
     parser.add_argument("--mask-lr", type=cli.rate, help="rate of log alpha (published: 1e-2)")
     parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
-    parser.add_argument("--batch", type=cli.positive, help="samples per step over all ranks (published: 64)")
-    parser.add_argument("--warmup", type=cli.positive, help="warm-up steps (published: 32)")
+    parser.add_argument("--batch", type=cli.positive,
+                        help="samples per step over all ranks (published: 64; with --tasks none: 2 to 64, so "
+                             f"that there are {FEWEST_STEPS} steps or more)")
+    parser.add_argument("--warmup", type=cli.positive,
+                        help="warm-up steps (published: 32; by default at most a tenth of all steps)")
     parser.add_argument("--teacher-lr", type=cli.rate, help="SFT peak rate (published: 1e-5)")
     parser.add_argument("--teacher-batch", type=cli.positive, help="SFT samples per step (published: 128)")
-    parser.add_argument("--teacher-warmup", type=cli.positive, help="SFT warm-up steps (published: 16)")
+    parser.add_argument("--teacher-warmup", type=cli.positive,
+                        help="SFT warm-up steps (published: 16; by default at most a fifth of all steps)")
     parser.add_argument("--beta2", type=cli.beta, help="of AdamW (the authors' code: 0.95)")
     parser.add_argument("--weight-decay", type=cli.probability,
                         help="of AdamW (the authors' code: 1e-4); norms, biases, masks and the shared "
@@ -154,10 +163,13 @@ def add_training_flags(parser) -> None:
 def add_heldout_flags(parser) -> None:
     parser.section("held-out measurement: KL to the teacher, next-token loss, top-1 agreement")
     parser.add_argument("--heldout-text", metavar="SOURCE",
-                        help="c4 or demo (their held-out parts), a file as for --text, or none (default: c4 "
-                             "if --text has it; demo for the demo model; else none)")
+                        help="c4 or demo (their held-out parts), a file as for --text, split (samples of "
+                             "--text, which are not trained on), or none (default: c4 if --text has it; "
+                             "demo for the demo model; else split)")
     parser.add_argument("--heldout-sequences", type=cli.positive, default=32,
-                        help="number of texts, of --text-length tokens each")
+                        help="number of texts, of --text-length tokens each; with split, a tenth at most")
+    parser.add_argument("--heldout-chats", type=cli.non_negative, default=32,
+                        help="number of chats kept out of training, a tenth of them at most")
     parser.add_argument("--heldout-questions", type=cli.non_negative,
                         help="first N of each task's validation split (default: "
                              f"{QUESTIONS}, of tasks that have one)")
@@ -266,6 +278,7 @@ def train_gqa(run: Run, schedule: Schedule, teacher, saved: str | None, switched
         checkpoints.load(job, saved, names)
 
     for step in steps(job, schedule, run.pool):
+        run.heldout.measure_start(step, teacher, args.loss_chunk)  # merged/, before the first step
         gqa_step(step, teacher, args)
         run.heldout.measure(step, teacher, args.loss_chunk)
     return not job.stopped
@@ -298,7 +311,8 @@ def train_student(run: Run, schedule: Schedule) -> bool:
 
 
 def student_rates(args) -> students.Rates:
-    return students.Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor)
+    return students.Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor,
+                          args.rest_lr_factor)
 
 
 def student_settings(run: Run, schedule: Schedule) -> dict:
@@ -322,16 +336,17 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
         inputs.append(os.path.join(run.teacher, RECORD))
     write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
-    print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, distillation loss "
-          f"{lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA, in {run.clock()} s")
+    print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
+          f"{run.clock()} s")
 
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = students.read_pair(args.run, ranks)
     source = pair.model["path"]
-    args = with_defaults(args, pair.model["name"] == DEMO, load_config(source).max_position_embeddings)
-    pool, heldout = load_pool(args, source, ranks), load_heldout(args, source, ranks)
+    args = with_defaults(args, pair, load_config(source).max_position_embeddings)
+    pool = load_pool(args, source, ranks)
+    heldout = load_heldout(args, source, pool, ranks)
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,

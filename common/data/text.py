@@ -84,19 +84,35 @@ def load_tokens(
     return torch.tensor(rows), description
 
 
-class TextSamples(Sequence):
-    """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one."""
+def evenly_spaced(samples: int, count: int) -> range:
+    """The numbers of `count` of `samples` samples, a tenth of them at most."""
+    count = min(count, samples // 10)
+    period = samples // max(1, count)
+    return range(0, count * period, max(2, period))
 
-    def __init__(self, path: str, length: int):
+
+class TextSamples(Sequence):
+    """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one.
+
+    heldout: how many samples to keep out, evenly spaced, a tenth of all at most.
+    """
+
+    def __init__(self, path: str, length: int, heldout: int = 0):
         self.tokens = np.load(path, mmap_mode="r").reshape(-1, length)
+        self.heldout = evenly_spaced(len(self.tokens), heldout)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) - len(self.heldout)
 
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [Sample(row) for row in self.tokens[index].tolist()]
-        return Sample(self.tokens[index].tolist())
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        between = self.heldout.step - 1  # two held-out samples
+        return Sample(self.tokens[index + min(index // between + 1, len(self.heldout))].tolist())
+
+    def heldout_samples(self) -> list[Sample]:
+        """The samples that are kept out."""
+        return [Sample(row) for row in self.tokens[: self.heldout.stop : self.heldout.step].tolist()]
 
     @functools.cached_property
     def digest(self) -> str:

@@ -1,7 +1,8 @@
 """Training checkpoints: sharded, written to a temporary directory and renamed, each file with its sha256.
 
 A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
-state. Learning rates and the like follow from the step and are not stored. The last two checkpoints are kept.
+state. Learning rates and the like follow from the step and are not stored. Kept are the last two checkpoints
+and, of a GQA student, the one with the lowest held-out KL.
 
 torch.distributed.checkpoint describes its shards in a pickle, .metadata. It is unpickled with a whitelist of
 the few classes that describe tensors, so reading a checkpoint never executes code from it.
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from common.cli import UserError
 from common.files import move_aside, sha256, write_json
+from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
@@ -77,6 +79,15 @@ def saved_checkpoints(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in sorted(names) if re.fullmatch(r"step-\d{8}", name)]
 
 
+def best(directory: str) -> str | None:
+    """The saved checkpoint whose GQA student had the lowest held-out KL; None if none was measured."""
+    saved = {step_of(path): path for path in saved_checkpoints(directory)}
+    measured = {line["step"]: kl for line in read_metrics(os.path.join(directory, METRICS))
+                if (kl := heldout_kl(line)) is not None and "mask_target" not in line}
+    steps = saved.keys() & measured.keys()
+    return saved[min(steps, key=lambda step: (measured[step], -step))] if steps else None
+
+
 def path_of(directory: str, step: int) -> str:
     """The checkpoint after `step` steps in a directory."""
     return os.path.join(directory, f"step-{step:08d}")
@@ -115,7 +126,7 @@ def save(job) -> None:
     if rank == 0:
         shutil.rmtree(path, ignore_errors=True)  # left if the run resumed from an earlier step: same bytes
         os.rename(aside, path)
-        for old in saved_checkpoints(directory)[:-KEPT]:
+        for old in set(saved_checkpoints(directory)[:-KEPT]) - {best(directory)}:
             shutil.rmtree(old)
     dist.barrier()
 

@@ -14,10 +14,11 @@ from common.data.text import load_tokens
 from common.method.losses import cross_entropy, kl, product
 from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
-from common.training.pool import NONE
+from common.training.pool import NONE, SPLIT, Pool
 
 QUESTIONS = 16  # of each task, where it has a validation split
-TEXT_SET, TASK_SET = SETS = ("heldout", "heldout_task")  # prefixes of the figures' names
+TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of figures
+START = "start"  # prefix of the figures before the first step
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
 
@@ -29,12 +30,18 @@ class Heldout:
     text's first.
     """
 
-    sets: dict[str, list[Sample]]  # TEXT_SET, TASK_SET, both or neither -> samples, at least one
+    sets: dict[str, list[Sample]]  # some of SETS -> samples, at least one
     every: int  # steps between measurements
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
         return bool(self.sets) and (step in (1, steps) or step % self.every == 0)
+
+    def measure_start(self, step, teacher, chunk: int) -> None:
+        """Add the figures of the untrained student, named START_NAME, to those of the first engine.Step."""
+        if self.sets and step.number == 0:
+            figures = self.figures(step.job, teacher, step.schedule, chunk)
+            step.figures |= {f"{START}_{name}": figure for name, figure in figures.items()}
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
@@ -97,20 +104,23 @@ def compare(
     return student(row, sums_of)
 
 
-def load_heldout(args, model: str, ranks) -> Heldout:
-    """What stage 5's flags hold out, tokenized for the checkpoint `model`.
+def load_heldout(args, model: str, pool: Pool, ranks) -> Heldout:
+    """What stage 5's flags hold out, tokenized for the checkpoint `model`, and what was kept out of the pool.
 
     Raises UserError for data that cannot be read, is too short, or is trained on.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     sets = {}
-    if args.heldout_text != NONE:
+    if args.heldout_text == SPLIT:
+        sets[TEXT_SET] = pool.texts.heldout_samples() if pool.texts else []
+    elif args.heldout_text != NONE:
         sets[TEXT_SET] = heldout_texts(args, tokenizer, ranks)
+    sets[CHAT_SET] = pool.heldout_chats
     questions = heldout_questions(args, tokenizer, positions)
     if questions:
         ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
         sets[TASK_SET] = questions
-    return Heldout(sets, args.heldout_every)
+    return Heldout({name: samples for name, samples in sets.items() if samples}, args.heldout_every)
 
 
 def heldout_texts(args, tokenizer, ranks) -> list[Sample]:

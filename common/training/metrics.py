@@ -11,7 +11,7 @@ import torch
 from common.cli import UserError
 from common.files import write_text
 from common.training.hardware import peak_flops
-from common.training.heldout import COMPARED, SETS
+from common.training.heldout import COMPARED, SETS, START
 
 METRICS = "metrics.jsonl"
 # figure -> its name in TensorBoard, which groups by what is before the slash
@@ -129,4 +129,19 @@ def summarize(lines: list[dict]) -> dict:
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{METRICS}: expected loss and tokens of every step, found a step without ({error}); "
                         "--force starts over") from error
-    return summary | {name: lines[-1][name] for name in TAGS if name in lines[-1]}
+    untrained = {name: lines[0][name] for name in lines[0] if name.startswith(f"{START}_")}
+    return summary | {name: lines[-1][name] for name in TAGS if name in lines[-1]} | untrained
+
+
+def heldout_kl(figures: dict, prefix: str = "") -> float | None:
+    """A step's held-out KL, on text if it was measured on several sets; None if on none."""
+    return next((figures[name] for kind in SETS if (name := f"{prefix}{kind}_kl") in figures), None)
+
+
+def outcome(lines: list[dict]) -> str:
+    """What training did, in words: the held-out KL from merged/ to the end, or else the loss."""
+    before, after = heldout_kl(lines[0], f"{START}_"), heldout_kl(lines[-1])
+    if before is None:
+        return f"distillation loss {lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA"
+    verdict = "" if after < before else " (no better than merged/: lower --lr, or train on more text)"
+    return f"held-out KL {before:.4f} before, {after:.4f} after{verdict}"

@@ -15,19 +15,23 @@ from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.samples import Sample
 from common.data.tasks import load_task, size_note, tokenize
-from common.data.text import TextSamples, write_text_tokens
+from common.data.text import TextSamples, evenly_spaced, write_text_tokens
 from common.files import sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
 
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
+SPLIT = "split"  # --heldout-text: some samples of --text
 TOKENIZING = datetime.timedelta(days=2)  # how long ranks wait for the first one; by default half an hour
 
 
 class Pool(Sequence):
-    """The samples to train on. Those with answers come first, then texts."""
+    """The samples to train on. Those with answers come first, then texts.
 
-    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = ()):
-        self.answered, self.texts = answered, texts
+    heldout_chats: chats of the same files that are not in the pool; texts has the texts that are not.
+    """
+
+    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = (), heldout_chats=()):
+        self.answered, self.texts, self.heldout_chats = answered, texts, heldout_chats
 
     def __len__(self) -> int:
         return len(self.answered) + len(self.texts)
@@ -51,14 +55,17 @@ def load_pool(args, model: str, ranks) -> Pool:
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
+    chats = []
     for path in args.chat:
-        chats, description = load_chats(path, tokenizer, positions)
+        samples, description = load_chats(path, tokenizer, positions)
         ranks.say(f"reads   {description}")
-        answered += chats
+        chats += samples
+    heldout = set(evenly_spaced(len(chats), args.heldout_chats))
+    answered += [chat for number, chat in enumerate(chats) if number not in heldout]
     texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
-    return Pool(answered, texts)
+    return Pool(answered, texts, [chats[number] for number in sorted(heldout)])
 
 
 def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) -> list[Sample]:
@@ -94,7 +101,7 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
         replace_tokens(path)
         print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
     dist.barrier(tokenized)
-    texts = TextSamples(path, args.text_length)
+    texts = TextSamples(path, args.text_length, args.heldout_sequences if args.heldout_text == SPLIT else 0)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
 

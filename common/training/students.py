@@ -11,6 +11,7 @@ from common.training.engine import make_optimizer
 from common.training.sharding import Execution, Ranks, Trainee, build
 
 UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the authors' code
+REST = r"^net\.(?!.*\.self_attn\.)"  # parameters of the model outside attention
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Rates:
     beta2: float
     weight_decay: float  # none for norms, biases and the shared projections
     merged_lr_factor: float = 1.0  # factor on lr for the shared projections (the authors' code: 2)
+    rest_lr_factor: float = 1.0  # factor on lr for all weights outside attention
 
     def adam(self, factor: float = 1.0, decay: bool = False) -> dict:
         """AdamW's options for a group of weights, at `factor` times the learning rate."""
@@ -115,8 +117,11 @@ def teacher_optimizer(teacher: Trainee, rates: Rates):
 
 def student_optimizer(student: Trainee, rates: Rates, shared: str, special: dict | None = None):
     """AdamW for the student. shared: pattern of the shared projections' names. special: as make_optimizer."""
+    factor, rest = rates.rest_lr_factor, {}
+    if factor != 1:
+        rest = {rf"{REST}.*({UNDECAYED})": rates.adam(factor), REST: rates.adam(factor, decay=True)}
     return make_optimizer(student, rates.adam(decay=True), {
-        shared: rates.adam(rates.merged_lr_factor), UNDECAYED: rates.adam(), **(special or {}),
+        shared: rates.adam(rates.merged_lr_factor), **rest, UNDECAYED: rates.adam(), **(special or {}),
     })
 
 

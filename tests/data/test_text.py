@@ -214,11 +214,24 @@ def test_samples_of_text_are_a_sequence(tmp_path):
     source, path = save_lines(tmp_path / "t.jsonl", DOCUMENTS), str(tmp_path / "tokens.npy")
     write_text_tokens([source], byte_tokenizer(), 10, None, path)
     samples, expected = TextSamples(path, 10), expected_tokens(*DOCUMENTS)
-    assert samples[2] == samples[-9] == Sample(expected[20:30])
-    assert samples[1:3] == [samples[1], samples[2]] and list(samples) == samples[:]
+    assert list(samples) == [Sample(expected[start : start + 10]) for start in range(0, 110, 10)]
     assert isinstance(samples[0].segments[0][0], int)
-    with pytest.raises(IndexError):
-        samples[11]
+    for index in (11, -1):
+        with pytest.raises(IndexError):
+            samples[index]
+
+
+@pytest.mark.parametrize("count, asked, heldout", [
+    (100, 0, []), (100, 4, [0, 25, 50, 75]), (47, 32, [0, 11, 22, 33]), (9, 32, []), (25, 2, [0, 12]),
+])  # fmt: skip
+def test_some_samples_of_text_are_kept_out(tmp_path, count, asked, heldout):
+    path = str(tmp_path / "tokens.npy")
+    np.save(path, np.arange(2 * count, dtype=np.int32))
+    samples = TextSamples(path, 2, asked)
+    everything = [Sample([2 * row, 2 * row + 1]) for row in range(count)]
+    assert samples.heldout_samples() == [everything[row] for row in heldout]
+    assert list(samples) == [sample for row, sample in enumerate(everything) if row not in heldout]
+    assert len(samples) == count - len(heldout)
 
 
 def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):

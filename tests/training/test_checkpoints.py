@@ -271,3 +271,26 @@ def test_torch_can_still_read_our_checkpoints(saved):
     ours = checkpoints.Reader(path).read_metadata().state_dict_metadata
     theirs = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     assert ours.keys() == theirs.keys() and all(ours[key].size == theirs[key].size for key in ours)
+
+
+@pytest.mark.parametrize("kl, best", [
+    ({20: 0.3, 30: 0.2, 40: 0.25}, 30), ({20: 0.2, 40: 0.2}, 40), ({35: 0.1, 40: 0.2}, 40), ({}, None),
+])  # fmt: skip
+def test_the_best_checkpoint_is_a_gqa_students_with_the_lowest_held_out_kl(tmp_path, kl, best):
+    for step in (10, 20, 30, 40):
+        Path(checkpoints.path_of(str(tmp_path), step)).mkdir()
+    lines = [{"step": 10, "heldout_kl": 0.01, "mask_target": 0.5}]  # open masks: nearly the source
+    lines += [{"step": step} | ({"heldout_kl": kl[step]} if step in kl else {}) for step in (20, 30, 35, 40)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert checkpoints.best(str(tmp_path)) == (checkpoints.path_of(str(tmp_path), best) if best else None)
+
+
+def test_the_best_checkpoint_is_kept(saved):
+    job, path = saved
+    directory = Path(path).parent
+    lines = [{"step": step, "heldout_kl": abs(step - 2)} for step in range(1, 7)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for job.step in range(2, 7):
+        checkpoints.save(job)
+    kept = [checkpoints.step_of(path) for path in checkpoints.saved_checkpoints(str(directory))]
+    assert kept == [2, 5, 6]

@@ -5,13 +5,18 @@ import pytest
 from common.cli import UserError
 from common.data.samples import Sample
 from common.method import masks
+from common.models import DEMO
 from common.training.defaults import (
     OF_DEMO,
+    OF_LENGTH,
     PUBLISHED,
     TEACHER_EPOCHS,
+    WITHOUT_TASKS,
+    batch_for,
     epochs_to_steps,
     make_schedules,
     published_epochs,
+    warmup_for,
     with_defaults,
 )
 from common.training.pool import Pool
@@ -23,9 +28,9 @@ def test_published_numbers():
     """Appendix A and Table 3; AdamW and masks are those of the authors' code."""
     published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                  "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
-    released = {"beta2": 0.95, "weight_decay": 1e-4, "masks": "l0-released"}
+    released = {"beta2": 0.95, "weight_decay": 1e-4, "rest_lr_factor": 1.0, "masks": "l0-released"}
     assert published | released == PUBLISHED
-    assert OF_DEMO.keys() == PUBLISHED.keys()
+    assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert TEACHER_EPOCHS == 2
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
@@ -39,15 +44,17 @@ def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
         published_epochs(group_size)
 
 
-def pair_of(group_size: int) -> Pair:
-    return Pair("a", "m", {"kv_heads": 16}, 16 // group_size, "mean", masks.KEY_VALUE)
+def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
+    model = {"kv_heads": 16, "name": DEMO if demo else "some/model"}
+    return Pair("a", "m", model, 16 // group_size, "mean", blended)
 
 
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
-    args = with_defaults(flags(*words), demo, positions=2048)
+    pair = pair_of(group_size, demo)
+    args = with_defaults(flags(*words), pair, positions=2048)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    schedules = make_schedules(args, pair_of(group_size), pool, False, args.teacher == "source")
+    schedules = make_schedules(args, pair, pool, False, args.teacher == "source")
     return {name: schedule.steps for name, schedule in schedules.items()}
 
 
@@ -72,10 +79,10 @@ def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise():
 def test_budgets_of_texts_and_chats():
     """Text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch."""
     assert planned(False, 640, 2, texts=640) == steps(10, 100)
-    assert planned(False, 640, 16, "--tasks", "none", texts=640) == {"student": 20}
-    assert planned(False, 0, 16, "--tasks", "none", "--epochs", "2", texts=640) == {"student": 20}
+    assert planned(False, 640, 16, "--tasks", "none", "--batch", "64", texts=640) == {"student": 20}
+    assert planned(False, 0, 16, "--tasks", "none", "--epochs", "2", texts=640) == {"student": 640}
     assert planned(False, 640, 2, "--teacher", "source") == {"student": 50}
-    assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 20)
+    assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 256)
 
 
 def test_data_flags_left_out():
@@ -84,26 +91,59 @@ def test_data_flags_left_out():
              (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
     for demo, words, tasks, text, teacher in cases:
         given = flags(*words)
-        args, before = with_defaults(given, demo, positions=100), dict(vars(flags(*words)))
+        args, before = with_defaults(given, pair_of(4, demo), positions=100), dict(vars(flags(*words)))
         assert vars(given) == before  # a copy is filled in
         assert args.tasks == (tasks or "runs/demo-model/tasks")
         assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
     with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        with_defaults(flags("--text-length", "101"), False, positions=100)
+        with_defaults(flags("--text-length", "101"), pair_of(4), positions=100)
 
 
 def test_flags_left_out_take_the_published_values():
     for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
-        args = with_defaults(flags(), demo, positions=2048)
-        assert {name: getattr(args, name) for name in expected} == expected
-        schedules = make_schedules(args, pair_of(4), Pool([Sample((1,), (2,))] * 640), False, False)
+        args, of_schedule = with_defaults(flags(), pair_of(4, demo), positions=2048), set(OF_LENGTH)
+        filled = {name: getattr(args, name) for name in expected.keys() - of_schedule}
+        assert filled.items() <= expected.items()
+        pool = Pool([Sample((1,), (2,))] * 64_000)
+        schedules = make_schedules(args, pair_of(4, demo), pool, False, False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             schedule, batch = schedules[name], expected[f"{prefix}batch"]
             assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
             assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
             assert schedule.tokens_per_microbatch == 2048
-    args = with_defaults(flags("--lr", "3e-4", "--batch", "5"), False, positions=2048)
+    args = with_defaults(flags("--lr", "3e-4", "--batch", "5"), pair_of(4), positions=2048)
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
+
+
+def test_defaults_without_tasks():
+    """Rates of their own, and a start near the source is trained directly."""
+    words = ["--tasks", "none", "--text", "a.txt"]
+    for pair, chosen in ((pair_of(4), "l0-released"), (pair_of(4, blended=masks.WHOLE_HEAD), "off"),
+                         (pair_of(4, True), "l0"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
+        args = with_defaults(flags(*words), pair, positions=2048)
+        table = OF_DEMO if pair.model["name"] == DEMO else WITHOUT_TASKS
+        assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, table["lr"], table["rest_lr_factor"])
+        assert with_defaults(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
+    assert with_defaults(flags(), pair_of(4, blended=masks.WHOLE_HEAD), 2048).masks == "l0-released"
+
+
+def test_the_batch_without_tasks_follows_from_the_samples():
+    assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
+    pair, words = pair_of(4), ("--tasks", "none", "--text", "a.txt")
+    for extra, batch, count in (((), 8, 250), (("--batch", "5"), 5, 400)):
+        args = with_defaults(flags(*words, *extra), pair, positions=2048)
+        student = make_schedules(args, pair, Pool([], [Sample((1, 2))] * 2000), False, True)["student"]
+        assert (student.batch, student.steps) == (batch, count)
+
+
+def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
+    assert [warmup_for(32, steps) for steps in (1, 9, 25, 320, 10_000)] == [1, 1, 2, 32, 32]
+    assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
+    pair = pair_of(4)
+    for words, warmup in ((("--steps", "50"), 5), (("--steps", "50", "--warmup", "20"), 20)):
+        args = with_defaults(flags(*words, "--teacher-steps", "40"), pair, positions=2048)
+        schedules = make_schedules(args, pair, Pool([Sample((1,), (2,))] * 640), False, False)
+        assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
 
 
 @pytest.mark.parametrize("words", [

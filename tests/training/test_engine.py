@@ -19,6 +19,7 @@ from common.models import load_config
 from common.training import checkpoints, engine, metrics
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
+from common.training.metrics import outcome
 from common.training.packing import build_row, dealt, rows_of_step
 from common.training.sharding import Execution, Ranks, Trainee, build
 from conftest import save_tiny, tiny_model
@@ -346,3 +347,13 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
             metrics.summarize(lines)
     summary = metrics.summarize([{"loss": 2.0, "tokens": 3.0}, {"loss": 1.0, "tokens": 4.0}])
     assert summary == {"loss": 1.0, "tokens": 7}
+
+
+def test_the_outcome_of_a_training_in_words():
+    first, last = {"loss": 3.0, "start_heldout_kl": 0.06}, {"loss": 1.0, "heldout_kl": 0.05}
+    assert outcome([first, last]) == "held-out KL 0.0600 before, 0.0500 after"
+    worse = outcome([first, last | {"heldout_kl": 0.06}])
+    assert worse.endswith("0.0600 after (no better than merged/: lower --lr, or train on more text)")
+    assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
+    chats = {"start_heldout_chat_kl": 0.4}, {"heldout_chat_kl": 0.2, "heldout_task_kl": 0.1}
+    assert outcome(list(chats)).startswith("held-out KL 0.4000 before, 0.2000 after")

@@ -32,8 +32,9 @@ from common.training.engine import steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, load_heldout
 from common.training.metrics import METRICS, read_metrics
 from common.training.packing import build_row
-from common.training.pool import NONE
+from common.training.pool import NONE, SPLIT, Pool
 from common.training.sharding import Ranks
+from common.training.students import Pair
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
 from students import NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
@@ -268,6 +269,17 @@ def test_steps_to_measure_after():
     assert [heldout.measurements(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
 
 
+def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, tmp_path):
+    student = gqa_student(group_of_one, tmp_path)
+    named = {f"start_{name}": figure for name, figure in measured(student).items()}
+    for number in (0, 1):
+        step = SimpleNamespace(number=number, job=student.job, schedule=SCHEDULE, figures={"loss": 1.0})
+        HELDOUT.measure_start(step, student.teacher, OPTIONS.loss_chunk)
+        NOTHING.measure_start(step, student.teacher, OPTIONS.loss_chunk)
+        step.figures.pop("start_heldout_seconds", None)
+        assert step.figures == {"loss": 1.0} | (named if number == 0 else {})
+
+
 # the flags of stage 5
 
 
@@ -282,7 +294,7 @@ def test_what_is_held_out(group_of_one, inputs):
     """Texts as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
     args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
-    heldout = load_heldout(args, inputs["model"], group_of_one)
+    heldout = load_heldout(args, inputs["model"], Pool([]), group_of_one)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 3, 64, "heldout")
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens.tolist()]
@@ -297,7 +309,7 @@ def test_what_is_held_out(group_of_one, inputs):
 ])  # fmt: skip
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
-    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], group_of_one)
+    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], Pool([]), group_of_one)
     assert count == len(heldout.sets.get(TASK_SET, ()))
 
 
@@ -305,21 +317,22 @@ def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
     args = arguments(inputs, tasks=str(tmp_path))
-    assert len(load_heldout(args, inputs["model"], group_of_one).sets[TASK_SET]) == 5
+    assert len(load_heldout(args, inputs["model"], Pool([]), group_of_one).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert not load_heldout(args, inputs["model"], group_of_one).sets
+    assert not load_heldout(args, inputs["model"], Pool([]), group_of_one).sets
 
 
 @pytest.mark.parametrize("demo, text, expected", [
-    (True, [DEMO], DEMO), (True, [NONE], DEMO), (False, None, NONE), (False, ["c4", "a.txt"], "c4"),
-    (False, ["a.txt"], NONE),
+    (True, [DEMO], DEMO), (True, [NONE], DEMO), (False, None, SPLIT), (False, ["c4", "a.txt"], "c4"),
+    (False, ["a.txt"], SPLIT),
 ])  # fmt: skip
 def test_default_held_out_text(demo, text, expected):
     parse = runpy.run_path(str(ROOT / STAGE))["parse"]
+    pair = Pair("a", "m", {"kv_heads": 8, "name": DEMO if demo else "other"}, 2, "mean", ())
     for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "argv", [STAGE, *(["--text", *text] if text else []), *words])
-            args = with_defaults(parse(), demo, positions=2048)
+            args = with_defaults(parse(), pair, positions=2048)
         assert args.heldout_text == chosen
 
 
@@ -372,7 +385,7 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
     args = arguments(inputs, only=TASKS, heldout_questions=2)
-    samples = load_heldout(args, inputs["model"], RANKS).sets[TASK_SET]
+    samples = load_heldout(args, inputs["model"], Pool([]), RANKS).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

@@ -16,6 +16,7 @@ from common.data.samples import Sample
 from common.data.tasks import TASKS, load_task
 from common.training import pool as pool_module
 from common.training.checkpoints import Reader, saved_checkpoints
+from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
 from common.training.pool import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
@@ -43,7 +44,8 @@ def test_a_pool_is_what_has_answers_and_then_the_texts():
 
 def flags(run, **changes) -> SimpleNamespace:
     numbers = {"run": str(run), "tasks": "none", "only": TASKS, "text": [], "text_length": 16,
-               "text_tokens": None, "chat": []}
+               "text_tokens": None, "chat": [], "heldout_text": "none", "heldout_sequences": 3,
+               "heldout_chats": 3}
     return SimpleNamespace(**numbers | changes)
 
 
@@ -72,6 +74,31 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
     start = tokenizer(open(inputs["text"]).read())["input_ids"][:32]
     assert [*pool[questions + 1].prompt, *pool[questions + 2].prompt] == start
     assert all(len(sample) == 16 and not sample.answer_tokens for sample in pool.texts)
+
+
+def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_one):
+    """Every tenth chat and text, not more than asked for, and none of them is trained on."""
+    model, path = chats
+    names = [{"role": "user", "content": "hi"}]
+    lines = [json.dumps({"messages": [*names, {"role": "assistant", "content": f"chat {number}"}]})
+             for number in range(25)]
+    Path(path).write_text("\n".join(lines) + "\n")
+    args = flags(tmp_path, text=[inputs["text"]], chat=[path], heldout_chats=0)
+    whole = load_pool(args, model, group_of_one)
+    assert len(whole.answered) == 25 and not whole.heldout_chats and not whole.texts.heldout_samples()
+    args = flags(tmp_path, text=[inputs["text"]], chat=[path], heldout_text="split")
+    pool = load_pool(args, model, group_of_one)
+    assert pool.heldout_chats == [whole.answered[0], whole.answered[12]]
+    assert pool.answered == whole.answered[1:12] + whole.answered[13:]
+    heldout = pool.texts.heldout_samples()
+    assert len(heldout) == 3 and len(pool.texts) == len(whole.texts) - 3
+    third = len(whole.texts) // 3
+    assert heldout == [whole.texts[number * third] for number in range(3)]
+    numbers = [number for number in range(len(whole.texts)) if number not in (0, third, 2 * third)]
+    assert list(pool.texts) == [whole.texts[number] for number in numbers]
+    args = SimpleNamespace(**vars(args), heldout_questions=None, heldout_every=5)
+    sets = load_heldout(args, model, pool, group_of_one).sets
+    assert sets == {TEXT_SET: heldout, CHAT_SET: pool.heldout_chats}
 
 
 def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):

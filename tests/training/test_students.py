@@ -39,13 +39,35 @@ def test_each_kind_of_parameter_learns_at_its_rate():
     assert set(rates(students.teacher_optimizer(gqa, Rates(3.0, 0.999, 0.0)), gqa).values()) == {3.0}
 
 
+def test_weights_outside_attention_have_a_rate_of_their_own():
+    """Norms and biases keep their decay of 0; masks and shared projections keep their rates."""
+    weights = Rates(1.0, 0.999, 0.5, merged_lr_factor=2.0, rest_lr_factor=0.25)
+    masked, plain = masked_student(torch.zeros(3, 8)), Trainee(tiny_model(num_key_value_heads=2, bias=True))
+    for trainee, optimizer, shared in (
+        (masked, students.masked_optimizer(masked, weights, "l0", 7.0), (".merged.",)),
+        (plain, students.gqa_optimizer(plain, weights, masks.KEY_VALUE), (".k_proj.", ".v_proj.")),
+    ):
+        rate_of = rates(optimizer, trainee)
+        assert rate_of.keys() == dict(trainee.named_parameters()).keys()
+        for name, rate in rate_of.items():
+            expected = 2.0 if any(part in name for part in shared) else 1.0
+            expected = expected if ".self_attn." in name else 0.25
+            assert rate == (7.0 if name == "replicated.log_alpha" else expected), name
+        undecayed = {id(p) for group in optimizer.param_groups if not group["weight_decay"]
+                     for p in group["params"]}
+        for name, parameter in trainee.named_parameters():
+            if not any(part in name for part in (*shared, "log_alpha")):
+                assert (id(parameter) in undecayed) == ("norm" in name or name.endswith("bias")), name
+
+
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
     mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
                     for name, kv_heads in (("mha", 8), ("gqa", 2)))
     pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
     args = SimpleNamespace(run=str(tmp_path), train="attention", masks="l0-released", seed=3, loss_chunk=7,
-                           lr=1.0, merged_lr_factor=2.0, mask_lr=7.0, beta2=0.9, weight_decay=0.5)
+                           lr=1.0, merged_lr_factor=2.0, rest_lr_factor=1.0, mask_lr=7.0, beta2=0.9,
+                           weight_decay=0.5)
     run, jobs, trained = Run(args, group_of_one, pair, Pool([]), NOTHING, Execution(), None), [], []
 
     def one_step(job, schedule, samples, until=None):
