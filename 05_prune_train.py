@@ -6,8 +6,8 @@ to the teacher (Eq. 27-31).
 
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
-        RUN/train/    checkpoints step-N/ (sharded, the last two), metrics.jsonl, curves.png, tensorboard/
-                      (if installed); stage.json when training is complete
+        RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
+                      tensorboard/ (if installed); stage.json when training is complete
         RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
@@ -24,6 +24,8 @@ student and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
+Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. --start DIR
+starts from a student that stage 6 exported, which so trains on, with another text or more of it.
 --masks off trains merged/ directly, without masks or L0 term; use it if merged/ is already near the source.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
@@ -83,6 +85,9 @@ def parse():
     parser.add_argument("--teacher", metavar="DIR",
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
+    parser.add_argument("--name", type=cli.name, help="write RUN/train-NAME/ instead of RUN/train/")
+    parser.add_argument("--start", metavar="DIR",
+                        help="an exported student of this merged/ to start from (with --masks off)")
     parser.add_argument("--masks", choices=(*MASKS, "off"),
                         help="l0-released: as in the authors' code, which moves them along a schedule, not "
                              "by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly (default: "
@@ -321,6 +326,7 @@ def student_settings(run: Run, schedule: Schedule) -> dict:
     tuned = {name: getattr(run.args, name) for name in TUNED}
     shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
+    starts |= {"start": pair.exported} if pair.exported else {}
     starts = {name: fingerprint(path) for name, path in starts.items()}
     return schedule.to_resume() | tuned | shared | run.pool.description() | starts
 
@@ -331,7 +337,8 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    inputs = [os.path.join(path, RECORD) for path in (pair.aligned, pair.merged)]
+    starts = filter(None, (pair.aligned, pair.merged, pair.exported))
+    inputs = [os.path.join(path, RECORD) for path in starts]
     if run.args.teacher != SOURCE:
         inputs.append(os.path.join(run.teacher, RECORD))
     write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
@@ -342,7 +349,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    pair = students.read_pair(args.run, ranks)
+    pair = students.read_pair(args.run, ranks, args.start)
     source = pair.model["path"]
     args = with_defaults(args, pair, load_config(source).max_position_embeddings)
     pool = load_pool(args, source, ranks)

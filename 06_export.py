@@ -1,11 +1,16 @@
 """Stage 6: write the trained student as a stock checkpoint of its family with fewer key/value heads.
 
-Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer
+Reads   RUN/train/ (completed by stage 5), RUN/aligned/ for config and tokenizer; with
+        --untrained RUN/merged/ instead
 Writes  RUN/gqa/: weights, config, generation config, tokenizer, and a model card (README.md); it loads
         without this repository
 
     python 06_export.py --run runs/llama2-7b     # on a CPU, in the memory of one layer
     python 06_export.py                          # seconds on a CPU for the demo model
+    python 06_export.py --run runs/mine --untrained --name merged     # merged/, to runs/mine/gqa-merged/
+
+Of the checkpoints that stage 5 kept, the one with the lowest held-out KL is exported, or the last one if none
+was measured.
 
 The trained tensors are loaded into the stock model by name, one decoder layer at a time; a missing or
 unexpected one stops the export. The exported model's logits must equal those of the masked student at z = 0;
@@ -16,6 +21,7 @@ import os
 
 import torch
 
+from common import cli
 from common.artifacts import (
     check_input,
     check_same_model,
@@ -34,7 +40,7 @@ from common.method.merge import merged_config
 from common.models import empty_model, geometry, load_config, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
-from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
+from common.training.checkpoints import TrainedWeights, best, saved_checkpoints, step_of
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
@@ -44,6 +50,8 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",
                         help="of the exported weights")
+    parser.add_argument("--name", type=cli.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
+    parser.add_argument("--untrained", action="store_true", help="export merged/ as it is")
     return parser.parse_args()
 
 
@@ -68,13 +76,15 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
     return trained, alignment
 
 
-def last_weights(training: str, steps: int) -> TrainedWeights:
-    """The weights after the last step. Raises UserError if they are missing."""
+def best_weights(training: str, steps: int) -> TrainedWeights:
+    """The weights with the lowest held-out KL, or the last. Raises UserError if the last are missing."""
     saved = saved_checkpoints(training)
     if not saved or step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
-    weights = TrainedWeights(saved[-1])
-    print(f"reads   {saved[-1]}: {len(weights.names())} tensors")
+    chosen = best(training)
+    weights = TrainedWeights(chosen or saved[-1])
+    reason = "the lowest held-out KL of those kept" if chosen else "the last"
+    print(f"reads   {weights.path}: {len(weights.names())} tensors, {reason}")
     return weights
 
 
@@ -101,43 +111,50 @@ def share_weights(masked, layer) -> None:
 
 
 def write_layers(writer: CheckpointWriter, layers: Layers, student, tokens) -> tuple[list, list]:
-    """Write the trained model layer by layer, and run the tokens through each layer in both forms.
+    """Write the model layer by layer, and run the tokens through each layer in both forms.
 
-    tokens: [n, T]. Returns the logits of the masked student and of the stock model, as from Layers.logits.
+    student: from masked_student; None if nothing was trained, so that there is no other form. tokens: [n, T].
+    Returns the logits of the masked student and of the stock model, as from Layers.logits.
     """
     stock, masked = (layers.embed(tokens.split(1), None) for _ in range(2))
-    bar = Progress(layers.decoder_layers(), "exporting", len(student.model.layers), unit="layer")
+    bar = Progress(layers.decoder_layers(), "exporting", layers.config.num_hidden_layers, unit="layer")
     for index, layer in enumerate(bar):
         layers.advance(layer, stock)
-        masked_layer = student.model.layers[index]
-        share_weights(masked_layer, layer)
-        layers.advance(masked_layer, masked)
-        masked_layer.to("meta")
+        if student is not None:
+            masked_layer = student.model.layers[index]
+            share_weights(masked_layer, layer)
+            layers.advance(masked_layer, masked)
+            masked_layer.to("meta")
         writer.write(f"model.layers.{index}", layer)
     writer.write_rest(layers)
-    return list(layers.logits_of(masked)), list(layers.logits_of(stock))
+    logits = list(layers.logits_of(stock))
+    return logits if student is None else list(layers.logits_of(masked)), logits
 
 
 @torch.no_grad()
 def main():
     args, clock = parse(), Clock()
-    names = ("train", "aligned", "merged", "gqa")
+    names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     claim("06_export.py", args, output)
-    trained, alignment = read_records(training, aligned, merged)
-    kv_heads = trained["summary"]["kv_heads"]
-    weights = last_weights(training, trained["summary"]["steps"])
-
     source = load_config(aligned)
-    config = merged_config(source, kv_heads)
-    layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
+    if args.untrained:
+        trained, alignment = None, read_record(merged, "04_align.py")
+        verify_files(merged, alignment)
+        layers = Layers(merged, torch.float32, "cpu", layerwise=True)
+    else:
+        trained, alignment = read_records(training, aligned, merged)
+        weights = best_weights(training, trained["summary"]["steps"])
+        config = merged_config(source, alignment["summary"]["kv_heads"])
+        layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
+    kv_heads, config = alignment["summary"]["kv_heads"], layers.config
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = weight_dtype(args.dtype, source)
     tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
 
     with write_directory(output) as aside:
         with CheckpointWriter(aside, config, dtype, aligned) as writer:
-            student = masked_student(aligned, source, kv_heads)
+            student = masked_student(aligned, source, kv_heads) if trained else None
             expected, actual = write_layers(writer, layers, student, tokens)
         difference = max_difference(expected, actual)
         allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
@@ -154,11 +171,15 @@ def main():
             "class": type(loaded.model).__name__,
             "peak_memory_gib": peak_memory(),
         }
-        export = make_record("06_export.py", args, trained["model"], [training, aligned], summary, clock())
+        if trained:
+            summary["step"] = step_of(weights.path)
+        inputs = [training, aligned] if trained else [merged]
+        export = make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
         write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores
-        model_card.write(aside, output, alignment, trained, export)
-    print(f"check   student at z = 0 against export: max |logit difference| {difference:.2e}; "
+        model_card.write(aside, alignment, trained, export)
+    compared = "student at z = 0" if trained else "merged/"
+    print(f"check   {compared} against export: max |logit difference| {difference:.2e}; "
           f"loaded back as {dtype}: {stored:.2e}")
     print(f"wrote   {output}")
     print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "

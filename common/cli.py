@@ -73,6 +73,18 @@ beta = number_type(float, "a number from 0 to 0.9999", at_least=0, at_most=0.999
 probability = number_type(float, "a number from 0 to 1", at_least=0, at_most=1)
 
 
+def name(text: str) -> str:
+    """An argparse type: a part of a directory's name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        raise argparse.ArgumentTypeError(f"expected letters, digits, '.', '_' and '-', found {text!r}")
+    return text
+
+
+def named(directory: str, name: str | None) -> str:
+    """The directory of a training in RUN: train, or train-NAME with --name."""
+    return f"{directory}-{name}" if name else directory
+
+
 def choice(names):
     """An argparse type: one of `names`, with a suggestion for typos."""
 

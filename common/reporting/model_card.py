@@ -1,6 +1,5 @@
 """The model card (README.md) of an exported checkpoint: usage, scores, and how it was made."""
 
-import json
 import os
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -8,6 +7,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from common.records import SOURCE
 from common.reporting.tables import markdown_text
+from common.training.heldout import START
+from common.training.metrics import heldout_kl
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 GROUPING = {
@@ -34,26 +35,38 @@ MASKS = {
 }
 
 
-def write(directory: str, path: str, alignment: dict, training: dict, export: dict) -> None:
-    """Write README.md to `directory`, a checkpoint that will be moved to `path`.
+def write(directory: str, alignment: dict, training: dict | None, export: dict) -> None:
+    """Write README.md to `directory`, a checkpoint.
 
-    alignment, training, export: the records of stages 4, 5 and 6. 07_eval.py fills in the scores.
+    alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is. A
+    license, and a base model where the source is no hub repository, come from the source's own card, if it
+    has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
-    on_hub = _is_hub_name(source)
+    on_hub, given = _is_hub_name(source), _source_card(alignment["model"]["path"])
     data = ModelCardData(
-        base_model=source if on_hub else None,
+        base_model=source if on_hub else given.get("base_model"),
+        license=given.get("license"),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gqa", "kv-cache"],
     )
-    facts = _model(path, alignment["model"], export["summary"]) | _recipe(alignment, training, export)
-    link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(source)
+    facts = _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
+    facts["license"] = markdown_text(str(given.get("license") or ""))
+    link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
     card.save(os.path.join(directory, "README.md"))
 
 
-def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
+def _source_card(path: str) -> dict:
+    """The metadata of the source's own model card; {} if it has none, or none that can be read."""
+    try:
+        return ModelCard.load(os.path.join(path, "README.md"), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # missing, or whatever a parser makes of it
+        return {}
+
+
+def _model(source: dict, exported: dict) -> dict[str, str]:
     """Template fields that describe the checkpoint. source: the source model's description in a record."""
     value_bytes = 4 if exported["dtype"] == "torch.float32" else 2
     bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
@@ -61,7 +74,6 @@ def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
     return {
         "title": markdown_text(os.path.basename(source["name"].rstrip("/"))),
         "architecture": exported["class"],
-        "path": _literal(path),
         "fingerprint": _code(source["fingerprint"]),
         "heads": source["heads"],
         "kv_heads": kv_heads,
@@ -72,9 +84,9 @@ def _model(path: str, source: dict, exported: dict) -> dict[str, str]:
     }
 
 
-def _recipe(alignment: dict, training: dict, export: dict) -> dict:
+def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     """Template fields that describe how it was made."""
-    aligned, trained = alignment["summary"], training["summary"]
+    aligned = alignment["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
     heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
     limit = aligned["key_context"]
@@ -85,17 +97,28 @@ def _recipe(alignment: dict, training: dict, export: dict) -> dict:
         "merging": MERGING[aligned["merge"]].format(heads=heads) + context + REFIT[aligned["refit"]],
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
+        "versions": markdown_text(versions),
+        "commit": markdown_text(export["commit"]),
+        "groups": [_groups_line(groups) for groups in alignment["groups"]],
+        "trained": training is not None,
+    } | (_training(training["summary"]) | _data(training["arguments"]) if training else {})
+
+
+def _training(trained: dict) -> dict:
+    """Template fields that describe the training. trained: the summary of its record."""
+    before, after = heldout_kl(trained, f"{START}_"), heldout_kl(trained)
+    figures = f"Last loss: {trained['loss']:.4f}."
+    if before is not None:
+        verdict = "" if after < before else ": it is no better than the merged model before training"
+        figures = f"KL to the teacher on held-out data: {before:.4f} before, {after:.4f} after{verdict}."
+    return {
         "steps": trained["steps"],
         "batch": trained["batch"],
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
         "masks": MASKS[trained["masks"]],
-        "loss": f"{trained['loss']:.4f}",
-        "versions": markdown_text(versions),
-        "commit": markdown_text(export["commit"]),
-        "seed": markdown_text(training["arguments"]["seed"]),
-        "groups": [_groups_line(groups) for groups in alignment["groups"]],
-    } | _data(training["arguments"])
+        "figures": figures,
+    }
 
 
 def _data(arguments: dict) -> dict[str, str | bool]:
@@ -105,7 +128,8 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     kinds += [f"{name} ({', '.join(map(_code, sources))})"
               for name, sources in (("chats", chats), ("text", text)) if sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
-    return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher}
+    return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher,
+            "seed": markdown_text(arguments["seed"])}
 
 
 def _groups_line(groups: list[list[int]]) -> str:
@@ -125,8 +149,3 @@ def _is_hub_name(source: str) -> bool:
 def _code(text: str) -> str:
     """A code span. It has no escapes, so backticks and < are replaced."""
     return "`" + " ".join(text.split()).replace("`", "'").replace("<", "&lt;") + "`"
-
-
-def _literal(text: str) -> str:
-    """A one-line Python string literal that cannot start an HTML comment."""
-    return json.dumps(text).replace("<", r"\u003c")

@@ -62,6 +62,8 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
         filled.steps = DEMO_STEPS
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         filled.teacher_steps = DEMO_TEACHER_STEPS
+    if args.start and filled.masks != "off":
+        raise UserError(f"--start: expected --masks off with it, found {filled.masks}")
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
     return filled

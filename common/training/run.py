@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from common import cli
 from common.artifacts import RECORD
 from common.cli import Clock, UserError
 from common.files import move_aside, write_json
@@ -43,7 +44,7 @@ class Run:
 
     @property
     def directory(self) -> str:
-        return os.path.join(self.args.run, "train")
+        return os.path.join(self.args.run, cli.named("train", self.args.name))
 
 
 def this_command(run: Run) -> dict:

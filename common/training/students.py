@@ -24,16 +24,17 @@ class Pair:
     kv_heads: int
     merge: str  # "mean", "first" or "closed-form"
     blended: tuple[str, ...]  # projections that merging changed
+    exported: str | None = None  # a student of stage 6 to start from instead of merged/
 
     @property
     def title(self) -> str:
         return f"{self.model['kv_heads']} -> {self.kv_heads} kv heads"
 
 
-def read_pair(run: str, ranks) -> Pair:
-    """The pair in a run directory.
+def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
+    """The pair in a run directory. exported: a student of stage 6 to start from instead of merged/.
 
-    Raises UserError unless both are intact and belong together, and the source model is unchanged since
+    Raises UserError unless all are intact and belong together, and the source model is unchanged since
     stage 1.
     """
     aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
@@ -42,10 +43,16 @@ def read_pair(run: str, ranks) -> Pair:
     if ranks.first:  # hash the weights once, not on every rank
         verify_files(aligned, aligned_record)
         verify_files(merged, merged_record)
+    if exported:
+        record = read_record(exported, "06_export.py", aligned_record["model"])
+        check_input(record, merged if record["arguments"]["untrained"] else aligned)
+        if ranks.first:
+            verify_files(exported, record)
     summary = aligned_record["summary"]
     whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
     blended = masks.WHOLE_HEAD if whole_head else masks.KEY_VALUE
-    return Pair(aligned, merged, source_model(aligned_record), summary["kv_heads"], summary["merge"], blended)
+    model, kv_heads = source_model(aligned_record), summary["kv_heads"]
+    return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported)
 
 
 def start_of_masked(aligned: str, merged: str):
@@ -82,8 +89,10 @@ def masked_student(
 
 
 def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True) -> Trainee:
-    """The student as a GQA model, from merged/. Unless fresh, the weights are left to checkpoints.load."""
-    sources = (lambda name: (pair.merged, name)) if fresh else None
+    """The student as a GQA model, from merged/ or pair.exported. Unless fresh, its weights are left to
+    checkpoints.load.
+    """
+    sources = (lambda name: (pair.exported or pair.merged, name)) if fresh else None
     return build(load_config(pair.merged), ranks, execution, sources)
 
 

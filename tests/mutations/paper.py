@@ -101,7 +101,8 @@ RECORDED = [  # of train/: file, old text, new text, row
 ]
 OTHERS = [  # file, old text, new text, test
     (PAPER, "return sum(SimK[i, j]", "return sum(SimK[i, i]", "test_rows_of_other_runs"),
-    (PAPER, "(V_i - P_V @ V_j).norm(dim=0)", "(V_i + P_V @ V_j).norm(dim=0)", "test_the_printed_distance"),
+    (PAPER, "(V_i - P_V @ V_j).norm(dim=0)", "(V_i + P_V @ V_j).norm(dim=0)",
+     "test_the_printed_distance_is_a_mean_of_lengths"),
     (AUDIT, "if further <= allowed else further", "if True else further",
      "test_what_is_not_as_computed_is_named"),
     (AUDIT, "torch.where(difference < -ahead, -difference, difference)", "difference",

@@ -32,8 +32,8 @@ def records():
     return copy.deepcopy((ALIGNMENT, TRAINING, EXPORT))
 
 
-def write(directory, records, path: str = "runs/toy/gqa") -> str:
-    model_card.write(str(directory), path, *records)
+def write(directory, records) -> str:
+    model_card.write(str(directory), *records)
     return (directory / "README.md").read_text(encoding="utf-8")
 
 
@@ -82,8 +82,8 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
         "Merging: the mean of the heads, rotated by generalized Procrustes, of a group.",
         "perplexity rose from 7.123 to 9.988 on the text of stage 4",
         "320 steps of 16 samples (322,330 tokens) of",
-        "L0 masks moved each head from its own projections to its group's. Last loss: 0.1171.",
-        f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}; random seed 41.",
+        "each head from its own projections to its group's; random seed 41. Last loss: 0.1171.",
+        f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}. - Source",
         "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2",
     ):
         assert text in card, text
@@ -94,7 +94,7 @@ def test_the_card_says_how_it_was_made(tmp_path, records):
     card = words(write(tmp_path, records))
     for text in ("Grouping: least energy lost by closed-form merging.",
                  "the best shared head in closed form, then each W_O refitted by least squares.",
-                 "the merged model was trained directly, without masks."):
+                 "the merged model was trained directly, without masks; random seed 41."):
         assert text in card, text
     records[0]["summary"] |= {"refit": "attention", "key_context": 4096}
     text = ("in closed form, keys for contexts of up to 4096 tokens, then the attention of each layer "
@@ -120,14 +120,42 @@ def test_a_directory_is_no_base_model(name, tmp_path, records):
 @pytest.mark.parametrize("name", NASTY)
 def test_no_name_breaks_the_card(name, tmp_path, records):
     records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
-    card = write(tmp_path, records, path=name)
+    card = write(tmp_path, records)
     plain = write(tmp_path, copy.deepcopy((ALIGNMENT, TRAINING, EXPORT)))
     assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]
     assert headings(card)[-3:] == ["## Use", "## Scores", "## How it was made"]
     assert card.count(OPENING) == card.count(CLOSING) == 1 and "<script" not in card
-    loads = [line for line in card.splitlines() if "from_pretrained(" in line]
-    paths = [ast.parse(line.strip()).body[0].value.args[0].value for line in loads]
-    assert paths == [name, name]  # the snippet loads that very path
+    snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
+    assert len(snippet) == 7 and ast.parse("\n".join(snippet))
+
+
+def test_a_model_that_was_not_trained_says_so(tmp_path, records):
+    card = words(write(tmp_path, (records[0], None, records[2])))
+    assert "It was not trained after merging" in card and "- Training: none. - Versions" in card
+    assert "The capital of France is" in card and "Table 5" not in card
+
+
+def test_the_card_says_what_training_did_to_the_held_out_kl(tmp_path, records):
+    records[1]["summary"] |= {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
+    card = words(write(tmp_path, records))
+    assert "KL to the teacher on held-out data: 0.0600 before, 0.0500 after." in card
+    records[1]["summary"]["heldout_kl"] = 0.08
+    worse = "0.0600 before, 0.0800 after: it is no better than the merged model before training."
+    assert worse in words(write(tmp_path, records))
+
+
+def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records):
+    source = tmp_path / "source"
+    source.mkdir()
+    records[0]["model"] |= {"name": "/models/toy", "path": str(source)}
+    assert "which came without a card that names it." in words(write(tmp_path, records))
+    (source / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: some/Base\n---\n# Toy\n")
+    card = write(tmp_path, records)
+    assert "Its license is the source's (apache-2.0)." in words(card)
+    data = ModelCard.load(tmp_path / "README.md").data.to_dict()
+    assert (data["license"], data["base_model"]) == ("apache-2.0", "some/Base")
+    (source / "README.md").write_text("---\n[\n---\n")
+    assert "which came without a card" in words(write(tmp_path, records))
 
 
 def test_scores_are_filled_in_between_the_markers(tmp_path, records):

@@ -1,5 +1,6 @@
 """Stage 6: the export's dtype, checkpoints and exports that are refused, and memory that a layer sets."""
 
+import importlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from common.artifacts import digest, write_record
 from common.files import sha256
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
-from common.training.checkpoints import DIGESTS, TrainedWeights
+from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
 from conftest import byte_tokenizer, copy_run, expect_error, run
 from tiny_run import digests
 
@@ -93,6 +94,32 @@ def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
     run("06_export.py", "--run", home, "--dtype", "bfloat16")
     assert AutoModelForCausalLM.from_pretrained(home / "gqa").dtype is torch.bfloat16
     assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
+
+
+def test_merged_is_exported_as_it_is(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    shutil.rmtree(home / "train")
+    printed = run("06_export.py", "--run", home, "--untrained", "--name", "merged").stdout
+    assert "merged/ against export: max |logit difference| 0.00e+00" in printed
+    merged, exported = (AutoModelForCausalLM.from_pretrained(home / name).state_dict()
+                        for name in ("merged", "gqa-merged"))
+    assert merged.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in merged.items())
+    assert "was not trained after merging" in (home / "gqa-merged" / "README.md").read_text()
+    (home / "merged" / "config.json").write_text("{}")
+    expect_error("config.json", "06_export.py", "--run", home, "--untrained", "--force", "--name", "merged")
+
+
+def test_the_best_checkpoint_is_exported(finished_run, tmp_path):
+    """By the held-out KL in metrics.jsonl; the last one where nothing was measured."""
+    home, stage = copy_run(finished_run, tmp_path / "run"), importlib.import_module("06_export")
+    training = str(home / "train")
+    saved = [step_of(path) for path in saved_checkpoints(training)]
+    assert len(saved) >= 2
+    for measured, expected in (({}, saved[-1]), ({saved[0]: 0.1, saved[-1]: 0.2}, saved[0])):
+        lines = [{"step": step, "heldout_kl": kl} for step, kl in measured.items()]
+        (home / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert step_of(stage.best_weights(training, saved[-1]).path) == expected
 
 
 @pytest.mark.slow

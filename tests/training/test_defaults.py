@@ -124,7 +124,8 @@ def test_defaults_without_tasks():
         table = OF_DEMO if pair.model["name"] == DEMO else WITHOUT_TASKS
         assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, table["lr"], table["rest_lr_factor"])
         assert with_defaults(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
-    assert with_defaults(flags(), pair_of(4, blended=masks.WHOLE_HEAD), 2048).masks == "l0-released"
+    with_tasks = [with_defaults(flags(), pair_of(4, demo, masks.WHOLE_HEAD), 2048) for demo in (False, True)]
+    assert [args.masks for args in with_tasks] == ["l0-released", "l0"]
 
 
 def test_the_batch_without_tasks_follows_from_the_samples():

@@ -17,6 +17,7 @@ from common.data.tasks import TASKS, load_task
 from common.training import pool as pool_module
 from common.training.checkpoints import Reader, saved_checkpoints
 from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
+from common.training.metrics import read_metrics
 from common.training.pool import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
@@ -241,3 +242,21 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
 def test_a_pool_without_data_is_refused(inputs, tmp_path, group_of_one):
     with pytest.raises(UserError, match="expected --text or --chat with it, found neither"):
         load_pool(flags(tmp_path), inputs["model"], group_of_one)
+
+
+def test_a_student_trains_on_under_another_name(aligned_run, inputs, tmp_path):
+    """merged/ exported, trained from there as train-more/, and exported beside it."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("06_export.py", "--run", home, "--untrained")
+    words = text_arguments(home, inputs, "--name", "more", "--start", home / "gqa", "--masks", "off")
+    run(STAGE, *words)
+    start = read_metrics(str(home / "train-more" / "metrics.jsonl"))[0]
+    run("06_export.py", "--run", home, "--name", "more")
+    assert not (home / "train").exists() and (home / "gqa-more" / "config.json").exists()
+    further = ["--name", "again", "--start", home / "gqa-more", "--masks", "off"]
+    run(STAGE, *text_arguments(home, inputs, *further))
+    again = read_metrics(str(home / "train-again" / "metrics.jsonl"))[0]
+    assert again["start_heldout_kl"] < start["start_heldout_kl"]  # from where the other ended
+    expect_error("--start: expected --masks off with it, found l0", STAGE, *words[:-1], "l0")
+    (home / "gqa" / "config.json").write_text("{}")
+    expect_error("config.json", STAGE, *words, "--force")
