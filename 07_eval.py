@@ -3,18 +3,21 @@
 Reads   any checkpoints (default: those in RUN), the validation sets of the eight tasks, a text
 Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
         RUN/eval.jsonl: each checkpoint's answer to each question
-        the scores into the model card (README.md) of a checkpoint exported by stage 6
+        the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN
 
     python 07_eval.py --run runs/llama2-7b --device cuda
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
+    python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
     python 07_eval.py --harness runs/harness     # also write the questions as tasks for lm_eval
     python 07_eval.py --report                   # evaluate nothing: RUN/report.html from the stages' records
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation, stripped, equals the text of the right answer.
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
-questions, the paper's "Avg.", and macro over tasks, ± standard error. As in training, prompts and text have
+questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
+checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
+(top-1 agreement). As in training, prompts and text have
 no begin-of-sequence token, unless --bos adds one.
 """
 
@@ -35,6 +38,7 @@ from common.data.tasks import (
     Example,
     check_lengths,
     choice_samples,
+    has_split,
     load_task,
     select_questions,
     size_note,
@@ -44,8 +48,10 @@ from common.files import write_json, write_text
 from common.layers import Layers
 from common.records import SOURCE
 from common.reporting import harness, report
-from common.reporting.scores import caption, results_table, summary_line, write_scores
+from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
 
+NONE = "none"  # --tasks, --text: no such data
+ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
@@ -58,8 +64,8 @@ def parse():
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
                              "merged and gqa in RUN)")
     parser.add_argument("--tasks", default=None, metavar="DIR",
-                        help="directory of TASK.validation.jsonl or .parquet files, or hub (default: hub; "
-                             "the demo's tasks for the demo)")
+                        help="directory of TASK.validation.jsonl or .parquet files, hub, or none (default: "
+                             "hub; the demo's tasks for the demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--limit", type=cli.positive, default=None, metavar="N",
@@ -69,6 +75,8 @@ def parse():
     parser.add_argument("--bos", action="store_true",
                         help="begin every prompt and sequence of text with the tokenizer's begin-of-sequence "
                              "token, as in the authors' code")
+    parser.add_argument("--prompts", default=None, metavar="FILE",
+                        help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or "
@@ -96,9 +104,11 @@ def parse():
     args = parser.parse_args()
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
-    if args.layerwise and (args.tasks or args.limit or args.harness):
-        raise UserError("--layerwise: expected no --tasks, --limit or --harness, because it answers no "
-                        "questions")
+    if args.layerwise and (args.tasks or args.limit or args.harness or args.prompts):
+        raise UserError("--layerwise: expected no --tasks, --limit, --harness or --prompts, because it "
+                        "answers no questions")
+    if args.tasks == NONE and args.harness:
+        raise UserError("--harness: expected --tasks with it, found --tasks none")
     return args
 
 
@@ -156,6 +166,12 @@ def verify(path: str) -> None:
         verify_files(path, read_record(path, stage))
 
 
+def is_inside(path: str, directory: str) -> bool:
+    """Whether a checkpoint belongs to a run directory, whose evaluation its model card shows."""
+    inner, outer = os.path.realpath(path), os.path.realpath(directory)
+    return os.path.commonpath([inner, outer]) == outer
+
+
 def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path = os.path.join(args.run, "calibration")
@@ -167,6 +183,14 @@ def choose_sources(args) -> tuple[str, str]:
 def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
     """The selected questions: task -> index in the file -> question."""
     tasks = {}
+    if source == NONE:
+        return tasks
+    missing = [task for task in args.only if not has_split(task, "validation", source)]
+    if missing:
+        present = [task for task in args.only if task not in missing]
+        advice = " ".join(["--only", *present]) if present else "--tasks none"
+        raise UserError(f"task file not found: expected TASK.validation.jsonl or .parquet in {source} of "
+                        f"{', '.join(missing)}; pass {advice} to do without")
     for task in args.only:
         examples, path = load_task(task, "validation", source)
         selected = select_questions(len(examples), args.limit, args.seed)
@@ -198,7 +222,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
     tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description = None, ""
-    if text != "none":
+    if text != NONE:
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
     samples = {}
     for task, questions in tasks.items():
@@ -208,8 +232,25 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
     return Tokenized(tokenizer, length, tokens, description, samples)
 
 
-def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, args) -> tuple[dict, list[dict]]:
-    """All figures of one checkpoint, and one outcome per question. checkpoint: from models.describe."""
+def read_prompts(path: str | None) -> list[str]:
+    """The lines of --prompts that are not empty."""
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            prompts = [line.strip() for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {path}: expected a text file, a prompt a line: {error}") from error
+    if not prompts:
+        raise UserError(f"--prompts {path}: expected a prompt a line, found none")
+    return prompts
+
+
+def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, prompts, reference, args):
+    """All figures of one checkpoint, one outcome per question, and its predictions for the text.
+
+    checkpoint: from models.describe. reference: the first checkpoint's predictions, None for that one.
+    """
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
     spread = models.needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
@@ -218,11 +259,15 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, args) -> t
     figures["tasks"], outcomes = evaluate.answer_questions(
         name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
     figures |= evaluate.averages(figures["tasks"])
+    predictions = None
     if tokenized.tokens is not None:
-        figures |= perplexity_figures(evaluate.perplexity(model, tokenized.tokens), name, model, tokenized)
+        on_text, predictions = evaluate.text_figures(model, tokenized.tokens, reference)
+        figures |= on_text | perplexity_figures(on_text["perplexity"], name, model, tokenized)
+    if prompts:
+        figures["answers"] = evaluate.complete(model, tokenized.tokenizer, prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
     figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
-    return figures | evaluate.speed(model, row), outcomes
+    return figures | evaluate.speed(model, row), outcomes, predictions
 
 
 def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -> dict:
@@ -262,6 +307,7 @@ def main():
         verify(path)
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
+    prompts = read_prompts(args.prompts)
     tokenized = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
@@ -270,15 +316,18 @@ def main():
         print(harness.write_tasks(args.harness, tasks, tokenized[reference].tokenizer))
         harness.write_command(args.harness, checkpoints, args.batch, device, args.dtype, args.bos)
 
-    results, outcomes = {}, []
+    results, outcomes, predictions = {}, [], None
     for name in checkpoints:
         if args.layerwise:
             results[name] = measure_layerwise(name, described[name], tokenized[name], args)
             continue
-        results[name], model_outcomes = measure(name, described[name], tokenized[name], tasks, args)
+        same_text = text != NONE and torch.equal(tokenized[name].tokens, tokenized[reference].tokens)
+        results[name], model_outcomes, predicted = measure(
+            name, described[name], tokenized[name], tasks, prompts, predictions if same_text else None, args)
+        predictions = predictions or predicted
         outcomes += model_outcomes
 
-    table = results_table(results)
+    table = results_table(results) + answers_section(prompts, results)
     hardware = f"{device}, {args.dtype}"
     note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
     lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
@@ -291,7 +340,8 @@ def main():
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
-        if write_scores(path, f"{results_table(pair)}\n\n{note}"):
+        answers = answers_section(prompts, pair)
+        if is_inside(path, args.run) and write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
     print(f"07_eval: {summary_line(results)}; in {clock()} s, peak host memory {memory} GiB")
 

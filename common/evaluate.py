@@ -64,6 +64,55 @@ def perplexity(model, tokens: torch.Tensor) -> float:
     return math.exp(total / len(tokens))
 
 
+class Predictions:
+    """A model's predictions for a text, at a fraction of the logits' size: the head and what it reads."""
+
+    def __init__(self, head):
+        self.head, self.hidden = head, []  # [1, T, hidden] per row of tokens
+
+    def logits(self, row: int) -> torch.Tensor:
+        """Logits [T, vocab] of a row, float32 on the CPU."""
+        return self.head(self.hidden[row])[0].float().cpu()
+
+
+@torch.no_grad()
+def text_figures(model, tokens: torch.Tensor, reference: Predictions | None) -> tuple[dict, Predictions]:
+    """Perplexity over tokens [n, T] and, against the predictions of a reference for the same tokens, "kl"
+    KL(reference || model) in nats and "agreement", the share of tokens at which both predict the same one.
+
+    Also returns the model's own predictions. Without a reference that has its vocabulary, no kl or agreement.
+    """
+    predictions, losses, divergences, agreements = Predictions(model.get_output_embeddings()), [], [], []
+    with predictions.head.register_forward_pre_hook(lambda _, args: predictions.hidden.append(args[0])):
+        for row, ids in enumerate(Progress(tokens, desc="perplexity", unit="seq", leave=False)):
+            ours = all_logits(model, ids[None])
+            losses.append(mean_nll(ours, ids[None]))
+            theirs = [reference.logits(row)] if reference else ours
+            if theirs[0].shape == ours[0].shape:
+                divergences.append(mean_kl(theirs, ours))
+                agreements.append(float((ours[0].argmax(-1) == theirs[0].argmax(-1)).double().mean()))
+    figures = {"perplexity": math.exp(sum(losses) / len(losses))}
+    if reference and divergences:
+        figures |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
+    return figures, predictions
+
+
+@torch.no_grad()
+def complete(model, tokenizer, prompts: list[str], longest: int) -> list[str]:
+    """Greedy answers of at most `longest` tokens to prompts, through the chat template if there is one."""
+    answers = []
+    for prompt in prompts:
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=longest,
+                                pad_token_id=tokenizer.eos_token_id)
+        continuation = output[0, inputs["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(continuation, skip_special_tokens=True).strip())
+    return answers
+
+
 @torch.no_grad()
 def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> float:
     """As perplexity, of the common.layers.Layers of a model; hidden states are in a file in `directory`."""
@@ -241,6 +290,8 @@ def averages(tasks: dict[str, dict]) -> dict[str, float]:
     """
     figures = {}
     questions = sum(task["questions"] for task in tasks.values())
+    if not questions:
+        return {}
     for kind in ("exact_match", "likelihood", "chance"):
         share = sum(task[kind] * task["questions"] for task in tasks.values()) / questions
         figures[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)

@@ -29,8 +29,8 @@ def results_table(results: dict[str, dict]) -> str:
 
 def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
     """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's figures."""
-    sections = {}
-    for kind, title in (("exact_match", "exact match, %"), ("likelihood", "likelihood, %")):
+    sections, kinds = {}, {"exact_match": "exact match, %", "likelihood": "likelihood, %"}
+    for kind, title in kinds.items() if any(column["tasks"] for column in columns) else ():
         rows = [rate_row(task, [column["tasks"][task] for column in columns], kind, "chance")
                 for task in columns[0]["tasks"]]
         rows += [rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance")
@@ -39,6 +39,9 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
     costs = []
     if "perplexity" in columns[0]:
         costs.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
+    if any("kl" in column for column in columns):
+        costs.append(("KL to the first", "", *(number(column, "kl", 4) for column in columns)))
+        costs.append(("top-1 agreement", "", *(number(column, "agreement", 4) for column in columns)))
     costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
     for title, key in (("KV bytes per token", "cache_bytes_per_token"),
                        ("prefill tokens/s", "prefill_tokens_per_s"),
@@ -60,6 +63,15 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
     return title, f"{100 * columns[0][chance]:.1f}", *cells
 
 
+def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
+    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts."""
+    parts = []
+    for number, prompt in enumerate(prompts):
+        answers = [(name, figures["answers"][number]) for name, figures in results.items()]
+        parts.append(markdown_table((prompt, "greedy answer"), answers))
+    return "".join(f"\n\n{part}" for part in parts)
+
+
 def caption(
     reference: dict, source: str, limit: int | None, seed: int | None, hardware: str, bos: bool
 ) -> str:
@@ -71,8 +83,8 @@ def caption(
     text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
     beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
     if not reference["tasks"]:
-        line = f"Layer by layer on {hardware}, without tasks and speed.{text}"
-        return " ".join(line.split())  # file names may contain newlines
+        measured = "Speeds: one sequence" if "decode_tokens_per_s" in reference else "Layer by layer"
+        return " ".join(f"{text} {measured} on {hardware}, {beginning}.".split())  # names may have newlines
     questions = sum(task["questions"] for task in reference["tasks"].values())
     selection = "" if limit is None else f", the first {limit} per task"
     if seed is not None:

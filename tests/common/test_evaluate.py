@@ -30,6 +30,37 @@ def test_perplexity_is_transformers_loss(model):
     assert evaluate.perplexity(model, TOKENS) == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
 
 
+@torch.no_grad()
+def test_figures_on_text_against_a_reference(model):
+    """From whole logits; a reference of another vocabulary says nothing."""
+    other = tiny_model(seed=1)
+    figures, predictions = evaluate.text_figures(model, TOKENS, None)
+    assert figures == {"perplexity": evaluate.perplexity(model, TOKENS)}
+    ours, theirs = (net(TOKENS).logits.double().log_softmax(-1) for net in (other, model))
+    figures, _ = evaluate.text_figures(other, TOKENS, predictions)
+    assert figures["perplexity"] == evaluate.perplexity(other, TOKENS)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert figures["kl"] == pytest.approx(float(divergence), rel=1e-5)
+    agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
+    assert figures["agreement"] == pytest.approx(float(agreement))
+    itself, _ = evaluate.text_figures(model, TOKENS, predictions)
+    assert (itself["kl"], itself["agreement"]) == (0, 1)
+    small = tiny_model(vocab_size=300)
+    assert evaluate.text_figures(small, TOKENS, predictions)[0].keys() == {"perplexity"}
+
+
+@pytest.mark.parametrize("template, prefix", [(None, ""), ("{{ messages[0]['content'] }}!", "!")])
+def test_prompts_are_answered_greedily_through_the_template(model, template, prefix):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    ids = tokenizer(f"What is red?{prefix}", add_special_tokens=False)["input_ids"]
+    expected = list(ids)
+    while len(expected) < len(ids) + 5 and expected[-1] != tokenizer.eos_token_id:
+        expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    answer = tokenizer.decode(expected[len(ids):], skip_special_tokens=True).strip()
+    assert evaluate.complete(model, tokenizer, ["What is red?"], 5) == [answer]
+
+
 @pytest.mark.parametrize(("dtype", "changes"), [
     (torch.float32, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     (torch.float32, {"model_type": "mistral", "sliding_window": 20}),

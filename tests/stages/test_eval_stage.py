@@ -40,12 +40,12 @@ def evaluation(inputs, tmp_path_factory):
     """Two GQA checkpoints, three of five questions drawn by a seed; (directory, arguments, printed text)."""
     home = tmp_path_factory.mktemp("evaluation")
     first = save_tiny(home / "first", num_key_value_heads=4)
-    second = save_tiny(home / "second", seed=1, num_key_value_heads=2)
-    (home / "second" / "README.md").write_text("<!-- scores -->\n<!-- /scores -->\n")
+    second = save_tiny(home / "run" / "second", seed=1, num_key_value_heads=2)
+    (home / "run" / "second" / "README.md").write_text("<!-- scores -->\n<!-- /scores -->\n")
     arguments = ["--run", home / "run", "--model", f"a={first}", f"b={second}", "--tasks", inputs["tasks"],
                  "--text", inputs["text"], "--length", 64, "--sequences", 2]
     done = run("07_eval.py", *arguments, "--limit", 3, "--seed", 1)
-    (home / "card.md").write_bytes((home / "second" / "README.md").read_bytes())  # tests evaluate it again
+    shutil.copy(home / "run" / "second" / "README.md", home / "card.md")  # tests evaluate it again
     return home, arguments, done.stdout
 
 
@@ -132,12 +132,12 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--only", "BoolQ"], "--only: expected one of boolq"),
     (["--model", "nowhere"], "nowhere: expected a checkpoint directory, found none"),
     (["--model", "a=x", "a=y"], "--model: expected different names, found a twice"),
-    (["--tasks", "nowhere"], "task file not found: expected nowhere/boolq.validation.jsonl"),
+    (["--tasks", "nowhere"], "in nowhere of boolq, piqa"),
     (["--text", "nowhere.txt"], "text nowhere.txt: not found"),
     (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
     (["--register", ".."], "--register ..: cannot be imported"),
     (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
-    (["--layerwise"], "--layerwise: expected no --tasks, --limit or --harness"),
+    (["--layerwise"], "--layerwise: expected no --tasks, --limit, --harness or --prompts"),
 ])
 def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):
     home, defaults = tmp_path / "run", ["--model", inputs["model"], *evaluate_arguments(inputs)]
@@ -148,7 +148,8 @@ def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, argumen
 @pytest.mark.parametrize("flags", [["--limit", 1], ["--harness", "h"]])
 def test_layer_by_layer_answers_no_questions(inputs, tmp_path, flags):
     arguments = ["--run", tmp_path / "run", "--model", inputs["model"], "--layerwise", *flags]
-    expect_error("--layerwise: expected no --tasks, --limit or --harness", "07_eval.py", *arguments)
+    message = "--layerwise: expected no --tasks, --limit, --harness or --prompts"
+    expect_error(message, "07_eval.py", *arguments)
 
 
 def test_layer_by_layer_other_families_are_refused(inputs, checkpoint, tmp_path):
@@ -214,7 +215,7 @@ def test_layer_by_layer_figures_are_the_whole_models(evaluation):
         assert not [key for key in results[name] if "tokens_per_s" in key]
     table = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:-1]]
              for line in (other / "eval.md").read_text().splitlines() if line.startswith("|")}
-    assert table["*macro average*"] == table["decode tokens/s"] == ["-", "-"]
+    assert table["decode tokens/s"] == ["-", "-"] and "*macro average*" not in table
     assert table["perplexity"] == [f"{expected[name]['perplexity']:.3f}" for name in ("a", "b")]
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
@@ -340,10 +341,38 @@ def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
 
 def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):
     (checkpoint / "README.md").write_bytes(b"\xff\xfe")
-    arguments = ["--run", tmp_path / "run", "--model", checkpoint, *evaluate_arguments(inputs)]
+    arguments = ["--run", tmp_path, "--model", checkpoint, *evaluate_arguments(inputs)]
     expect_error("README.md: not UTF-8", "07_eval.py", *arguments, "--limit", 1, "--only", "boolq")
     with contextlib.suppress(FileNotFoundError):
-        assert (tmp_path / "run" / "eval.json").stat().st_size
+        assert (tmp_path / "eval.json").stat().st_size
+
+
+def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_path):
+    """A card outside the run directory stays as it is."""
+    home, arguments, _ = evaluation
+    prompts, card = tmp_path / "prompts.txt", (home / "run" / "second" / "README.md").read_bytes()
+    prompts.write_text("What is red?\n\nAnd | blue?\n")
+    arguments = [*arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts]
+    run("07_eval.py", *arguments)
+    table = (tmp_path / "eval.md").read_text()
+    for part in ("KL to the first", "top-1 agreement", "decode tokens/s", "What is red?", "And \\| blue?"):
+        assert part in table
+    assert "exact match" not in table and "questions" not in table
+    results = json.loads((tmp_path / "eval.json").read_text())["results"]
+    assert [len(results[name]["answers"]) for name in ("a", "b")] == [2, 2]
+    assert "kl" not in results["a"] and results["b"]["kl"] > 0 and 0 <= results["b"]["agreement"] <= 1
+    assert read_outcomes(tmp_path) == []
+    assert (home / "run" / "second" / "README.md").read_bytes() == card
+    prompts.write_text("\n")
+    expect_error("prompts.txt: expected a prompt a line, found none", "07_eval.py", *arguments, "--force")
+
+
+def test_all_missing_task_files_are_named_at_once(inputs, checkpoint, tmp_path):
+    for task in ("piqa", "siqa"):
+        shutil.copy(f"{inputs['tasks']}/{task}.validation.jsonl", tmp_path)
+    arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--text", "none", "--tasks", tmp_path]
+    message = "of boolq, hellaswag, winogrande, arc_challenge, arc_easy, openbookqa; pass --only piqa siqa"
+    expect_error(message, "07_eval.py", *arguments)
 
 
 def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, inputs, tmp_path, monkeypatch):
