@@ -279,7 +279,7 @@ def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_pat
     home = copy_run(finished_run, tmp_path / "run")
     (home / "train" / "stage.json").unlink()
     (home / "train" / "metrics.jsonl").write_text("[]\n")
-    expect_error("metrics.jsonl line 1: expected a step's figures", STAGE, *train_arguments(home, inputs))
+    expect_error("metrics.jsonl line 1: expected a JSON object, found []", STAGE, *train_arguments(home, inputs))
     (home / "train" / "metrics.jsonl").unlink()
     expect_error("expected loss and tokens of every step", STAGE, *train_arguments(home, inputs))
     (home / "train" / "settings.json").write_text("{")
