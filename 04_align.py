@@ -164,7 +164,7 @@ def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, 
     for index, layer_groups in enumerate(Progress(groups, desc="aligning", unit="layer")):
         grams = grams_of(index)
         rotation = align_layer(grams, layer_groups, criterion)
-        cosine = within_group_cosine(grams, layer_groups, *rotation, grams.tokens)
+        cosine = within_group_cosine(grams, layer_groups, *rotation)
         rotations.append(rotation)
         cosines.append({name: round(number, 6) for name, number in cosine.items()})
         Progress.write(f"layer {index:19d} | {cosine['key_before']:8.4f} -> {cosine['key_after']:8.4f} | "

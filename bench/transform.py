@@ -238,7 +238,7 @@ def whole_layer(args, ours: Ours) -> dict:
 
         def align(groups=groups):
             rotations = ours.rotations(groups)
-            within_group_cosine(ours.grams, groups, *rotations, args.tokens)
+            within_group_cosine(ours.grams, groups, *rotations)
             return rotations
 
         (value_rotation, key_rotation), seconds = timed(args.device, align)

@@ -37,6 +37,15 @@ def temporary_name(path: str):
         raise
 
 
+def read_text(path: str) -> str:
+    """The text of a file. Raises UserError if it is not UTF-8."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+
+
 def write_text(path: str, text: str) -> None:
     """Write text to a temporary file, then rename it."""
     with temporary_name(path) as aside:

@@ -17,7 +17,7 @@ from common.layers import CheckpointWriter
 from common.models import SIZES, geometry, require_convertible
 from common.progress import Progress
 from common.records import COUNT, Optional, mismatch
-from common.weights import fingerprint, first_line
+from common.weights import check_names, fingerprint, first_line
 
 ORIGIN = "gguf.json"  # in the checkpoint: the file it was made from
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral models are stored as llama
@@ -126,16 +126,12 @@ class GgufFile:
         expected = {}
         for name, parameter in self.model.named_parameters():  # tied ones appear once
             expected[tensor_name(name)] = list(parameter.shape)
-        missing, extra = expected.keys() - self.tensors.keys(), self.tensors.keys() - expected.keys()
-        if missing:
-            raise UserError(f"{self.file}: expected a tensor {min(missing)}, found none")
-        if extra:
-            raise UserError(f"{self.file}: expected only the tensors of a {self.config.model_type} model, "
-                            f"found also {min(extra)}")
+        stored = self.tensors.keys()
+        check_names(self.file, missing=expected.keys() - stored, unexpected=stored - expected.keys())
         for name, shape in expected.items():
-            stored = self.tensors[name].shape.tolist()[::-1]  # fastest-moving dimension first
-            if stored != shape:
-                raise UserError(f"{self.file}: expected {name} of shape {shape}, found {stored}")
+            actual = self.tensors[name].shape.tolist()[::-1]  # fastest-moving dimension first
+            if actual != shape:
+                raise UserError(f"{self.file}: expected {name} of shape {shape}, found {actual}")
 
     def write_tokenizer(self, directory: str) -> None:
         """Write the tokenizer with its chat template, without the <|endoftext|> that transformers invents."""

@@ -11,6 +11,7 @@ tasks' train splits instead, with the loss on their answers.
 
 import argparse
 import functools
+import gzip
 import random
 
 import torch
@@ -19,11 +20,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.cli import positive, run_stage
-from common.data.demo import read_corpus
-from common.data.demo_tasks import FACTS, SEED, draw_pairs, task_rows
+from common.data.demo import SHIPPED
 from common.data.tasks import Example, example_from_row
 from common.files import refuse_overwrite, write_directory
 from common.progress import Progress
+from pipelines.demo_data import FACTS, SEED, draw_pairs, task_rows
 
 STEPS = 600  # about a minute and a half on two cores
 DRILLED = 1 / 3  # share of the steps spent on drills: without them all tasks stay at chance
@@ -195,7 +196,7 @@ def train_model(tokenizer, text: str, tasks: list[list[Example]], steps: int) ->
 def main():
     args = parse()
     refuse_overwrite(args.out, force=False)
-    text, _ = read_corpus()
+    text = gzip.decompress((SHIPPED / "text" / "train.txt.gz").read_bytes()).decode("utf-8")
     tasks = []
     for (task, split), rows in task_rows().items():
         if split == "train":

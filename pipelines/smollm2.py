@@ -18,7 +18,7 @@ from common.artifacts import read_record
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
 from common.evaluate import cache_bytes_per_token, perplexity
-from common.files import write_directory, write_json, write_text
+from common.files import read_text, write_directory, write_json, write_text
 from common.models import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
@@ -58,14 +58,7 @@ def manual() -> str:
 
 def write_halves(run: str, file: str | None) -> None:
     """Write RUN/text/calibration.txt and heldout.txt: the halves of a file, or of the manual."""
-    if file is None:
-        text = manual()
-    else:
-        try:
-            with open(file, encoding="utf-8") as stream:
-                text = stream.read()
-        except UnicodeDecodeError as error:
-            raise UserError(f"text {file}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    text = manual() if file is None else read_text(file)
     with write_directory(os.path.join(run, "text")) as directory:
         write_text(os.path.join(directory, "calibration.txt"), text[:len(text) // 2])
         write_text(os.path.join(directory, "heldout.txt"), text[len(text) // 2:])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from common.cli import UserError
 from common.data.jsonl import abbreviated, checked_text, column, read_rows, text_column
 from common.data.samples import Sample
+from common.files import read_text
 from common.models import bos_prefix
 
 
@@ -183,7 +184,7 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
         stem = os.path.join(source, f"{task}.{split}")
         path, rows = _file_rows(stem)
         if os.path.exists(f"{stem}.labels"):
-            labels = _labels(f"{stem}.labels")
+            labels = read_text(f"{stem}.labels").split()
     if not rows:
         raise UserError(f"{path}: expected at least one row, found none")
     if labels is not None and len(labels) != len(rows):
@@ -237,14 +238,6 @@ def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
     except Exception as error:  # the exception class depends on how the hub fails
         raise UserError(f"task {task}: cannot load {name} from the hub ({type(error).__name__}); "
                         "pass a directory of local files to --tasks") from error
-
-
-def _labels(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().split()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
 
 
 def select_questions(count: int, limit: int | None, seed: int | None) -> list[int]:

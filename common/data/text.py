@@ -12,7 +12,7 @@ from numpy.lib.format import write_array_header_1_0
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.samples import Sample
-from common.files import temporary_name
+from common.files import read_text, temporary_name
 from common.models import DEMO, DEMO_HOME, bos_prefix
 from common.progress import Progress
 
@@ -219,21 +219,13 @@ def _documents(source: str, split: str) -> Iterator[str]:
     if source == "c4":
         yield from _c4(*C4_FILES[split])
     elif source.endswith(".txt"):
-        yield _plain(source)
+        yield read_text(source)
     else:
         for place, row in read_rows(source):
             try:
                 yield text_column(row, "text")
             except ValueError as error:
                 raise UserError(f"{source} {place}: {error}") from error
-
-
-def _plain(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise UserError(f"text {path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
 
 
 def _c4(name: str, files: int) -> Iterator[str]:

@@ -57,11 +57,10 @@ def within_group_cosine(
     groups: torch.Tensor,
     value_rotation: torch.Tensor,
     key_rotation: torch.Tensor,
-    tokens: int,
 ) -> dict[str, float]:
     """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
 
-    tokens: N, the number the Grams sum over. Returns key_before, key_after, value_before and value_after.
+    Returns key_before, key_after, value_before and value_after.
     """
     value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
     no_value_rotation, no_key_rotation = no_rotation(grams, groups)
@@ -71,4 +70,4 @@ def within_group_cosine(
         "value_before": value_overlap(value, no_value_rotation),
         "value_after": value_overlap(value, value_rotation),
     }
-    return {name: float(pair_mean(overlap).mean()) / tokens for name, overlap in overlaps.items()}
+    return {name: float(pair_mean(overlap).mean()) / grams.tokens for name, overlap in overlaps.items()}

@@ -20,11 +20,6 @@ def head_columns(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     return weight.double().view(len(weight), -1, head_dim)
 
 
-def queries_per_kv_head(attention) -> int:
-    """Query heads per key/value head of an attention module."""
-    return attention.q_proj.out_features // attention.k_proj.out_features
-
-
 @torch.no_grad()
 def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_rotation: torch.Tensor) -> None:
     """Rotate and reorder the heads of one attention layer in place; its output is unchanged (Eq. 11-17).
@@ -34,7 +29,7 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
     *new* order. W_V <- Q W_V, W_O <- W_O Q^T (Eq. 12, 13), W_Q <- u W_Q, W_K <- u W_K (Eq. 14-16); biases
     with their weights.
     """
-    size, repeats = value_rotation.shape[-1], queries_per_kv_head(attention)
+    size, repeats = value_rotation.shape[-1], attention.num_key_value_groups
     query_order = [head * repeats + query for head in order for query in range(repeats)]
     query_rotation = key_rotation.repeat_interleave(repeats, 0)
     output_rotation = value_rotation.repeat_interleave(repeats, 0)

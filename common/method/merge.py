@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.method.fuse import head_columns, head_rows, queries_per_kv_head
+from common.method.fuse import head_columns, head_rows
 
 
 @dataclass
@@ -46,7 +46,7 @@ def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
     groups, members, size, _ = merge.value_in.shape
-    repeats, device = queries_per_kv_head(attention), attention.q_proj.weight.device
+    repeats, device = attention.num_key_value_groups, attention.q_proj.weight.device
 
     def per_kv_head(parts):  # [G, D, ...] -> [G * D, ...]
         return parts.flatten(0, 1).to(device)

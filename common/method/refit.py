@@ -45,12 +45,6 @@ class Moments:
     cross: torch.Tensor  # sum y h^T [hidden, heads * d]
     energy: float = 0.0  # sum |y|^2
 
-    @classmethod
-    def zeros(cls, out: int, width: int) -> "Moments":
-        """Empty sums for y of size out and h of size width."""
-        inputs = torch.zeros(width, width, dtype=torch.float64)
-        return cls(inputs, torch.zeros(out, width, dtype=torch.float64))
-
     def add(self, h: torch.Tensor, y: torch.Tensor) -> None:
         """Add tokens: h [..., heads * d], y [..., hidden]; products in float32."""
         h, y = h.flatten(0, -2).float(), y.flatten(0, -2).float()
@@ -129,7 +123,8 @@ class Refit:
         """The statistics of o_proj over some batches; its bias is not W_O's to fit."""
         projection = merged.self_attn.o_proj
         tap, bias = Tap(projection), 0 if projection.bias is None else projection.bias
-        moments = Moments.zeros(*projection.weight.shape)
+        cross = torch.zeros(projection.weight.shape, dtype=torch.float64)
+        moments = Moments(cross.new_zeros(cross.shape[1], cross.shape[1]), cross)
         for number in numbers:
             self._attend(merged, number)
             moments.add(tap.input, outputs[number] - bias)

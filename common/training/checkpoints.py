@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from common.cli import UserError
+from common.data.jsonl import parse_object
 from common.files import move_aside, sha256, write_json
 from common.training.metrics import METRICS, heldout_kl, read_metrics
 
@@ -49,7 +50,11 @@ def begin(directory: str, settings: dict, ranks) -> None:
     """
     path = os.path.join(directory, SETTINGS)
     if os.path.exists(path):
-        before = _read_settings(path)
+        try:
+            with open(path, "rb") as file:
+                before = parse_object(file.read(), path)
+        except UserError as error:
+            raise UserError(f"{error}; --force starts over") from error
         changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
             changes = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
@@ -58,19 +63,6 @@ def begin(directory: str, settings: dict, ranks) -> None:
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
-
-
-def _read_settings(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            settings = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected the settings of a training run, found no JSON ({error}); "
-                        "--force starts over") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"{path}: expected the settings of a training run, found {type(settings).__name__}; "
-                        "--force starts over")
-    return settings
 
 
 def saved_checkpoints(directory: str) -> list[str]:

@@ -9,6 +9,7 @@ import time
 import torch
 
 from common.cli import UserError
+from common.data.jsonl import parse_object
 from common.files import write_text
 from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START
@@ -105,18 +106,11 @@ def read_metrics(path: str) -> list[dict]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            lines.append(_metrics_line(line, f"{path} line {number}"))
+            figures = parse_object(line, f"{path} line {number}")
+            if not isinstance(figures.get("step"), int):
+                raise UserError(f"{path} line {number}: expected a step's figures, found {line[:40]!r}")
+            lines.append(figures)
     return lines
-
-
-def _metrics_line(line: bytes, place: str) -> dict:
-    try:
-        figures = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: expected a step's figures, found no JSON ({error})") from error
-    if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
-        raise UserError(f"{place}: expected a step's figures, found {line[:40]!r}")
-    return figures
 
 
 def summarize(lines: list[dict]) -> dict:

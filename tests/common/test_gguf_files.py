@@ -249,8 +249,8 @@ def test_damaged_files_are_refused(keep, inputs, tmp_path):
     ({"metadata": {"llama.rope.scaling.factor": 4.0}},
      "expected RoPE without scaling, found llama.rope.scaling.factor 4.0"),
     ({"more": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
-     "expected only the tensors of a llama model, found also rope_freqs.weight"),
-    ({"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "found also blk.0.attn_q.bias"),
+     "expected only the tensors of its config, found also 'rope_freqs.weight'"),
+    ({"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "found also 'blk.0.attn_q.bias'"),
     ({"without": ("blk.2.ffn_up.weight",)}, "expected a tensor blk.2.ffn_up.weight, found none"),
 ])
 def test_what_the_checkpoint_would_lose_is_refused(options, message, inputs, tmp_path):

@@ -98,7 +98,7 @@ def test_cosine_within_groups_is_that_of_the_rotated_vectors(vectors, grams):
     value_rotation = torch.linalg.qr(torch.randn(2, 3, D, D, dtype=torch.float64)).Q
     angles = 6.3 * torch.rand(2, 3, D // 2, dtype=torch.float64)
     key_rotation = torch.polar(torch.ones_like(angles), angles)
-    cosine = within_group_cosine(grams, GROUPS, value_rotation, key_rotation, N)
+    cosine = within_group_cosine(grams, GROUPS, value_rotation, key_rotation)
     expected = {"value_before": [], "value_after": [], "key_before": [], "key_after": []}
     for group, heads in enumerate(GROUPS.tolist()):
         values, keys = (to_unit(vectors[kind][:, heads]) for kind in ("value", "key"))

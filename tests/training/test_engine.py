@@ -338,7 +338,8 @@ def test_tensorboard_that_cannot_be_written_costs_a_line(group_of_one, tmp_path,
 def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1.0, "tokens": 2}\n' + line + b"\n")
-    with pytest.raises(UserError, match=r"metrics.jsonl line 2: expected a step's figures, found "):
+    message = "metrics.jsonl line 2: (not UTF-8|not JSON|cannot be read|expected .*, found)"
+    with pytest.raises(UserError, match=message):
         metrics.read_metrics(str(path))
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut off by a kill
     assert metrics.read_metrics(str(path)) == [{"step": 1}]

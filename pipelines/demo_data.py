@@ -1,16 +1,30 @@
-"""The demo's tasks: generated multiple-choice questions in the row schemas of the eight data sets.
+"""How the demo's text and tasks were made, common/data/demo_model/text/ and tasks/.
 
-Every question can be answered from its prompt alone. Each row has new random facts, so a right answer means
-that attention looked up the relevant fact, and badly merged heads show up as lost accuracy.
+    python -m pipelines.demo_data --out DIR       # seconds; another Python has other text
+
+The text is the source code of the running Python's standard library. The tasks are multiple-choice questions
+in the row schemas of the eight data sets. Every question can be answered from its prompt alone. Each row has
+new random facts, so a right answer means that attention looked up the relevant fact, and badly merged heads
+show up as lost accuracy.
 """
 
+import argparse
 import functools
+import gzip
+import json
 import random
+import sysconfig
+from pathlib import Path
 
+from common.cli import run_stage
 from common.data.tasks import example_from_row
+from common.files import refuse_overwrite, write_directory
 
 SEED = 0  # of everything random in the demo: the model is trained on the train rows of this seed
 TRAIN_ROWS, VALIDATION_ROWS = 2000, 200
+TRAIN_CHARS, HELDOUT_CHARS = 3_000_000, 500_000  # minimum, since files are not split
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__",
+           "encodings"}
 
 NAMES = "Ann Bob Tom Sue Joe Kim Max Eva Leo Ida Sam Zoe Ben Amy Dan Liz".split()
 THINGS = "cup hat pen box bag key coat lamp ball book ring drum boat bell fork rope".split()
@@ -112,3 +126,46 @@ def task_rows() -> dict[tuple[str, str], list[dict]]:
         rows = list(by_prompt.values())
         splits[task, "validation"], splits[task, "train"] = rows[:VALIDATION_ROWS], rows[VALIDATION_ROWS:]
     return splits
+
+
+def read_corpus() -> tuple[str, str]:
+    """(train, heldout): the source files of the running Python's standard library, split between the two."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(root.rglob("*.py"))
+    paths = [path for path in paths if not SKIPPED.intersection(path.relative_to(root).parts)]
+    random.Random(SEED).shuffle(paths)
+    train, heldout, train_chars, heldout_chars = [], [], 0, 0
+    for path in paths:
+        try:
+            content = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if heldout_chars < HELDOUT_CHARS:
+            heldout.append(content)
+            heldout_chars += len(content)
+        elif train_chars < TRAIN_CHARS:
+            train.append(content)
+            train_chars += len(content)
+    return "".join(train), "".join(heldout)
+
+
+def main():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory for text/ and tasks/")
+    args = parser.parse_args()
+    refuse_overwrite(args.out, force=False)
+    train, heldout = read_corpus()
+    files = {"text/train.txt": train, "text/heldout.txt": heldout}
+    for (task, split), rows in task_rows().items():
+        files[f"tasks/{task}.{split}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+    with write_directory(args.out) as directory:
+        for name, content in files.items():
+            path = Path(directory, f"{name}.gz")
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(gzip.compress(content.encode("utf-8"), mtime=0))
+    print(f"wrote   {args.out}: {len(files)} files")
+
+
+if __name__ == "__main__":
+    run_stage(main)
