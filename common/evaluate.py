@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from common.cli import UserError
+from common.data.samples import Sample
 from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
@@ -98,22 +99,6 @@ def text_figures(model, tokens: torch.Tensor, reference: Predictions | None) -> 
 
 
 @torch.no_grad()
-def complete(model, tokenizer, prompts: list[str], longest: int) -> list[str]:
-    """Greedy answers of at most `longest` tokens to prompts, through the chat template if there is one."""
-    answers = []
-    for prompt in prompts:
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=longest,
-                                pad_token_id=tokenizer.eos_token_id)
-        continuation = output[0, inputs["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(continuation, skip_special_tokens=True).strip())
-    return answers
-
-
-@torch.no_grad()
 def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> float:
     """As perplexity, of the common.layers.Layers of a model; hidden states are in a file in `directory`."""
     hidden = layers.embed(tokens.split(1), directory)
@@ -156,6 +141,16 @@ def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[s
             answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
         bar.update(len(indices))
     return answers
+
+
+def complete(model, tokenizer, prompts: list[str], longest: int) -> list[str]:
+    """Greedy answers of at most `longest` tokens to prompts, through the chat template if there is one."""
+    if tokenizer.chat_template:
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+                                                 add_generation_prompt=True) for prompt in prompts]
+    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    with Progress(total=len(prompts), desc="answers", unit="prompt", leave=False) as bar:
+        return generate_answers(model, tokenizer, [Sample(each, range(longest)) for each in ids], 1, bar)
 
 
 @torch.no_grad()
