@@ -6,7 +6,7 @@ Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,aft
         loses of the squared outputs W_O v and of the variance of scores, each as a share of the layer's
         (for 03_group.py --by energy)
         RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2); RUN/pairs.png: the
-        cosines of all pairs of heads in every layer, before alignment (Figure 2 of the paper's version 1)
+        cosines of all pairs of heads in every layer (Figure 2 of the paper's version 1)
 
     python 02_similarity.py --run runs/llama2-7b --energy
     python 02_similarity.py                       # a second on a CPU for the demo model
@@ -48,7 +48,7 @@ def parse():
 def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
     """Layers to plot: the requested ones, or four evenly spaced. Raises UserError for one out of range."""
     if requested is None:
-        return sorted({round(i * (layers - 1) / 3) for i in range(4)})
+        return plots.spaced_layers(layers)
     for layer in requested:
         if layer >= layers:
             raise UserError(f"--layers-drawn: expected layers from 0 to {layers - 1}, found {layer}")
@@ -72,16 +72,16 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
 
 def draw_similarity(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
     """similarity.png, of the layers `drawn`, and pairs.png, of all."""
-    rows, cosines = {}, {}
+    rows, cosines = {}, {"keys": {}, "values": {}}
     for head in ("key", "value"):
-        before = similarity[f"{head}.cos.before"]
-        first, second = torch.triu_indices(*before.shape[1:], 1)
-        cosines[f"{head}s"] = before[:, first, second].tolist()
         for when in ("before", "after"):
-            rows[f"{head}s {when}"] = [similarity[f"{head}.cos.{when}"][layer].numpy() for layer in drawn]
+            matrices = similarity[f"{head}.cos.{when}"]
+            first, second = torch.triu_indices(*matrices.shape[1:], 1)
+            cosines[f"{head}s"][f"{when} alignment"] = matrices[:, first, second].tolist()
+            rows[f"{head}s {when}"] = [matrices[layer].numpy() for layer in drawn]
     title = "Similarity of heads before and after alignment"
     plots.heatmaps(os.path.join(run, "similarity.png"), rows, drawn, title)
-    plots.pairs(os.path.join(run, "pairs.png"), cosines, "Similarity of all pairs of heads before alignment")
+    plots.pairs(os.path.join(run, "pairs.png"), cosines, "Similarity of all pairs of heads of each layer")
 
 
 def main():

@@ -2,6 +2,7 @@
 
 Reads   RUN/similarity.safetensors
 Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads groups, with their scores
+        RUN/groups.png: heads by group, and their cosines after alignment
 
     python 03_group.py --run runs/llama2-7b --kv-heads 8 --by value --criterion dist
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
@@ -16,11 +17,12 @@ import os
 
 import numpy as np
 
-from common.artifacts import claim, make_record, read_tensors
+from common.artifacts import claim, make_record, open_tensors, read_tensors
 from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
 from common.files import write_json
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.models import check_kv_heads
+from common.reporting import plots
 
 
 def parse():
@@ -69,6 +71,15 @@ def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dic
     return combine(key, value), similarity  # for both; for none it only gives the scores
 
 
+def draw_groups(run: str, source: str, groups: np.ndarray) -> None:
+    """groups.png. source: the similarity file; groups: [layers, G, D]."""
+    file, drawn = open_tensors(source), plots.spaced_layers(len(groups))
+    rows = {f"{head}s after": [file.get_tensor(f"{head}.cos.after")[layer].numpy() for layer in drawn]
+            for head in ("key", "value")}
+    title = f"Groups of heads that will share one kv head: {groups.shape[1]} per layer"
+    plots.heatmaps(os.path.join(run, "groups.png"), rows, drawn, title, groups[drawn].tolist())
+
+
 def main():
     args, clock = parse(), Clock()
     source = args.similarity or os.path.join(args.run, "similarity.safetensors")
@@ -99,6 +110,7 @@ def main():
     written = make_record("03_group.py", args, model, [source], summary, clock())
     write_json(output, written | {"kv_heads": kv_heads, "groups": groups.tolist()})
     print(f"wrote   {output}")
+    draw_groups(args.run, source, groups)
     optimum = f", exact optimum {scores['optimum'].mean():.5f}" if "optimum" in scores else ""
     print(f"03_group: mean score per layer {scores['found'].mean():.5f}, adjacent heads "
           f"{scores['default'].mean():.5f}{optimum} in {clock()} s")

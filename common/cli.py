@@ -9,12 +9,15 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+
+from common.progress import Progress
 
 # how long a rank with an error waits for the first one of its node to print the same
 PATIENCE = datetime.timedelta(seconds=10)
@@ -176,6 +179,8 @@ class Failures:
     """
 
     def __init__(self):
+        for bar in list(Progress._instances):  # an error has a line of its own
+            bar.close()
         self.rank = os.environ.get("RANK", "0")
         self.first = os.environ.get("LOCAL_RANK", self.rank) == "0"  # of its node
         self.printed = f"printed on node {os.environ.get('GROUP_RANK')}"
@@ -199,12 +204,20 @@ class Failures:
         self.store.set(self.printed, "")
 
 
+def interrupt_once(number, frame):
+    """A handler of SIGINT: a second Ctrl-C does not interrupt the removal of unfinished output."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
     A UserError or OSError is printed on one line, with exit code 2; Ctrl-C exits with 130. Under torchrun the
     ranks print it once, and those that fail because another one left are silent.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt_once)
     try:
         code = main() or 0
     except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too

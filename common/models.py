@@ -249,6 +249,8 @@ def bos_prefix(tokenizer) -> list[int]:
 def save_tokenizer(path: str, directory: str) -> None:
     """Copy the tokenizer of the checkpoint at `path` into another directory."""
     tokenizer = load_tokenizer(path)
+    for name in ("is_local", "local_files_only"):  # how it was loaded, not what it is
+        tokenizer.init_kwargs.pop(name, None)
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:  # the Rust backend reports a full disk as a bare Exception

@@ -10,6 +10,8 @@ from common.reporting.scores import AVERAGES
 PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
               "sha256", "files", "results")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
+WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "GiB", "grad": "gradient",
+         "mfu": "MFU", "dist": "squared distance", "cos": "cosine", "heldout": "held-out"}  # in names
 PERCENT = ("exact_match", "likelihood", "chance")  # name endings of shares, shown in percent
 
 
@@ -22,6 +24,11 @@ class Table(NamedTuple):
 def is_number(value) -> bool:
     """Whether a value is a finite number that can be plotted, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def label(name: str) -> str:
+    """A figure's name in words: "heldout_task_kl" -> "held-out task KL"."""
+    return " ".join(WORDS.get(word, word) for word in re.split("[._]", name))
 
 
 def cell(value) -> str:
@@ -73,10 +80,11 @@ def figure_tables(figures: dict, layers: int) -> list[Table]:
             columns[name, len(values)] = {key: [value.get(key) for value in values] for key in values[0]}
         else:
             columns.setdefault(("", len(values)), {})[name] = values
-    tables = [Table((), [(name, value) for name, value in figures.items() if name not in lists])]
+    tables = [Table((), [(label(name), value) for name, value in figures.items() if name not in lists])]
     for (caption, count), named in columns.items():
         first = "layer" if count == layers else ""
-        tables.append(Table((first, *named), list(zip(range(count), *named.values(), strict=True)), caption))
+        rows = list(zip(range(count), *named.values(), strict=True))
+        tables.append(Table((first, *map(label, named)), rows, label(caption)))
     return tables
 
 
@@ -98,7 +106,7 @@ def score_tables(results: dict[str, dict]) -> list[Table]:
     for figures in results.values():
         others.append(flatten({name: value for name, value in figures.items() if name not in shown}))
     names = dict.fromkeys(name for figures in others for name in figures)
-    rows = [(name, *(figures.get(name) for figures in others)) for name in names]
+    rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
     return [*tables, Table(("", *results), rows)]
 
 
@@ -113,7 +121,8 @@ def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict])
         rates = [rate(figures, f"{average}_{kind}") for figures in results.values()]
         rows.append((title, "", rate(first, f"{average}_chance"), *rates))
     errors = any(f"{kind}_stderr" in scores for scores in tasks.values())
-    return Table(("", "questions", "chance", *results), rows, f"{kind}, ± standard error" if errors else kind)
+    caption = f"{label(kind)}, ± standard error" if errors else label(kind)
+    return Table(("", "questions", "chance", *results), rows, caption)
 
 
 def steps_table(metrics: list[dict]) -> Table:
@@ -121,7 +130,7 @@ def steps_table(metrics: list[dict]) -> Table:
     masked = [line for line in metrics if "mask_mean" in line]
     chosen = {line["step"]: line for line in (*metrics[:1], *masked[-1:], *metrics[-1:])}
     names = [name for name, value in metrics[0].items() if name != "step" and not isinstance(value, list)]
-    rows = [(name, *(line.get(name) for line in chosen.values())) for name in names]
+    rows = [(label(name), *(line.get(name) for line in chosen.values())) for name in names]
     return Table(("", *(f"step {step}" for step in chosen)), rows, "training steps")
 
 
@@ -147,5 +156,6 @@ def chart(metrics: list[dict], names: tuple[str, ...], scale=float) -> dict | No
         right, down = (step - first) / (last - first), (scale(high) - scale(value)) / height
         return f"{570 * right:.1f},{150 * down:.1f}"
 
-    lines = {name: " ".join(place(*point) for point in curve) for name, curve in curves.items() if curve}
+    lines = {label(name): " ".join(place(*point) for point in curve) for name, curve in curves.items()}
+    lines = {name: line for name, line in lines.items() if line}
     return {"lines": lines, "steps": (first, last), "range": (f"{low:.2g}", f"{high:.2g}")}

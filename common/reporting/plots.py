@@ -6,6 +6,7 @@ A failed plot must not fail the stage: one that cannot be drawn or written is sk
 import contextlib
 import functools
 import os
+from statistics import median
 
 
 def drawing(figure_of):
@@ -47,20 +48,32 @@ def heatmaps(
     matrices: dict[str, list],  # row label ("keys before", ...) -> one [heads, heads] array per column
     layers: list[int],  # the layer of each column
     title: str,
+    groups: list | None = None,  # one [G, D] array of heads per column: to order and frame them by
 ):
-    """Pairwise similarity of heads before and after alignment: the paper's Figure 2.
+    """Pairwise similarity of heads, numbered: the paper's Figure 2.
 
     One scale for all: from 0, or from the least similarity if that is negative, to 1.
     """
     least = min(0.0, *(float(image.min()) for images in matrices.values() for image in images))
+    heads = len(next(iter(matrices.values()))[0])
+    groups = groups or [[range(heads)]] * len(layers)
+    side = max(2.3, 0.12 * heads)  # inches, for legible numbers
     figure, axes = plt.subplots(
         len(matrices), len(layers), squeeze=False, layout="constrained",
-        figsize=(2.3 * len(layers) + 1.2, 2.3 * len(matrices) + 0.4),
+        figsize=(side * len(layers) + 1.2, side * len(matrices) + 0.4),
     )
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
-        for axis, image in zip(row, images, strict=True):
-            drawn = axis.imshow(image, vmin=least, vmax=1, cmap="viridis")
-            axis.set(xticks=[], yticks=[])
+        for axis, image, shared in zip(row, images, groups, strict=True):
+            order = [head for group in shared for head in group]
+            drawn = axis.imshow(image[order][:, order], vmin=least, vmax=1, cmap="viridis")
+            axis.set_xticks(range(heads), order)
+            axis.set_yticks(range(heads), order)
+            axis.tick_params(length=0, labelsize=7)
+            size = len(shared[0])
+            for first in range(0, heads if len(shared) > 1 else 0, size):
+                place = (first - 0.5, first - 0.5)
+                axis.add_patch(plt.Rectangle(place, size, size, fill=False, color="red", linewidth=1.5,
+                                             clip_on=False))
         row[0].set_ylabel(label)
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
@@ -69,20 +82,32 @@ def heatmaps(
     return figure
 
 
+def spaced_layers(count: int) -> list[int]:
+    """Four layers of `count`, evenly spaced, or all if there are fewer."""
+    return sorted({round(i * (count - 1) / 3) for i in range(4)})
+
+
 @drawing
 def pairs(
     plt,
-    cosines: dict[str, list],  # panel title -> the mean cosine of each pair of heads, a list per layer
+    cosines: dict[str, dict[str, list]],  # panel -> "before", "after" -> each pair's cosine, a list per layer
     title: str,
 ):
-    """The mean cosine of every pair of heads in every layer, as absolute values: version 1's Figure 2."""
+    """How similar the pairs of heads of each layer are, before and after alignment: median and range.
+
+    Version 1's Figure 2 shows the same cosines, absolute, before alignment.
+    """
     figure, axes = plt.subplots(1, len(cosines), figsize=(5.2 * len(cosines), 3.8), layout="constrained",
                                 squeeze=False)
-    for axis, (name, layers) in zip(axes.flat, cosines.items(), strict=True):
-        places = [layer for layer, values in enumerate(layers) for _ in values]
-        axis.plot(places, [abs(value) for values in layers for value in values], ".", markersize=3, alpha=0.5)
-        axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair", ylim=(-0.03, 1.03))
+    for axis, (name, series) in zip(axes.flat, cosines.items(), strict=True):
+        for label, layers in series.items():
+            values = [sorted(map(abs, layer)) for layer in layers]
+            least, most = [layer[0] for layer in values], [layer[-1] for layer in values]
+            (line,) = axis.plot([median(layer) for layer in values], "o-", markersize=3, label=label)
+            axis.fill_between(range(len(values)), least, most, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair: median, range", ylim=(0, 1.03))
         axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend()
     figure.suptitle(title)
     return figure
 
@@ -95,14 +120,16 @@ def curves(
 ):
     """Training curves: losses; target and size of the masks; mean mask per layer (the paper's Figure 3).
 
-    Held-out figures, if any, get three more panels. Without masks there are none for masks.
+    Held-out figures, if any, get three more panels. Without masks there are none for masks. All panels have
+    the same steps.
     """
     masked = [record for record in records if "mask_mean" in record]
     measured = [record for record in records if "heldout_seconds" in record]
     panels = 1 + 2 * bool(masked) + 3 * bool(measured)
     rows = 2 if panels > 3 else 1
     size = (5.2 * panels / rows, 3.8 * rows)
-    figure, axes = plt.subplots(rows, panels // rows, figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, panels // rows, figsize=size, layout="constrained", squeeze=False,
+                                sharex=True)
     losses, *others = axes.flat
     _draw_losses(losses, records)
     if masked:  # a one-step run, or --masks off, has no masked steps
@@ -110,17 +137,26 @@ def curves(
         _draw_mask_layers(others[1], masked, plt.cm.viridis)
     if measured:
         _draw_heldout(others[-3:], measured)
-    figure.suptitle(title)
+    switched = masked and masked[-1] is not records[-1]
+    for axis in axes.flat:
+        axis.tick_params(labelbottom=True)
+        if switched:
+            axis.axvline(masked[-1]["step"], color="grey", linestyle=":", linewidth=1)
+    figure.suptitle(f"{title} (dotted: without masks from here on)" if switched else title)
     return figure
 
 
 def _draw_losses(axis, records: list[dict]) -> None:
-    for name in ("loss", "kl", "bild", "l0"):
+    for name in ("loss", "kl", "bild"):
         points = [(record["step"], record[name]) for record in records if record.get(name, 0) > 0]
+        # the loss as a band under its terms, one of which may be all of it
+        style = {"linewidth": 3, "alpha": 0.3, "color": "black"} if name == "loss" else {"linewidth": 0.9}
         if points:
-            axis.plot(*zip(*points, strict=True), label=name, linewidth=1.2 if name == "loss" else 0.9)
+            axis.plot(*zip(*points, strict=True), label=name, **style)
     axis.set(title="losses", xlabel="step", yscale="log")
     if axis.lines:
+        low, high = axis.get_ylim()
+        axis.set_ylim(bottom=min(low, high / 10))  # a decade, or noise would look like a trend
         axis.legend()
 
 
@@ -148,7 +184,8 @@ def _draw_heldout(axes: list, measured: list[dict]) -> None:
     divergence, loss, agreement = axes
     divergence.set(title="held-out KL to the teacher", ylabel="nats")
     loss.set(title="held-out next-token loss above the teacher's", ylabel="nats")
-    agreement.set(title="held-out top-1 agreement", ylabel="share of tokens")
+    agreement.set(title="held-out top-1 agreement", ylabel="share of tokens", ylim=(0, 1.03))
+    loss.axhline(0, color="grey", linewidth=1)
     for label, prefix in (("text", "heldout"), ("tasks, answers", "heldout_task")):
         lines = [record for record in measured if f"{prefix}_kl" in record]
         steps = [record["step"] for record in lines]
@@ -160,3 +197,4 @@ def _draw_heldout(axes: list, measured: list[dict]) -> None:
     for axis in axes:
         axis.set(xlabel="step")
         axis.legend()
+    divergence.set_ylim(bottom=0)

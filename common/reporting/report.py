@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from common.artifacts import read_record
 from common.cli import UserError
 from common.files import refuse_overwrite, write_text
+from common.records import SOURCE
 from common.reporting.figures import (
     Table,
     cell,
@@ -46,7 +47,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("calibration", "01_calibrate.py", "calibration/stage.json"),
     Part("similarity", "02_similarity.py", "similarity.json", picture="similarity.png"),
-    Part("groups", "03_group.py", "groups.json"),
+    Part("groups", "03_group.py", "groups.json", picture="groups.png"),
     Part("aligned", "04_align.py", "aligned/stage.json"),
     Part("teacher", "05_prune_train.py", "teacher/stage.json"),
     Part("train", "05_prune_train.py", "train/stage.json", picture="train/curves.png"),
@@ -78,7 +79,7 @@ def write(directory: str, force: bool = False) -> str:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
     outer = runs.pop(0) if runs[0].name == "" else RunDirectory("", directory, {})
     page = template().render(
-        outer=overview(outer) | {"sections": [section(outer, part, runs) for part in PARTS]},
+        outer=overview(outer) | {"sections": [section(outer, part, runs) for part in parts_of(outer)]},
         inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
         audit=audit(directory),
     )
@@ -128,16 +129,35 @@ def read_checked(path: str, stage: str) -> dict:
 
 
 def overview(run: RunDirectory) -> dict:
-    """Overview of a run for the template: model, target, total time and results."""
+    """Overview of a run for the template: model, target, what it cost, total time and results."""
     model = next((record["model"] for record in run.records.values()), None)
     summaries = [run.records[name]["summary"] for name in DECIDED if name in run.records]
     return {
         "run": run,
         "model": model,
         "kv_heads": next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None),
+        "cost": cost(run.records),
         "seconds": total_seconds(run.records),
         "results": run.records.get("eval", {}).get("results", {}),
     }
+
+
+def cost(records: dict[str, dict]) -> str:
+    """What the conversion cost: scores of the model with all heads and of gqa/, or, before stage 7, held-out
+    losses of teacher and student; "" if nothing was measured.
+    """
+    evaluation, trained = records.get("eval"), records.get("train", {}).get("summary", {})
+    names = {"heldout_teacher_loss": "held-out loss"}
+    before, after = trained, {"heldout_teacher_loss": trained.get("heldout_loss")}
+    if evaluation:
+        gqa = os.path.normpath(os.path.join(str(evaluation["arguments"].get("run")), "gqa"))
+        results = list(evaluation["results"].values())
+        before = max(results, key=lambda figures: figures["kv_heads"], default={})  # the first of them
+        after = next((figures for figures in results if os.path.normpath(figures["path"]) == gqa), {})
+        names = {"micro_exact_match": "exact match", "perplexity": "perplexity"}
+    changes = [f"{title} {rate(before, name)} → {rate(after, name)}" for name, title in names.items()
+               if is_number(before.get(name)) and is_number(after.get(name))]
+    return ", ".join(changes)
 
 
 def total_seconds(records: dict[str, dict]) -> float:
@@ -156,6 +176,12 @@ def end_time(record: dict) -> float:
         return datetime.datetime.fromisoformat(record["date"]).timestamp()
     except (ValueError, OverflowError):
         return math.nan
+
+
+def parts_of(run: RunDirectory) -> list[Part]:
+    """The parts of a run, without the teacher where that is the source."""
+    untouched = run.records.get("train", {}).get("arguments", {}).get("teacher") == SOURCE
+    return [part for part in PARTS if not (untouched and part.name == "teacher")]
 
 
 def present_sections(run: RunDirectory) -> list[dict]:
@@ -242,7 +268,7 @@ def command(stage: str, arguments: dict) -> str:
         elif value is True:
             words.append(flag)
         elif isinstance(value, list):
-            words += [flag, *map(str, value)]
+            words += [flag, *map(str, value)] if value else []
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return shlex.join(words)

@@ -17,7 +17,8 @@ from common.training.heldout import COMPARED, SETS, START
 METRICS = "metrics.jsonl"
 # figure -> its name in TensorBoard, which groups by what is before the slash
 TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}
-SHOWN = ("loss", "kl", "bild", "l0", "mask_target", "mask_expected", "grad_norm")  # on the printed line
+SHOWN = {"loss": "loss", "kl": "kl", "bild": "bild", "mask_expected": "mask", "mask_target": "target",
+         "grad_norm": "gradient"}  # figure -> its name on the printed line
 
 
 class Metrics:
@@ -73,20 +74,23 @@ class Metrics:
             self.show(figures)
 
     def show(self, figures: dict) -> None:
-        """Print a step's figures on one line."""
+        """Print a step's figures on one line, and a line for each held-out set measured after it."""
         step, seconds = figures["step"], time.perf_counter() - self.began
         left = seconds / (step - self.start) * (self.schedule.steps - step)
         columns = [f"step {step:5d}/{self.schedule.steps}"]
-        columns += [f"{name} {figures[name]:.4f}" for name in SHOWN if name in figures]
-        for prefix in SETS:
-            if f"{prefix}_kl" in figures:
-                compared = [f"{name} {figures[f'{prefix}_{name}']:.4f}" for name in COMPARED]
-                columns.append(" ".join([prefix, *compared]))
+        shown = {name: figures[name] for name in SHOWN if name in figures}
+        if not shown.get("bild"):  # no answers: the loss is the KL term
+            shown = {name: figure for name, figure in shown.items() if name not in ("kl", "bild")}
+        columns += [f"{SHOWN[name]} {figure:.4f}" for name, figure in shown.items()]
         columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
         if "mfu" in figures:
             columns.append(f"MFU {figures['mfu']:.1%}")
         columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
         print(" | ".join(columns), flush=True)
+        for prefix in SETS:
+            if f"{prefix}_kl" in figures:
+                compared = (f"{name} {figures[f'{prefix}_{name}']:.4f}" for name in COMPARED)
+                print(" | ".join([f"{columns[0]} {prefix}", *compared]).replace("_", " "), flush=True)
 
     def close(self) -> None:
         if self.events:

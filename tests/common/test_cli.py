@@ -320,6 +320,47 @@ def test_progress_on_a_terminal_is_a_bar_of_the_first_rank(monkeypatch):
         assert "ETA" not in shown
 
 
+@pytest.mark.parametrize("error", [cli.UserError("x"), KeyboardInterrupt()])
+def test_an_error_has_a_line_of_its_own_under_a_bar(monkeypatch, error):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def main():
+        bar = iter(Progress(range(3), desc="calibrating"))  # kept alive by the traceback
+        for _ in bar:
+            raise error
+
+    with pytest.raises(SystemExit):
+        cli.run_stage(main)
+    last = terminal.getvalue().split("\n")[-2]
+    assert last.startswith(("error: x", "interrupted: ")), terminal.getvalue()
+
+
+def test_a_second_ctrl_c_does_not_stop_the_removal_of_unfinished_output(tmp_path):
+    script = tmp_path / "stage.py"
+    script.write_text(f"""
+import os, shutil, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from common import cli, files
+remove = shutil.rmtree
+
+def impatient(path, **options):
+    if os.path.exists(path):
+        os.kill(os.getpid(), signal.SIGINT)
+    remove(path, **options)
+
+def main():
+    with files.write_directory("output"):
+        shutil.rmtree = impatient
+        os.kill(os.getpid(), signal.SIGINT)
+
+cli.run_stage(main)
+""")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr.startswith("interrupted: "), done.stderr
+    assert os.listdir(tmp_path) == ["stage.py"]
+
+
 def test_no_other_module_draws_bars():
     folders = ("", "common", "related", "bench", "pipelines")
     sources = {path for folder in folders for path in (ROOT / folder).glob("**/*.py" if folder else "*.py")}

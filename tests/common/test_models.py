@@ -30,6 +30,7 @@ from common.models import (
     local_model,
     needs_several_gpus,
     require_convertible,
+    save_tokenizer,
     source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
@@ -409,6 +410,17 @@ def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
 
 
 # -- tokenizers --
+
+
+def test_a_copied_tokenizer_has_the_same_settings(tmp_path):
+    """Not how this program loaded it: local_files_only, is_local."""
+    for name in ("source", "copy"):
+        (tmp_path / name).mkdir()
+    save_tiny(tmp_path / "source")
+    save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
+    settings = [json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in
+                ("source", "copy")]
+    assert settings[0] == settings[1]
 
 
 def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):

@@ -35,8 +35,9 @@ def figure_of(draw, *arguments):
 
 
 def series(axis) -> dict[str, tuple[list, list]]:
-    """Label -> (x, y) of each line."""
-    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
+    """Label -> (x, y) of each line that has a label."""
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
+    return {label: points for label, points in drawn.items() if not label.startswith("_")}
 
 
 def error_bars(axis) -> dict[str, tuple[list, list, list]]:
@@ -57,13 +58,46 @@ def test_curves_show_the_losses_of_every_step():
     records = training_records()
     figure = figure_of(plots.curves, records, "8 -> 2 kv heads")
     axis = figure.axes[0]
-    assert figure.get_suptitle() == "8 -> 2 kv heads"
+    assert figure.get_suptitle() == "8 -> 2 kv heads (dotted: without masks from here on)"
     assert (axis.get_title(), axis.get_xlabel(), axis.get_yscale()) == ("losses", "step", "log")
     lines = series(axis)
-    assert list(lines) == legend(axis) == ["loss", "kl", "bild", "l0"]
+    assert list(lines) == legend(axis) == ["loss", "kl", "bild"]
     for name in ("loss", "kl", "bild"):
         assert lines[name] == ([1, 2, 3, 4, 5], [record[name] for record in records])
-    assert lines["l0"][0] == [2, 3, 4]  # a logarithmic axis has no zero
+    band, kl, _, _ = axis.lines  # the fourth is dotted
+    assert band.get_linewidth() > 2 * kl.get_linewidth() and band.get_zorder() <= kl.get_zorder()
+
+
+def test_without_answers_the_loss_and_its_only_term_are_both_seen():
+    records = [{"step": step, "loss": 2.0, "kl": 2.0, "bild": 0.0} for step in (1, 2)]
+    (axis,) = figure_of(plots.curves, records, "text").axes
+    assert list(series(axis)) == ["loss", "kl"]  # a logarithmic axis has no zero
+
+
+def test_a_small_change_looks_small():
+    """7 % off the losses, the agreement and the held-out figures: a tenth of the height, not all of it."""
+    records = []
+    for step, share in ((1, 1.0), (2, 0.93)):
+        records.append({"step": step, "loss": 0.5 * share, "kl": 0.5 * share, "bild": 0.0,
+                        "heldout_seconds": 1.0, "heldout_kl": 0.1 * share, "heldout_agreement": 0.8 * share,
+                        "heldout_loss": 2 + 0.2 * share, "heldout_teacher_loss": 2.0})
+    for axis in figure_of(plots.curves, records, "text").axes:
+        _, (before, after) = next(iter(series(axis).values()))
+        scale = np.log if axis.get_yscale() == "log" else float
+        low, high = map(scale, axis.get_ylim())
+        assert 0 < (scale(before) - scale(after)) / (high - low) < 0.1, axis.get_title()
+
+
+def test_all_panels_have_the_same_steps_and_show_where_the_masks_end():
+    records = measured_records(["heldout"], masked=True)
+    axes = figure_of(plots.curves, records, "title").axes
+    assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
+    for axis in axes:
+        ends = [line for line in axis.lines if line.get_linestyle() == ":"]
+        assert [list(line.get_xdata()) for line in ends] == [[4, 4]]
+    whole = figure_of(plots.curves, records[:4], "title")
+    assert whole.get_suptitle() == "title"
+    assert not [line for axis in whole.axes for line in axis.lines if line.get_linestyle() == ":"]
 
 
 def test_curves_show_target_expected_and_sampled_masks():
@@ -157,16 +191,40 @@ def test_negative_similarities_have_colours_of_their_own():
     assert [axis.images[0].get_clim() for axis in figure.axes[:2]] == 2 * [(-0.25, 1)]
 
 
-def test_pairs_show_the_absolute_cosine_of_every_pair_in_every_layer():
-    cosines = {"keys": [[0.5, -0.25], [0.125, 0.0]], "values": [[-1.0, 1.0], [0.75, 0.5]]}
-    figure = figure_of(plots.pairs, cosines, "Pairs")
-    expected = {"keys": [0.5, 0.25, 0.125, 0.0], "values": [1.0, 1.0, 0.75, 0.5]}
-    for axis, (name, values) in zip(figure.axes, expected.items(), strict=True):
-        assert (axis.get_title(), axis.get_xlabel()) == (name, "layer")
-        (points,) = axis.lines
-        assert (list(points.get_xdata()), list(points.get_ydata())) == ([0, 0, 1, 1], values)
-        assert points.get_linestyle() == "None" and axis.get_ylim() == (-0.03, 1.03)
-        assert all(tick == round(tick) for tick in axis.get_xticks())  # layers
+def test_heads_are_numbered_and_groups_framed():
+    draw = np.random.default_rng(0)
+    images, groups = [draw.random((4, 4)) for _ in range(2)], [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+    figure = figure_of(plots.heatmaps, {"keys after": images}, [0, 5], "Groups", groups)
+    for axis, image, heads in zip(figure.axes, images, groups, strict=False):
+        order = heads[0] + heads[1]
+        for labels in (axis.get_xticklabels(), axis.get_yticklabels()):
+            assert [label.get_text() for label in labels] == [str(head) for head in order]
+        shown = axis.images[0].get_array()
+        assert all(shown[i, j] == image[order[i], order[j]] for i in range(4) for j in range(4))
+        frames = [(*frame.get_xy(), frame.get_width(), frame.get_height()) for frame in axis.patches]
+        assert frames == [(-0.5, -0.5, 2, 2), (1.5, 1.5, 2, 2)]
+    (axis, _) = figure_of(plots.heatmaps, {"keys after": images[:1]}, [0], "Heads").axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == list("0123") and not axis.patches
+
+
+def test_four_layers_are_drawn_at_even_distances():
+    assert plots.spaced_layers(32) == [0, 10, 21, 31] and plots.spaced_layers(4) == [0, 1, 2, 3]
+    assert plots.spaced_layers(2) == [0, 1] and plots.spaced_layers(1) == [0]
+
+
+def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():
+    cosines = {"keys": {"before": [[0.5, -0.25, 0.0], [0.125, 0.0, 0.0]],
+                        "after": [[0.9, 0.8, 0.5], [1, 1, 1]]},
+               "values": {"before": [[-1.0], [0.75]]}}
+    keys, values = figure_of(plots.pairs, cosines, "Pairs").axes
+    assert series(keys) == {"before": ([0, 1], [0.25, 0.0]), "after": ([0, 1], [0.8, 1])}
+    assert series(values) == {"before": ([0, 1], [1.0, 0.75])} and values.get_title() == "values"
+    ranges = [path.vertices for band in keys.collections for path in band.get_paths()]
+    for corners, expected in zip(ranges, ([(0, 0), (0, 0.5), (1, 0), (1, 0.125)],
+                                          [(0, 0.5), (0, 0.9), (1, 1)]), strict=True):
+        assert {tuple(corner) for corner in corners.tolist()} == set(expected)
+    assert legend(keys) == ["before", "after"] and keys.get_ylim() == (0, 1.03)
+    assert all(tick == round(tick) for tick in keys.get_xticks())  # layers
 
 
 def test_starts_show_a_line_per_way_and_the_source():

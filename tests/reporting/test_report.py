@@ -14,7 +14,7 @@ import pytest
 from common.cli import UserError, stage_parser
 from common.files import write_json
 from common.reporting import report
-from common.reporting.figures import cell, chart, rate
+from common.reporting.figures import cell, chart, label, rate
 from common.reporting.tables import markdown_table
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
@@ -107,7 +107,7 @@ def whole(tmp_path):
     for artifact in SUMMARIES:
         save(run, artifact)
     save_metrics(run, 5)
-    for picture in ("similarity.png", "train/curves.png"):
+    for picture in ("similarity.png", "groups.png", "train/curves.png"):
         (run / picture).write_bytes(PIXEL)
     return run
 
@@ -184,10 +184,56 @@ def test_every_figure_of_every_stage_is_there(whole):
         assert all(text in cells for text in leaves(summary)), artifact
     assert "Not run yet" not in page.text and "(missing)" not in page.text
     assert "<b>toy</b>: 4 → 2 key/value heads" in page.text and "50.0% of the bytes" in page.text
-    assert ["new.figure", "0.1234"] in page.rows and ["new.flag", "yes"] in page.rows
+    assert ["new figure", "0.1234"] in page.rows and ["new flag", "yes"] in page.rows
     assert ["commit", "ef" * 6] in page.rows and ["sha256 of in.safetensors", "cd" * 6] in page.rows
     assert ["sha256 of gqa/model.safetensors", "98" * 6] in page.rows
     assert ["torch", "9.8.7"] in page.rows and ["date", "2026-01-02T03:04:05+00:00"] in page.rows
+
+
+def test_figures_have_names_in_words():
+    assert label("heldout_task_kl") == "held-out task KL" and label("mask_lr") == "mask learning rate"
+    assert label("key.cos.before") == "key cosine before" and label("loss") == "loss"
+
+
+def test_the_headline_says_what_the_conversion_cost(tmp_path):
+    """Before stage 7 by the held-out loss; then by the scores of gqa/, whatever else was measured."""
+    save(tmp_path, "train/stage.json")
+    assert "→ 4" not in read(tmp_path).text
+    trained = record("train/stage.json")
+    trained["summary"] |= {"heldout_loss": 2.75, "heldout_teacher_loss": 2.5}
+    write_json(str(tmp_path / "train/stage.json"), trained)
+    assert "held-out loss 2.5 → 2.75 " in read(tmp_path).text
+    measured = results("other", 0.1, 2) | results("teacher", 0.9876, 4) | results("gqa", 0.8764, 2)
+    measured["gqa"] |= {"path": str(tmp_path / "gqa"), "perplexity": 8.25}
+    evaluation = record("eval.json", str(tmp_path)) | {"results": measured}
+    write_json(str(tmp_path / "eval.json"), evaluation)
+    headline = "exact match 98.8 ± 1.2% → 87.6 ± 1.2%, perplexity 7.5 → 8.25 "
+    assert headline in read(tmp_path).text
+    del measured["gqa"]
+    write_json(str(tmp_path / "eval.json"), evaluation)
+    assert "exact match 9" not in read(tmp_path).text
+
+
+def test_a_source_that_is_the_teacher_is_not_missing(tmp_path):
+    save(tmp_path, "train/stage.json")
+    assert "teacher (missing)" in read(tmp_path).text
+    save(tmp_path, "train/stage.json", teacher="source")
+    page = read(tmp_path)
+    assert "teacher (missing)" not in page.text and "teacher" not in page.ids
+
+
+def test_without_tasks_there_are_no_meters(whole):
+    assert read(whole).tags.count("meter") == 2
+    measured = record("eval.json")
+    for figures in measured["results"].values():
+        figures["tasks"] = {}
+        for name in [name for name in figures if name.startswith(("micro", "macro"))]:
+            del figures[name]
+    write_json(str(whole / "eval.json"), measured)
+    page = read(whole)
+    assert "meter" not in page.tags
+    assert ["checkpoint", "perplexity", "kv heads", "KV bytes per token"] in page.rows
+    assert ["teacher", "7.5", "4", "4,096"] in page.rows
 
 
 def test_scores_are_shown_by_task_and_checkpoint(whole):
@@ -198,15 +244,15 @@ def test_scores_are_shown_by_task_and_checkpoint(whole):
     averages = [f"98.8{plus_minus}1.2%", f"87.6{plus_minus}1.2%"]
     assert ["micro average, as published", "", "25.0%", *averages] in rows
     assert ["macro average", "", "12.5%", "44.4%", "44.4%"] in rows
-    assert ["novel_figure", "0.4321", "0.4321"] in rows  # what no other table shows
+    assert ["novel figure", "0.4321", "0.4321"] in rows  # what no other table shows
     assert ["teacher", f"98.8{plus_minus}1.2%", "", "7.5", "4", "4,096"] in rows
 
 
 def test_figures_per_layer_are_rows(whole):
     rows = read(whole).rows
-    assert ["layer", "score_default", "score_found", "groups"] in rows
+    assert ["layer", "score default", "score found", "groups"] in rows
     assert ["0", "-5.001", "-3.001", "0\u00a02 | 1\u00a03"] in rows
-    assert ["layer", "key_before", "key_after", "value_before", "value_after"] in rows
+    assert ["layer", "key before", "key after", "value before", "value after"] in rows
     assert ["1", "0.2005", "0.2006", "0.2007", "0.2008"] in rows
     assert ["", "step 1", "step 5"] in rows and ["loss", "1", "0.2"] in rows
 
@@ -216,7 +262,7 @@ def test_the_page_is_self_contained(whole):
     page = read(whole)
     assert "script" not in page.tags and "link" not in page.tags and "b" not in page.tags
     pictures = [address for address in page.addresses if address.startswith("data:image/png;base64,")]
-    assert [base64.b64decode(picture.partition(",")[2]) for picture in pictures] == [PIXEL, PIXEL]
+    assert [base64.b64decode(picture.partition(",")[2]) for picture in pictures] == [PIXEL] * 3
     anchors = [address for address in page.addresses if address not in pictures]
     assert anchors and all(address.startswith("#") and address[1:] in page.ids for address in anchors)
     assert len(set(page.ids)) == len(page.ids)
@@ -243,7 +289,7 @@ def test_a_page_of_someone_else_is_kept_unless_forced(whole):
 def test_only_files_of_the_run_are_embedded(whole):
     secret = whole.parent / "run directory of another.png"
     secret.write_bytes(b"secret")
-    for name in ("similarity.png", "train/curves.png"):
+    for name in ("similarity.png", "groups.png", "train/curves.png"):
         (whole / name).unlink()
     (whole / "similarity.png").symlink_to(secret)
     os.mkfifo(whole / "train" / "curves.png")
@@ -280,7 +326,7 @@ def test_curves_have_the_scale_of_their_axes():
     metrics = [{"step": step, "loss": loss, "kl": 4.0} for step, loss in ((10, 16.0), (20, 4.0), (30, 1.0))]
     metrics[1] |= {"kl": 0.0}  # has no logarithm
     drawn = chart(metrics, ("loss", "kl"), report.math.log)
-    assert drawn == {"lines": {"loss": "0.0,0.0 285.0,75.0 570.0,150.0", "kl": "0.0,75.0 570.0,75.0"},
+    assert drawn == {"lines": {"loss": "0.0,0.0 285.0,75.0 570.0,150.0", "KL": "0.0,75.0 570.0,75.0"},
                      "steps": (10, 30), "range": ("1", "16")}
     assert chart(metrics, ("loss",))["lines"]["loss"] == "0.0,0.0 285.0,120.0 570.0,150.0"
     assert chart(metrics[:1], ("loss",)) is None and chart([], ("loss",)) is None
@@ -290,11 +336,11 @@ def test_runs_inside_a_run(tmp_path):
     save(tmp_path, CALIBRATION)
     save(tmp_path / "rows" / "cos & dist", "groups.json", similarity="x")
     page = read(tmp_path)
-    assert "rows/cos & dist/groups" in page.text and "score_found" in page.text
+    assert "rows/cos & dist/groups" in page.text and "score found" in page.text
     assert "In the runs inside this one: rows/cos & dist/." in page.text
     assert "#rows/cos%20%26%20dist/" in page.addresses and "rows/cos%20%26%20dist/groups" in page.ids
     (tmp_path / CALIBRATION).unlink()
-    assert "score_found" in read(tmp_path).text
+    assert "score found" in read(tmp_path).text
 
 
 def test_the_command_reproduces_the_arguments(tmp_path):
@@ -302,10 +348,10 @@ def test_the_command_reproduces_the_arguments(tmp_path):
     parser = stage_parser("")
     for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float},
                           "--refit": {"action": "store_true"}, "--steps": {"type": int},
-                          "--limit": {"type": int}}.items():
+                          "--limit": {"type": int}, "--chat": {"nargs": "+", "default": []}}.items():
         parser.add_argument(name, **options)
-    arguments = {"text": "it's <a> $text", "only": ["piqa", "siqa"], "lr": 1e-5, "refit": True, "steps": 0,
-                 "limit": None}
+    arguments = {"text": "it's <a> $text", "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5, "refit": True,
+                 "steps": 0, "limit": None}
     for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
         save(tmp_path, artifact, **arguments)
         report.write(str(tmp_path))

@@ -168,12 +168,28 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
                  "--run", tmp_path / "none", *calibration, "--layers-drawn", 3)
     above = np.triu_indices(HEADS, 1)
     for head in ("key", "value"):
-        stored = similarity.get_tensor(f"{head}.cos.before")
-        assert np.array_equal(points[0][f"{head}s"], [matrix[above] for matrix in stored])
+        for when in ("before", "after"):
+            stored = similarity.get_tensor(f"{head}.cos.{when}")
+            drawn = points[0][f"{head}s"][f"{when} alignment"]
+            assert np.array_equal(drawn, [matrix[above] for matrix in stored])
+
     summary = read(tmp_path / "all" / "similarity.json")["summary"]
     for name, mean in summary.items():
         matrices = similarity.get_tensor(name)
         assert mean == pytest.approx(np.mean([matrix[above].mean() for matrix in matrices]), abs=1e-6)
+
+
+def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
+    pictures, similarity = [], aligned_run / "similarity.safetensors"
+    monkeypatch.setattr(plots, "heatmaps", lambda *arguments: pictures.append(arguments))
+    run("03_group.py", "--run", tmp_path, "--similarity", similarity, "--kv-heads", 2, "--by", "key")
+    ((path, rows, drawn, _, groups),) = pictures
+    written = read(tmp_path / "groups.json")["groups"]
+    assert path == str(tmp_path / "groups.png") and drawn == [0, 1, 2] and groups == written
+    for title, matrices in rows.items():
+        stored = safe_open(similarity, "numpy").get_tensor(title.replace("s ", ".cos."))
+        assert np.array_equal(np.stack(matrices), stored)
+    assert list(rows) == ["keys after", "values after"]
 
 
 def fit_of(vectors: dict[str, torch.Tensor], heads: list[int], turns: Turns) -> KeyFit:

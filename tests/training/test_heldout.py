@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.defaults import with_defaults
 from common.training.engine import steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, load_heldout
-from common.training.metrics import METRICS, read_metrics
+from common.training.metrics import METRICS, Metrics, read_metrics
 from common.training.packing import build_row
 from common.training.pool import NONE, SPLIT, Pool
 from common.training.sharding import Ranks
@@ -191,17 +192,28 @@ def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp
     assert student.train(HELDOUT)
     lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT_SET}_kl" in line]
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == len(lines) == 4
-    for line, shown in zip(lines, printed, strict=True):
-        for prefix in (TEXT_SET, TASK_SET):
+    assert len(printed) == 3 * len(lines) == 12 and max(map(len, printed)) <= 110
+    for line, shown in zip(lines, zip(*[iter(printed)] * 3, strict=True), strict=True):
+        for prefix, compared in zip((TEXT_SET, TASK_SET), shown[1:], strict=True):
             figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in NAMES]
-            assert f" | {prefix} {' '.join(figures)} | " in shown
+            expected = [f"step {line['step']:5d}/5 {prefix}", *figures]
+            assert compared == " | ".join(expected).replace("_", " ")
     events = EventAccumulator(str(tmp_path / "train" / "tensorboard")).Reload()
     for name in ("heldout/kl", "heldout/teacher_loss", "heldout_task/agreement", "heldout_task/teacher_loss"):
         scalars = [(event.step, event.value) for event in events.Scalars(name)]
         key = name.replace("/", "_")
         assert scalars == [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in lines]
     assert {"loss", "kl", "grad_norm"} <= set(events.Tags()["scalars"])
+
+
+def test_the_printed_line_leaves_out_what_is_zero_without_answers(capsys):
+    figures = {"step": 3, "loss": 0.5, "kl": 0.5, "bild": 0.0, "l0": 0.1, "mask_expected": 0.75,
+               "mask_target": 0.0, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_s": 1000}
+    metrics = SimpleNamespace(began=time.perf_counter(), start=0, schedule=SimpleNamespace(steps=9))
+    line = "step     3/9 | loss 0.5000 | {}mask 0.7500 | target 0.0000 | gradient 2.0000 | lr 1.00e-03"
+    for answers, terms in ((0.0, ""), (0.25, "kl 0.5000 | bild 0.2500 | ")):
+        Metrics.show(metrics, figures | {"bild": answers})
+        assert capsys.readouterr().out.startswith(line.format(terms))
 
 
 @pytest.mark.parametrize("stop", [2, 3])
@@ -230,6 +242,7 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop):
 ON_EVERY_RANK = """
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
