@@ -117,7 +117,7 @@ class Models:
     """
 
     def __init__(self, args, ranks, config):
-        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        self.ranks, layers, heads = ranks, config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
         execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention)
         grouped = copy.deepcopy(config)
