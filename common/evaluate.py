@@ -25,8 +25,9 @@ def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 def mean_nll(logits, tokens: torch.Tensor) -> float:
     """Mean negative log-likelihood (nats) of the next token. logits: of each row of tokens in turn."""
-    losses = [F.cross_entropy(rows[:-1].double(), row[1:]) for rows, row in zip(logits, tokens, strict=True)]
-    return float(torch.stack(losses).mean())
+    losses = [F.cross_entropy(rows[:-1].double(), row[1:].to(rows.device))
+              for rows, row in zip(logits, tokens, strict=True)]
+    return float(torch.stack(losses).mean())  # the host waits for a device here alone
 
 
 def perplexity_of(logits, tokens: torch.Tensor) -> float:
@@ -57,11 +58,9 @@ def require_close(claim: str, difference: float, allowed: float) -> None:
 
 @torch.no_grad()
 def perplexity(model, tokens: torch.Tensor) -> float:
-    """exp of the mean next-token loss over tokens [n, T], one row at a time."""
-    total = 0.0
-    for row in Progress(tokens, desc="perplexity", unit="seq", leave=False):
-        total += mean_nll(all_logits(model, row[None]), row[None])
-    return math.exp(total / len(tokens))
+    """exp of the mean next-token loss over tokens [n, T], one row at a time, on the model's device."""
+    rows = Progress(tokens.to(model.device), desc="perplexity", unit="seq", leave=False)
+    return perplexity_of((model(input_ids=row[None], use_cache=False).logits[0] for row in rows), tokens)
 
 
 @torch.no_grad()
@@ -126,8 +125,9 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
         log_probs = output.logits[:, :-1].float().log_softmax(-1)  # [batch, longest answer, vocab]
         ids = inputs["input_ids"][:, inputs["input_ids"].shape[1] - max(sizes) :]
         token_scores = log_probs.gather(-1, ids[..., None])[..., 0]
-        for i, size, row in zip(indices, sizes, token_scores, strict=True):
-            scores[i] = float(row[len(row) - size :].sum())
+        sums = [row[len(row) - size :].sum() for size, row in zip(sizes, token_scores, strict=True)]
+        for i, total in zip(indices, torch.stack(sums).tolist(), strict=True):
+            scores[i] = total
         bar.update(len(indices))
     remaining = iter(scores)
     return [list(itertools.islice(remaining, len(question))) for question in samples]

@@ -34,7 +34,7 @@ rm -f "$OUT/results.json"
 row() {
   local name=$1 limit=$2 began=$SECONDS code=0
   shift 2
-  if ((limit > LIMIT - SECONDS)); then limit=$((LIMIT - SECONDS)); fi
+  if ((limit > LIMIT - SECONDS)) || [[ $DEVICE == cpu ]]; then limit=$((LIMIT - SECONDS)); fi
   if ((limit > 0)); then
     echo "$name: $*"
     timeout -k 10 "$limit" "$PYTHON" "$@" > "$OUT/$name.log" 2>&1 || code=$?

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from common import evaluate
@@ -28,6 +29,42 @@ def model():
 def test_perplexity_is_transformers_loss(model):
     losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]
     assert evaluate.perplexity(model, TOKENS) == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors one by one: on a GPU it waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*arguments, **(options or {}))
+
+
+class Bigram:
+    """A model whose logits are rows of a table; a real one may wait in its forward pass."""
+
+    device, table = torch.device("cpu"), torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+
+    def __call__(self, input_ids, logits_to_keep: int = 0, **_):
+        return types.SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
+
+
+def test_the_host_does_not_wait_for_each_row_or_choice():
+    """Twice the rows, or choices of a batch, are not more waits."""
+    model = Bigram()
+    bar = types.SimpleNamespace(update=lambda count: None)
+    question = [[Sample((1, 2, 3), (4, 5, 6)), Sample((1, 2, 3), (7, 8, 9))]]
+    for measure in (lambda times: evaluate.perplexity(model, TOKENS.repeat(times, 1)),
+                    lambda times: evaluate.choice_likelihoods(model, question * times, 8, bar)):
+        counts = []
+        for times in (1, 2):
+            with Waits() as waits:
+                measure(times)
+            counts.append(waits.count)
+        assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("dtype", "changes"), [

@@ -446,4 +446,12 @@ MUTANTS = [
      "return json.load(file) == this_command(run)",
      "return True",
      "test_prune_train::test_force_starts_over_from_other_flags_or_damage"),
+    ("stage 7 on a GPU", "07_eval.py",
+     '.startswith("cuda") else "float32"',
+     '.startswith("cpu") else "float32"',
+     "test_eval_stage::test_forward_passes_are_in_bfloat16_on_gpus"),
+    ("stage 7 on a GPU", "common/evaluate.py",
+     "torch.stack(sums).tolist()",
+     "[float(total) for total in sums]",
+     "test_evaluate::test_the_host_does_not_wait_for_each_row_or_choice"),
 ]

@@ -533,7 +533,8 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
     assert all(torch.equal(stored[name], tensor) for name, tensor in trained.items())
     results, outcomes = [], []
     for device in ("cpu", DEVICE):
-        run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force")
+        run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force",
+            "--dtype", "float32")
         results.append(read(home / "eval.json")["results"])
         outcomes.append([json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()])
     for name, expected in results[0].items():
@@ -546,7 +547,8 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
         assert actual["likelihood_scores"] == pytest.approx(expected["likelihood_scores"], abs=1e-3)
 
 
-@pytest.mark.parametrize("flags", [["--layerwise"], ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--layerwise", "--dtype", "float32"],
+                                   ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
 def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags):
     text = ["--text", inputs["text"], "--length", 64, "--sequences", 4]
     tasks = [] if "--layerwise" in flags else ["--tasks", inputs["tasks"]]
