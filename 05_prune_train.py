@@ -42,6 +42,7 @@ authors' code), or for the demo model to values that suit its size.
 
 import argparse
 import os
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,7 @@ from common.models import fingerprint, load_config
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, students
-from common.training.budget import print_plan
+from common.training.budget import must_recompute, print_plan
 from common.training.defaults import FEWEST_STEPS, TEXT_LENGTH, make_schedules, with_defaults
 from common.training.distill import (
     MASKS,
@@ -194,7 +195,8 @@ def add_execution_flags(parser) -> None:
                         help="of the computation; weights and optimizer state are float32 (default: bfloat16 "
                              "on GPUs, float32 on CPUs)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction,
-                        help="activation checkpointing of every layer (default: on GPUs only)")
+                        help="activation checkpointing of every layer (default: on GPUs whose memory does "
+                             "not suffice without it, by --plan)")
     parser.add_argument("--deterministic", action="store_true",
                         help="on GPUs: only kernels that give the same bits each time, slower")
     parser.add_argument("--reduce", choices=("step", "row"), default="step",
@@ -357,11 +359,14 @@ def prune_train(args, clock: Clock, ranks) -> int:
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
-                          recompute=cuda if args.recompute is None else args.recompute)
+                          recompute=bool(args.recompute))
     run = Run(args, ranks, pair, pool, heldout, execution, clock)
     args.force = args.force and not was_forced(run)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, pair, pool, cuda, has_teacher)
+    if args.recompute is None and must_recompute(run, schedules):
+        run = replace(run, execution=replace(execution, recompute=True))
+        ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if args.plan:
         print_plan(run, schedules)
         return 0

@@ -92,8 +92,8 @@ def parse():
     parser.add_argument("--layerwise", action="store_true",
                         help="hold one decoder layer in memory at a time: perplexity and cache size only, no "
                              "tasks and no speed")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
-                        help="of the forward passes")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="of the forward passes (default: bfloat16 on GPUs, float32 on CPUs)")
     parser.add_argument("--register", nargs="+", default=None, metavar="MODULE",
                         help="modules that register more model types, e.g. related.dha.modeling")
     parser.section("other outputs")
@@ -102,6 +102,8 @@ def parse():
     parser.add_argument("--report", action="store_true",
                         help="evaluate nothing: write RUN/report.html from the records in RUN")
     args = parser.parse_args()
+    if not args.dtype:
+        args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
     if args.layerwise and (args.tasks or args.limit or args.harness or args.prompts):

@@ -8,18 +8,22 @@ Without --model, two random Llamas of the given shape: MHA, and GQA with --kv-he
 random tokens fills the cache, then --steps tokens are decoded one by one. Attention and cache are
 transformers' own, as generate() uses them: the cache is copied as it grows. The two models alternate; rates
 are medians, speed-ups are medians of paired rounds. Bytes are those of the tensors in the cache after
-prefill. The last line is JSON.
+prefill. questions_per_s: --questions questions as stage 7 asks the GQA model, 120 random tokens and two
+choices each. The last line is JSON.
 """
 
 import argparse
 import json
 import statistics
+from types import SimpleNamespace
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, timed
 from common.cli import run_stage
+from common.data.samples import Sample
+from common.evaluate import choice_likelihoods, generate_answers
 from common.method.merge import merged_config
 from common.models import load_model
 from common.reporting.tables import markdown_table
@@ -43,6 +47,7 @@ def parse():
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4))
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded per sequence and round")
     parser.add_argument("--pairs", type=int, default=3, help="paired rounds")
+    parser.add_argument("--questions", type=int, default=16, help="asked as by stage 7")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1,
                         help="CPU threads; only one measures the same on a busy machine as on an idle one")
@@ -105,6 +110,23 @@ def measure(args, models: dict, context: int, batch: int) -> dict:
     return figures
 
 
+def questions_per_s(model, args) -> float:
+    """Questions per second: an answer of eight tokens generated, the likelihoods of two choices."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, 2000, (args.questions, 120), generator=generator).tolist()
+    samples = [Sample(prompt, (1,) * 8) for prompt in prompts]
+    choices = [[Sample(prompt, (1,) * 8), Sample(prompt, (2,) * 8)] for prompt in prompts]
+    tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda ids, skip_special_tokens: "")
+    bar = SimpleNamespace(update=lambda count: None)
+
+    def ask() -> None:
+        generate_answers(model, tokenizer, samples, 16, bar)
+        choice_likelihoods(model, choices, 16, bar)
+
+    ask()  # not counted
+    return round(args.questions / timed(args.device, ask)[1], 2)
+
+
 def speedup(seconds: dict[str, list[float]]) -> float:
     """Median over paired rounds of the source's seconds over the GQA model's."""
     return round(statistics.median(a / b for a, b in zip(seconds["mha"], seconds["gqa"], strict=True)), 3)
@@ -144,6 +166,7 @@ def main():
         "kv_bytes_ratio": ratio,
         "decode_speedup": speedups,
         "cells": cells,
+        "questions_per_s": questions_per_s(models["gqa"], args),
         "settings": vars(args),
         "machine": machine(args.device),
     }))

@@ -2,6 +2,7 @@
 
     python -m bench.gpu check              # the GPU in one line; without one, an error and exit code 2
     python -m bench.gpu report runs/gpu    # bench/RESULTS-DEVICE.md and runs/gpu/results.json from the logs
+    GPU_TESTS_ON=cpu python -m bench.gpu report runs/gpu    # of the same on a CPU: runs/gpu/report.md
 
 Exits with 1 if a row failed. Figures are ratios measured side by side in one run, model FLOPs utilization
 (MFU), and the memory and time that 05_prune_train.py --plan expects against what was measured.
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 import torch
 import transformers
 
+from bench.machine import machine as processor
 from common.artifacts import source_commit
 from common.cli import UserError, run_stage
 from common.files import write_json, write_text
 from common.reporting.tables import markdown_table
 
 TIMED_OUT = (124, 137)  # exit codes of timeout(1)
+LEFT_OUT = -1  # of a row that had no time to begin
+ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 LAST_LINES = 15  # of a failed row's log
 TESTS = "tests"  # the row of the GPU tests
 STEPS = {  # figure of bench/train_step.py -> its name in the report
@@ -45,8 +49,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.code == 0:
-            return "passed"
+        if self.code in (0, LEFT_OUT):
+            return "left out" if self.code else "passed"
         return "out of time" if self.code in TIMED_OUT else f"failed, exit code {self.code}"
 
     @property
@@ -66,7 +70,8 @@ def read_rows(directory: str) -> list[Row]:
         for line in file:
             name, code, seconds, command = line.rstrip("\n").split("\t")
             with open(os.path.join(directory, f"{name}.log"), encoding="utf-8", errors="replace") as log:
-                rows.append(Row(name, int(code), int(seconds), command, log.read().splitlines()))
+                code = LEFT_OUT if code == "left-out" else int(code)
+                rows.append(Row(name, code, int(seconds), command, log.read().splitlines()))
     return rows
 
 
@@ -82,14 +87,17 @@ def driver() -> str:
 
 def describe() -> dict[str, str]:
     """This machine's GPUs and software. Raises UserError without a GPU that torch can use."""
-    if not torch.cuda.is_available():
+    if ON_CPU:
+        devices = {"GPU": f"no GPU but {processor('cpu')}"}
+    elif torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        count, memory = torch.cuda.device_count(), gpu.total_memory / 2**30
+        devices = {"GPU": f"{count} x {gpu.name}, {memory:.0f} GiB", "driver": driver()}
+    else:
         raise UserError(f"expected a GPU for torch {torch.__version__}, found none")
-    gpu = torch.cuda.get_device_properties(0)
-    count, memory = torch.cuda.device_count(), gpu.total_memory / 2**30
-    return {"GPU": f"{count} x {gpu.name}, {memory:.0f} GiB", "driver": driver(),
-            "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
-            "transformers": transformers.__version__, "Python": platform.python_version(),
-            "commit": os.environ.get("COMMIT") or source_commit() or "unknown"}
+    return devices | {"torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
+                      "transformers": transformers.__version__, "Python": platform.python_version(),
+                      "commit": os.environ.get("COMMIT") or source_commit() or "unknown"}
 
 
 def device_slug() -> str:
@@ -124,7 +132,7 @@ def failures(rows: list[Row]) -> str:
     """Each failed row and test by name, with the last lines of the log."""
     parts = []
     for row in rows:
-        if row.code == 0:
+        if row.code in (0, LEFT_OUT):
             continue
         parts.append(f"### {row.name}: {row.verdict}")
         outcomes = tests_by_outcome(row.log) if row.name == TESTS else {}
@@ -164,10 +172,10 @@ def step_tables(rows: list[Row]) -> str:
     ])
 
 
-def figure_table(title: str, row: Row) -> str:
+def scalar_table(row: Row) -> str:
     """The scalar figures of a benchmark, one a line."""
     scalars = {name: value for name, value in row.figures.items() if isinstance(value, int | float)}
-    return f"## {title}\n\n" + markdown_table(("figure", ""), [(k, number(v)) for k, v in scalars.items()])
+    return markdown_table(("figure", ""), [(name, number(value)) for name, value in scalars.items()])
 
 
 def decode_table(row: Row) -> str:
@@ -176,7 +184,29 @@ def decode_table(row: Row) -> str:
     table = markdown_table(("context", "batch", "speed-up of prefill", "of decoding"), cells)
     ratio = number(row.figures["kv_bytes_ratio"])
     return ("## A GQA checkpoint beside its source: `python -m bench.decode`\n\n"
-            f"KV bytes of the source over those of the GQA model: {ratio}.\n\n{table}")
+            f"KV bytes of the source over those of the GQA model: {ratio}.\n\n{table}\n\n{scalar_table(row)}")
+
+
+def variant_table(row: Row) -> str:
+    """bench/step_variants.py: a step in several ways, and the checkpoint."""
+    columns = {"tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "GiB", "reserved_gib": "GiB reserved",
+               "planned_gib": "GiB in `--plan`"}
+    cells = [[name, *(number(figures.get(key)) for key in columns)]
+             for name, figures in row.figures["variants"].items()]
+    title = "A step in several ways, and its checkpoint: `python -m bench.step_variants`"
+    return f"## {title}\n\n" + "\n\n".join([
+        markdown_table(("", *columns.values()), cells), scalar_table(row)])
+
+
+def untested(rows: list[Row]) -> str:
+    """What this machine or its time left out."""
+    gpus, names = torch.cuda.device_count(), [row.name for row in rows if row.code == LEFT_OUT]
+    notes = [f"No time was left for {', '.join(names)}."] if names else []
+    if ON_CPU:
+        notes.append("No GPU: no kernel of one was tested.")
+    elif gpus < 2:
+        notes.append("One GPU: no communication between GPUs was tested.")
+    return " ".join(notes)
 
 
 def write_report(directory: str, machine: dict[str, str], rows: list[Row]) -> str:
@@ -193,13 +223,15 @@ def write_report(directory: str, machine: dict[str, str], rows: list[Row]) -> st
     parts = [f"# Measured on {machine['GPU']}", "Written by `make gpu`. " + "; ".join(
              f"{name} {value}" for name, value in machine.items() if name != "GPU") + ".",
              markdown_table(("row", "result", "seconds"), [(r.name, summary(r), r.seconds) for r in rows]),
-             "## Failures", failures(rows), step_tables(rows)]
+             untested(rows), "## Failures", failures(rows), step_tables(rows)]
+    if "variants" in named:
+        parts.append(variant_table(named["variants"]))
     if "transform" in named:
-        parts.append(figure_table("Stages 1 to 4: `python -m bench.transform`", named["transform"]))
+        parts.append("## Stages 1 to 4: `python -m bench.transform`\n\n" + scalar_table(named["transform"]))
     if "decode" in named:
         parts.append(decode_table(named["decode"]))
     if "loss" in named:
-        parts.append(figure_table("The distillation loss: `python -m bench.loss`", named["loss"]))
+        parts.append("## The distillation loss: `python -m bench.loss`\n\n" + scalar_table(named["loss"]))
     parts += ["## Commands", "\n".join(f"    python {row.command}" for row in rows)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -212,10 +244,13 @@ def main() -> int:
         raise UserError(f"expected check or report DIRECTORY, found {' '.join(sys.argv[1:])}")
     directory, machine = sys.argv[2], describe()
     rows = read_rows(directory)
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"RESULTS-{device_slug()}.md")
+    path = os.path.join(directory, "report.md")
+    if not ON_CPU:
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"RESULTS-{device_slug()}.md")
     write_text(path, write_report(directory, machine, rows))
     for row in rows:
         print(f"{row.name:10s} {row.seconds:4d} s  {summary(row)}")
+    print(untested(rows) or "nothing was left out")
     print(f"wrote   {os.path.relpath(path)}, {os.path.join(directory, 'results.json')}")
     return 1 if any(row.code for row in rows) else 0
 

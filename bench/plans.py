@@ -40,14 +40,17 @@ def row(model: str, machine: str, train: str) -> list[str]:
     """Cells below HEADER."""
     config, cluster = shape(model), parse_hardware(machine)
     student = budget.Student(config.num_key_value_heads // 4, (), train)
-    work = budget.Workload(config, [LENGTH], [0], chunk=512, recompute=True)
     batch = BATCH * cluster.nodes
     schedule = SimpleNamespace(batch=batch, tokens_per_microbatch=4096, reduce="step")
+    for recompute in (False, True):
+        work = budget.Workload(config, [LENGTH], [0], chunk=512, recompute=recompute)
+        need, usable = budget.peak_memory(work, student, schedule, cluster)
+        if need["total"] <= usable:
+            break
     step = budget.step_cost(work, student, schedule, cluster)
-    need = budget.memory(work, student, cluster.ranks_per_node, step.row, step.rows > 1)["total"] / 2**30
-    usable = budget.USABLE * cluster.device.memory
     hours = TOKENS / LENGTH / batch * step.seconds / 3600
-    cells = [f"{need:.0f}{'' if need <= usable else ', too much'}", f"{usable:.0f}", f"{step.seconds:.2g}",
+    note = ", too much" if need["total"] > usable else ", recomputed" if recompute else ""
+    cells = [f"{need['total'] / 2**30:.0f}{note}", f"{usable / 2**30:.0f}", f"{step.seconds:.2g}",
              f"{step.traffic / 2**30:.3g}", f"{step.network / 2**30:.3g}", f"{hours:.2g}"]
     return [model, machine, train, *cells]
 

@@ -29,10 +29,10 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
     rows: as packed for this rank. args: the benchmark's.
     """
     cuda = args.device == "cuda"
-    work = budget.Workload.of(config, samples, args.loss_chunk, recompute=cuda)
+    work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute, 2 if cuda else 4)
     student = student_of(config)
     longest = max(sum(row.lengths) for row in rows)
-    need = budget.memory(work, student, world, longest, len(rows) > 1, 2 if cuda else 4)
+    need = budget.memory(work, student, world, longest, len(rows) > 1)
     figures = {"memory_gib": round(need["total"] / 2**30, 2)}
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
@@ -54,7 +54,7 @@ def fit_layers(config, samples: list, args, memory: float):
     needs = []
     for layers in (1, 2):  # every layer needs as much as the second
         config.num_hidden_layers = layers
-        work = budget.Workload.of(config, samples, args.loss_chunk, recompute=True)
+        work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute)
         need = budget.memory(work, student_of(config), 1, row)["total"]
         needs.append(need + STATE * plain_and_gqa(config))
     room = budget.USABLE * memory - needs[0]

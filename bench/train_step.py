@@ -54,12 +54,13 @@ def parse():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16, layers recomputed)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16)")
     parser.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
     parser.add_argument("--loss-chunk", type=int, default=512)
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
     parser.add_argument("--layers", type=int, help="instead of the shape's; fewer if a GPU cannot hold them")
     parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     parser.add_argument("--singles", type=int, default=16, help="samples per step of one sample per row")
@@ -116,9 +117,9 @@ class Models:
     """
 
     def __init__(self, args, ranks, config):
-        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        self.ranks, layers, heads = ranks, config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
-        execution = Execution(compute=compute, recompute=args.device == "cuda", attention=args.attention)
+        execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention)
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)

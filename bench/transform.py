@@ -21,6 +21,8 @@ any group: objective of ours over the printed update's, minus one. stages_2_to_4
 without energies, the grouping, rotations with the cosines that stage 4 prints, fusing them into the weights,
 and the mean merge.
 
+refit_s_per_7b_layer: the sums of stage 4's refit of W_O over --refit-tokens tokens, and its least squares.
+
 calibrate_over_forward: forward passes of a random-weight Llama with stage 1's sums in hooks over plain ones
 of the same tokens, median of alternating pairs. What stage 1 does once (the Grams of W_O, the files) is not
 in it. The last line is JSON.
@@ -43,6 +45,7 @@ from common.method.align import align_layer, layer_similarity, within_group_cosi
 from common.method.fuse import fuse_layer
 from common.method.grouping import anneal, score
 from common.method.merge import mean_merge, merged_state
+from common.method.refit import Moments, best_fit
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 
 PAPER_TOKENS = 128 * 2048
@@ -69,6 +72,7 @@ def parse():
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--calibrate-tokens", type=int, default=4096, help="one sequence")
     parser.add_argument("--pairs", type=int, default=3, help="paired passes, after one not counted")
+    parser.add_argument("--refit-tokens", type=int, default=2048, help="of stage 4's refit of W_O")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
                         help="of the forward pass")
     return parser.parse_args()
@@ -297,6 +301,18 @@ def transform(args) -> dict:
     return figures | whole_layer(args, ours) | converge(args, ours)
 
 
+def refit(args) -> dict:
+    """Seconds of the refit of one layer, its forward passes aside."""
+    width = args.heads * args.head_dim
+    inputs, outputs = (random_cache(args.refit_tokens, args.heads, args.head_dim, seed, args.device)
+                       .flatten(1) for seed in (2, 3))
+    fit, judge = Moments.zeros(width, width), Moments.zeros(width, width)
+    _, adding = timed(args.device, fit.add, inputs, outputs)
+    judge.add(inputs[:512], outputs[:512])
+    _, solving = timed(args.device, best_fit, torch.eye(width, dtype=torch.float64), fit, judge)
+    return {"refit_s_per_7b_layer": round(adding + solving, 3), "refit_sums_s": round(adding, 3)}
+
+
 def hook_statistics(model, head_dim: int, device: str) -> None:
     """Sum every layer's queries, keys and values in hooks, as stage 1 does."""
     for layer in model.model.layers:
@@ -342,7 +358,7 @@ def calibrate(args) -> dict:
 def main():
     args = parse()
     torch.set_num_threads(args.threads)
-    figures = transform(args) | calibrate(args)
+    figures = transform(args) | calibrate(args) | refit(args)
     print(json.dumps(figures | {"settings": vars(args), "machine": machine(args.device)}))
 
 

@@ -26,8 +26,9 @@ def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 def mean_nll(logits, tokens: torch.Tensor) -> float:
     """Mean negative log-likelihood (nats) of the next token. logits: of each row of tokens in turn."""
-    losses = [F.cross_entropy(rows[:-1].double(), row[1:]) for rows, row in zip(logits, tokens, strict=True)]
-    return float(torch.stack(losses).mean())
+    losses = [F.cross_entropy(rows[:-1].double(), row[1:].to(rows.device))
+              for rows, row in zip(logits, tokens, strict=True)]
+    return float(torch.stack(losses).mean())  # the host waits for a device here alone
 
 
 def perplexity_of(logits, tokens: torch.Tensor) -> float:
@@ -58,11 +59,9 @@ def require_close(claim: str, difference: float, allowed: float) -> None:
 
 @torch.no_grad()
 def perplexity(model, tokens: torch.Tensor) -> float:
-    """exp of the mean next-token loss over tokens [n, T], one row at a time."""
-    total = 0.0
-    for row in Progress(tokens, desc="perplexity", unit="seq", leave=False):
-        total += mean_nll(all_logits(model, row[None]), row[None])
-    return math.exp(total / len(tokens))
+    """exp of the mean next-token loss over tokens [n, T], one row at a time, on the model's device."""
+    rows = Progress(tokens.to(model.device), desc="perplexity", unit="seq", leave=False)
+    return perplexity_of((model(input_ids=row[None], use_cache=False).logits[0] for row in rows), tokens)
 
 
 class Predictions:
@@ -72,8 +71,8 @@ class Predictions:
         self.head, self.hidden = head, []  # [1, T, hidden] per row of tokens
 
     def logits(self, row: int) -> torch.Tensor:
-        """Logits [T, vocab] of a row, float32 on the CPU."""
-        return self.head(self.hidden[row])[0].float().cpu()
+        """Logits [T, vocab] of a row."""
+        return self.head(self.hidden[row])[0]
 
 
 @torch.no_grad()
@@ -83,17 +82,18 @@ def text_figures(model, tokens: torch.Tensor, reference: Predictions | None) -> 
 
     Also returns the model's own predictions. Without a reference that has its vocabulary, no kl or agreement.
     """
-    predictions, losses, divergences, agreements = Predictions(model.get_output_embeddings()), [], [], []
-    with predictions.head.register_forward_pre_hook(lambda _, args: predictions.hidden.append(args[0])):
-        for row, ids in enumerate(Progress(tokens, desc="perplexity", unit="seq", leave=False)):
-            ours = all_logits(model, ids[None])
-            losses.append(mean_nll(ours, ids[None]))
-            theirs = [reference.logits(row)] if reference else ours
-            if theirs[0].shape == ours[0].shape:
-                divergences.append(mean_kl(theirs, ours))
-                agreements.append(float((ours[0].argmax(-1) == theirs[0].argmax(-1)).double().mean()))
-    figures = {"perplexity": math.exp(sum(losses) / len(losses))}
-    if reference and divergences:
+    predictions, divergences, agreements = Predictions(model.get_output_embeddings()), [], []
+
+    def compare(head, inputs, logits):
+        predictions.hidden.append(inputs[0])
+        theirs = reference and reference.logits(len(predictions.hidden) - 1).to(logits.device)
+        if reference and theirs.shape == logits[0].shape:
+            divergences.append(mean_kl([theirs], [logits[0]]))
+            agreements.append(float((theirs.argmax(-1) == logits[0].argmax(-1)).double().mean()))
+
+    with predictions.head.register_forward_hook(compare):
+        figures = {"perplexity": perplexity(model, tokens)}
+    if divergences:
         figures |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
     return figures, predictions
 
@@ -170,8 +170,9 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
         log_probs = output.logits[:, :-1].float().log_softmax(-1)  # [batch, longest answer, vocab]
         ids = inputs["input_ids"][:, inputs["input_ids"].shape[1] - max(sizes) :]
         token_scores = log_probs.gather(-1, ids[..., None])[..., 0]
-        for i, size, row in zip(indices, sizes, token_scores, strict=True):
-            scores[i] = float(row[len(row) - size :].sum())
+        sums = [row[len(row) - size :].sum() for size, row in zip(sizes, token_scores, strict=True)]
+        for i, total in zip(indices, torch.stack(sums).tolist(), strict=True):
+            scores[i] = total
         bar.update(len(indices))
     remaining = iter(scores)
     return [list(itertools.islice(remaining, len(question))) for question in samples]

@@ -31,6 +31,7 @@ RATES = Rates(1e-2, beta2=0.999, weight_decay=0.0)
 OPTIONS = SimpleNamespace(kl_on="prompt", temperature=1.0, loss_chunk=7, l0_weight=1.0)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 NOTHING = Heldout({}, 1)
+IN_FLOAT32 = Execution()
 
 
 @torch.no_grad()
@@ -114,8 +115,8 @@ def saved(path: Path, **options) -> str:
     return str(path) if path.exists() else save_tiny(path, **options)
 
 
-def teacher_of(ranks, tmp_path):
-    return frozen(saved(tmp_path / "teacher", seed=1), ranks, Execution())
+def teacher_of(ranks, tmp_path, execution: Execution = IN_FLOAT32):
+    return frozen(saved(tmp_path / "teacher", seed=1), ranks, execution)
 
 
 @dataclass
@@ -142,24 +143,30 @@ class Student:
         return not self.job.stopped
 
 
-def gqa_student(ranks, tmp_path, name: str = "train") -> Student:
+def gqa_student(
+    ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32, dropout: float = 0.5
+) -> Student:
     """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
-    source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
-    student = build(load_config(source), ranks, Execution(), lambda name: (source, name))
+    source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=dropout)
+    student = build(load_config(source), ranks, execution, lambda name: (source, name))
     (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.gqa_optimizer(student, RATES, masks.KEY_VALUE)
-    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher_of(ranks, tmp_path))
+    teacher = teacher_of(ranks, tmp_path, execution)
+    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher)
 
 
-def half_masked_student(ranks, tmp_path, name: str = "train") -> Student:
+def half_masked_student(
+    ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32
+) -> Student:
     """A student whose masks are partly open."""
     aligned = saved(tmp_path / "aligned")
     merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
-    student = build(load_config(aligned), ranks, Execution(), students.start_of_masked(aligned, merged),
+    student = build(load_config(aligned), ranks, execution, students.start_of_masked(aligned, merged),
                     lambda model: masks.patch(model, 2), {"log_alpha": log_alpha})
     (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.masked_optimizer(student, RATES, "l0", mask_lr=1.0)
     trained = Masks(student.replicated, STEPS, seed=0)
     masks.set_masks(student.net, trained.noiseless())
-    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher_of(ranks, tmp_path), trained)
+    teacher = teacher_of(ranks, tmp_path, execution)
+    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher, trained)

@@ -6,6 +6,7 @@ transformers computes it. Buffers of the allocator, NCCL and CUDA are not counte
 
 import copy
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from common.cli import UserError
 from common.method import masks
 from common.models import geometry, load_config
-from common.training.hardware import Cluster, parse_hardware
+from common.training.hardware import Cluster, cluster_of, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
+BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,20 @@ class Workload:
     answers: list[int]  # answer tokens in each sample
     chunk: int  # tokens whose logits are in memory at a time
     recompute: bool  # activation checkpointing
+    compute: int = 2  # bytes per number in the forward pass
 
     @classmethod
-    def of(cls, config, samples, chunk: int, recompute: bool) -> "Workload":
+    def of(cls, config, samples, *execution) -> "Workload":
         lengths, answers = [len(sample) for sample in samples], [sample.answer_tokens for sample in samples]
-        return cls(config, lengths, answers, chunk, recompute)
+        return cls(config, lengths, answers, *execution)
+
+    def rows(self, schedule, ranks: int, deviations: float = 0) -> tuple[int, int]:
+        """Rows per rank and tokens in the longest: of a batch of mean length, or so many deviations above."""
+        capacity = schedule.tokens_per_microbatch
+        filled = [min(length / capacity, 1) for length in self.lengths]  # a longer sample is a row by itself
+        excess = deviations * math.sqrt(schedule.batch) * statistics.pstdev(filled)
+        share = (schedule.batch * statistics.fmean(filled) + excess) / ranks
+        return max(1, math.ceil(share)), max(*self.lengths, int(capacity * min(share, 1)))
 
 
 @dataclass(frozen=True)
@@ -125,10 +136,9 @@ def memory(
     world: int,  # ranks that shard the weights
     row: int,  # tokens in a row
     whole_gradients: bool = False,  # summed over several rows before they are reduced
-    compute: int = 2,  # bytes per number in the forward pass
 ) -> dict:
     """Peak bytes per rank in a step, by purpose; "total" is their sum."""
-    config, layers = work.config, work.config.num_hidden_layers
+    config, layers, compute = work.config, work.config.num_hidden_layers, work.compute
     student_size, source = size(config, student), size(config)
     trained, largest = student_size.trained(student)
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
@@ -146,6 +156,13 @@ def memory(
         "loss": 4 * config.vocab_size * (LOGIT_COPIES * min(work.chunk, row) + config.hidden_size),
     }
     return parts | {"total": sum(parts.values())}
+
+
+def peak_memory(work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple[dict, float]:
+    """As memory, in the step with the most tokens; and the bytes that there are."""
+    rows, row = work.rows(schedule, cluster.ranks_per_node * cluster.nodes, BUSIEST)
+    need = memory(work, student, cluster.ranks_per_node, row, rows > 1 and schedule.reduce == "step")
+    return need, USABLE * cluster.device.memory * 2**30
 
 
 def seconds(flops: float, traffic: float, network: float, cluster: Cluster) -> float:
@@ -183,10 +200,7 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
     if student:
         useful += forward  # the teacher's
-    capacity = schedule.tokens_per_microbatch
-    row = int(max(max(work.lengths), min(capacity, tokens / ranks)))
-    filled = sum(min(length / capacity, 1) for length in work.lengths)  # a longer sample is a row by itself
-    rows = max(1, math.ceil(schedule.batch * filled / count / ranks))
+    rows, row = work.rows(schedule, ranks)
     student_size, source = size(work.config, student), size(work.config).whole
     trained, _ = student_size.trained(student)
     gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
@@ -202,9 +216,7 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
 def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:
     """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
     step = step_cost(work, student, schedule, cluster)
-    whole_gradients = step.rows > 1 and schedule.reduce == "step"
-    need = memory(work, student, cluster.ranks_per_node, step.row, whole_gradients)
-    limit = USABLE * cluster.device.memory * 2**30
+    need, limit = peak_memory(work, student, schedule, cluster)
     fits, hours = need["total"] <= limit, schedule.steps * step.seconds / 3600
     mean = sum(work.lengths) / len(work.lengths)
     gib = " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items())
@@ -213,7 +225,7 @@ def report(title: str, work: Workload, student: Student | None, schedule, cluste
         moved += f", {step.network / 2**30:.3g} GiB between nodes"
     lines = [
         f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each; "
-        f"{step.rows} row(s) of up to {step.row} tokens per rank",
+        f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
         f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in total",
@@ -256,22 +268,40 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     return hours
 
 
-def print_plan(run, schedules: dict) -> None:
-    """Print what both trainings of a stage-5 run need on --plan's hardware. run: a training.run.Run.
+def workload(run, samples) -> Workload:
+    """That of a stage-5 run on some samples. run: a training.run.Run."""
+    execution = run.execution.recompute, run.execution.compute.itemsize
+    return Workload.of(load_config(run.pair.model["path"]), samples, run.args.loss_chunk, *execution)
 
-    schedules: "teacher", unless it exists, and "student". Raises UserError if one does not fit.
+
+def phases_of(run, schedules: dict) -> list[tuple]:
+    """(title, work, student, schedule) of both trainings of a stage-5 run.
+
+    schedules: "teacher", unless it exists, and "student".
     """
-    args, pair, config = run.args, run.pair, load_config(run.pair.model["path"])
+    args, pair = run.args, run.pair
     student = Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
-
-    def workload(samples) -> Workload:
-        return Workload.of(config, samples, args.loss_chunk, run.execution.recompute)
-
-    phases = [(f"pruning {pair.title}", workload(run.pool), student, schedules["student"])]
+    phases = [(f"pruning {pair.title}", workload(run, run.pool), student, schedules["student"])]
     if "teacher" in schedules:
-        phases.insert(0, ("teacher", workload(run.pool.answered), None, schedules["teacher"]))
+        phases.insert(0, ("teacher", workload(run, run.pool.answered), None, schedules["teacher"]))
+    return phases
+
+
+def must_recompute(run, schedules: dict) -> bool:
+    """Whether a run without it does not fit: on --plan's hardware, else on this; a CPU has the room."""
+    if not run.args.plan and run.ranks.device.type != "cuda":
+        return False
+    cluster = parse_hardware(run.args.plan) if run.args.plan else cluster_of(run.ranks)
+    peaks = [peak_memory(*phase, cluster) for _, *phase in phases_of(run, schedules)]
+    too_much = any(need["total"] > limit for need, limit in peaks)
+    return run.args.attention == "eager" or too_much  # eager's matrices are not counted
+
+
+def print_plan(run, schedules: dict) -> None:
+    """Print what a stage-5 run needs on --plan's hardware. Raises UserError if a phase does not fit."""
+    args, phases = run.args, phases_of(run, schedules)
     hours = print_phases(phases, args.plan)
     if run.heldout.sets:
-        work = workload([sample for samples in run.heldout.sets.values() for sample in samples])
+        work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
         hours += print_heldout(work, run.heldout.measurements(schedules["student"].steps), args.plan)
     print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(phases) > 1)}")

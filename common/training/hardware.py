@@ -1,7 +1,11 @@
 """Accelerators and clusters of them: peak FLOP/s, memory and bandwidth, for --plan and for MFU."""
 
+import math
+import os
 import re
 from dataclasses import dataclass
+
+import torch
 
 from common.cli import UserError
 
@@ -54,3 +58,10 @@ def parse_hardware(text: str) -> Cluster:
         raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
                         f"{', '.join(HARDWARE)}, found {text!r}")
     return Cluster(int(match[2]), HARDWARE[match[3]], int(match[1] or 1))
+
+
+def cluster_of(ranks) -> Cluster:
+    """The GPUs that a sharding.Ranks trains on, of which only the memory is known."""
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    return Cluster(local, Hardware(math.nan, memory, math.nan, math.nan), ranks.world // local)

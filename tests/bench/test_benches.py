@@ -60,7 +60,7 @@ def test_samples_that_run_alone_are_spread_over_all_lengths():
 
 def step_arguments(**changes) -> argparse.Namespace:
     arguments = {"shape": "demo", "layers": None, "device": "cpu", "loss_chunk": 64, "batch": 8,
-                 "tokens_per_microbatch": 256}
+                 "tokens_per_microbatch": 256, "recompute": False}
     return argparse.Namespace(**arguments | changes)
 
 
@@ -80,7 +80,7 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     args = step_arguments(device="cuda", shape="1.3b", layers=2, tokens_per_microbatch=600)
     config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
     rows = train_step.lay_out(samples, 600, "cpu")
-    work = budget.Workload.of(config, samples, 64, recompute=True)
+    work = budget.Workload.of(config, samples, 64, False)
     student, longest = budget.Student(4), max(row.input_ids.numel() for row in rows)
     figures = step_plan.expected(config, samples, rows, args, 1)
     need = budget.memory(work, student, 1, longest, len(rows) > 1)["total"] / 2**30
@@ -97,7 +97,7 @@ def test_as_many_layers_as_a_gpu_holds():
 
     def need(layers: int) -> float:
         config = train_step.model_config(step_arguments(layers=layers))
-        work = budget.Workload.of(config, samples, 64, recompute=True)
+        work = budget.Workload.of(config, samples, 64, False)
         others = budget.size(config).whole + budget.size(config, budget.Student(2, ())).whole
         row = max(256, *map(len, samples))
         return (budget.memory(work, budget.Student(2), 1, row)["total"] + 12 * others) / budget.USABLE
@@ -438,5 +438,6 @@ def test_plans_are_those_of_the_budget():
     assert float(cells["GiB moved"]) == pytest.approx((8 * pruned + 2 * 6_738_415_616) / 2**30, rel=0.01)
     assert float(cells["hours"]) == pytest.approx(1e8 / 512 / 128 * float(cells["s a step"]) / 3600, rel=0.05)
     assert cells["usable"] == "72" and 16 * pruned / 8 < float(cells["GiB needed"]) * 2**30 < 72 * 2**30
+    assert plans.row("13B", "8xL40S-48GB", "all")[3].endswith(", recomputed")
     cells = dict(zip(plans.HEADER, plans.row("70B", "8xA100-80GB", "attention"), strict=True))
     assert cells["GiB needed"].endswith("too much") and cells["between nodes"] == "0"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,9 @@ FAILED tests/stages/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2""".
 STEP = {"mfu": 0.4512, "step_over_floor": 1.04, "gqa_step_over_floor": 0.98, "packed_over_single": 6.0,
         "tokens_per_s": 31234, "memory_gib": 20.0, "step_seconds": 0.5,
         "planned": {"memory_gib": 22.0, "step_seconds": 0.45}, "profile": {"matmul": 0.6, "host": 0.4}}
+VARIANTS = {"rows of 4096": {"tokens_per_s": 31000, "mfu": 0.45, "memory_gib": 20.0, "reserved_gib": 22.0,
+                             "planned_gib": 21.0},
+            "deterministic": {"tokens_per_s": 29000}}
 CELLS = [{"context": 2048, "batch": 16, "prefill_speedup": 1.1, "decode_speedup": 2.5}]
 
 
@@ -98,21 +102,30 @@ def test_an_earlier_report_is_replaced_and_nothing_beside_it(pretended, tmp_path
 def test_a_failure_does_not_stop_the_rows_after_it(pretended):
     code, rows = pretended()
     assert code == 1
-    assert [row.name for row in rows] == ["tests", "step-1.3b", "step-7b", "transform", "decode", "loss",
-                                        "compiled"]
-    assert [row.code for row in rows] == [0, 0, 0, 0, 3, 0, 0]
-    assert rows[4].log == ["no"] and rows[4].verdict == "failed, exit code 3"
+    assert [row.name for row in rows] == [
+        "tests", "step-1.3b", "variants", "step-7b", "compiled", "transform", "decode", "loss"]
+    assert [row.code for row in rows] == [0, 0, 0, 0, 0, 0, 3, 0]
+    assert rows[6].log == ["no"] and rows[6].verdict == "failed, exit code 3"
     assert all(row.log == [row.command] for row in rows if row.name != "decode")
 
 
 def test_rows_end_with_the_time_for_all(pretended):
-    code, rows = pretended(NAP="3", LIMIT="1")
-    assert code == 1 and [row.verdict for row in rows] == ["out of time"] * len(rows)
-    assert rows[-1].log == ["no time left"] and sum(row.seconds for row in rows) <= 2
+    code, rows = pretended(NAP="1", LIMIT="6")  # four calls before the first row
+    assert code == 1 and rows[0].verdict == "passed" and {row.verdict for row in rows[3:]} == {"left out"}
+    assert sum(row.seconds for row in rows) <= 3
 
 
-def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch):
-    _, rows = pretended()
+def test_the_limits_of_all_rows_sum_to_the_time_for_all():
+    text = (ROOT / "pipelines" / "gpu.sh").read_text()
+    limits = [int(seconds) for seconds in re.findall(r"^row \S+ +(\d+) ", text, re.MULTILINE)]
+    start_and_report = 20
+    whole = int(re.search(r"LIMIT=\${LIMIT:-(\d+)}", text)[1])
+    assert len(limits) == 8 and sum(limits) + start_and_report <= whole
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch, device):
+    _, rows = pretended(**({"GPU_TESTS_ON": "cpu"} if device == "cpu" else {}))
     for row in rows:
         words = shlex.split(row.command)
         assert words[0] == "-m"
@@ -120,7 +133,7 @@ def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch):
             continue
         module = importlib.import_module(words[1])
         monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
-        assert module.parse().device == "cuda"
+        assert module.parse().device == device
 
 
 def test_tests_are_counted_by_outcome():
@@ -145,8 +158,9 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
     rows = [row("tests", 1, log=LOG), row("step-1.3b", figures=STEP),
             row("step-7b", 1, log=[*map(str, range(100)), "OutOfMemoryError: CUDA"]),
             row("transform", figures={"calibrate_over_forward": 1.08, "settings": {}}),
-            row("decode", figures={"kv_bytes_ratio": 4.0, "cells": CELLS}),
-            row("loss", figures={"loss_time_ratio": 0.61234})]
+            row("variants", figures={"variants": VARIANTS, "checkpoint_gb": 11.5}),
+            row("decode", figures={"kv_bytes_ratio": 4.0, "cells": CELLS, "questions_per_s": 5.5}),
+            row("loss", figures={"loss_time_ratio": 0.61234}), row("compiled", gpu.LEFT_OUT)]
     text = gpu.write_report(str(tmp_path), machine, rows)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert lines[0] == ["# Measured on 8 x NVIDIA A100-SXM4-80GB, 79 GiB"]
@@ -159,6 +173,9 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
     assert ["step-1.3b", "GiB", "22", "20", "+10.0%"] in lines
     assert ["step-1.3b", "seconds per step", "0.45", "0.5", "-10.0%"] in lines
     assert ["matmul", "60.0%"] in lines and ["calibrate_over_forward", "1.08"] in lines
+    assert ["rows of 4096", "31000", "0.45", "20", "22", "21"] in lines and ["checkpoint_gb", "11.5"] in lines
+    assert ["questions_per_s", "5.5"] in lines and "No time was left for compiled." in text
+    assert "### compiled" not in text and ["compiled", "left out", "7"] in lines
     assert ["2048", "16", "1.1", "2.5"] in lines and ["loss_time_ratio", "0.6123"] in lines
     assert "    python -m bench.step-7b\n" in text and "None." not in text
     results = json.loads((tmp_path / "results.json").read_text())
@@ -168,6 +185,25 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
 
 def test_a_report_without_figures_or_failures(tmp_path, machine):
     assert "## Failures\n\nNone.\n\n## Commands" in gpu.write_report(str(tmp_path), machine, [row("tests")])
+
+
+@pytest.mark.parametrize("gpus, on_cpu, note", [
+    (1, False, "One GPU: no communication between GPUs was tested."), (2, False, ""),
+    (0, True, "No GPU: no kernel of one was tested."),
+])  # fmt: skip
+def test_what_a_machine_cannot_test_is_said(monkeypatch, gpus, on_cpu, note):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(gpu, "ON_CPU", on_cpu)
+    assert gpu.untested([row("loss"), row("decode", 1)]) == note
+
+
+def test_the_report_of_a_cpu_is_beside_its_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ON_CPU", True)
+    monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
+    (tmp_path / "rows.tsv").write_text("loss\tleft-out\t0\t-m bench.loss\n")
+    (tmp_path / "loss.log").write_text("")
+    assert gpu.main() == 1
+    assert (tmp_path / "report.md").read_text().startswith("# Measured on no GPU but ")
 
 
 @pytest.mark.parametrize("code", [0, 1])

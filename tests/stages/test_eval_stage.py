@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import shutil
+import sys
 
 import accelerate
 import numpy
@@ -407,3 +408,12 @@ def test_answers_are_as_long_as_the_right_one(inputs, tmp_path, monkeypatch):
     arguments = ["--model", inputs["model"], "--tasks", tasks, "--text", "none", "--only", "piqa"]
     run("07_eval.py", "--run", tmp_path / "run", *arguments)
     assert lengths == [41]  # its tokens and end-of-sequence
+
+
+@pytest.mark.parametrize("device, given, expected", [
+    ("cpu", [], "float32"), ("cuda:1", [], "bfloat16"), ("cuda:1", ["--dtype", "float32"], "float32"),
+])  # fmt: skip
+def test_forward_passes_are_in_bfloat16_on_gpus(monkeypatch, device, given, expected):
+    monkeypatch.setattr(models, "pick_device", lambda name: device)
+    monkeypatch.setattr(sys, "argv", ["07_eval.py", *given])
+    assert runpy.run_path(str(ROOT / "07_eval.py"))["parse"]().dtype == expected

@@ -6,10 +6,14 @@ Stage 5 has no --device: it takes the GPU wherever there is one. Its CPU runs ar
 With --deterministic no kernel of a training step may depend on the order of atomic additions.
 """
 
+import functools
 import json
 import math
 import os
 import shutil
+import socket
+import subprocess
+import sys
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
 
@@ -27,13 +31,14 @@ from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import polar
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
-from common.training import engine
+from common.training import attention, engine
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
-from common.training.sharding import Trainee, init_ranks
+from common.training.sharding import Execution, Trainee, init_ranks
 from conftest import (
     GROUPING,
+    ROOT,
     TRAINING,
     calibrate_arguments,
     copy_run,
@@ -44,6 +49,7 @@ from conftest import (
     tiny_model,
 )
 from students import SCHEDULE, gqa_student, half_masked_student
+from test_attention import varlen_formula
 from test_packing import random_samples
 from training_runs import (
     STAGE,
@@ -265,18 +271,39 @@ FLASH = pytest.param("flash_attention_2", torch.bfloat16,
                      marks=pytest.mark.skipif(NO_FLASH, reason="needs flash-attn"))
 
 
-@pytest.mark.parametrize("attention, dtype", [("packed", torch.float32), ("packed", torch.bfloat16), FLASH])
+@pytest.fixture
+def varlen_calls(monkeypatch) -> list:
+    """The calls of torch's kernel for samples of different lengths; on a CPU, of a formula in its place."""
+    calls, kernel = [], varlen_formula if DEVICE == "cpu" else attention.KERNEL
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return kernel(*arguments, **options)
+
+    if kernel:
+        monkeypatch.setattr(attention, "KERNEL", counted)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention, "varlen_applies", lambda weight, size: weight.dtype == torch.bfloat16)
+    return calls
+
+
+def expects_varlen(dtype) -> bool:
+    """Whether stage 5 must use that kernel and not its substitute; it has done so from torch 2.11."""
+    return dtype == torch.bfloat16 and (DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 0))
+
+
+@pytest.mark.parametrize("kernel, dtype", [("packed", torch.float32), ("packed", torch.bfloat16), FLASH])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 2}, WINDOW], ids=["mha", "gqa", "window"])
-def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(attention, dtype, options):
+def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(kernel, dtype, options, varlen_calls):
     """Hidden states and gradients, against eager attention to each sample alone in float32: at most twice as
     far off as the same in this dtype. Attention across samples is an error of 1.
     """
     samples = random_samples(5)
     model = {"head_dim": 32, "hidden_size": 64} | options  # a size that every fused kernel takes
     results = []
-    for name, chosen in ((attention, dtype), ("eager", dtype), ("eager", torch.float32)):
+    for name, chosen in ((kernel, dtype), ("eager", dtype), ("eager", torch.float32)):
         trainee = Trainee(tiny_model(attn_implementation=name, **model)).to(DEVICE, chosen)
-        groups = [samples] if name == attention else [[sample] for sample in samples]
+        groups = [samples] if name == kernel else [[sample] for sample in samples]
         rows = [trainee(build_row(group, len(samples)).to(DEVICE)) for group in groups]
         hidden = torch.cat(rows).float()
         weights = torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)
@@ -284,6 +311,7 @@ def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(attention, dt
         results.append([hidden.detach(), *(p.grad.float() for p in trainee.net.model.parameters())])
     for packed, rounded, exact in zip(*results, strict=True):
         assert relative_error(packed, exact) <= max(2 * relative_error(rounded, exact), 1e-5)
+    assert bool(varlen_calls) == (kernel == "packed" and expects_varlen(dtype))
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
@@ -355,10 +383,15 @@ def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned, inputs, tmp
         assert rounded == pytest.approx(exact, rel=BF16_STEP)
 
 
-@pytest.mark.parametrize("make_student", [half_masked_student, gqa_student])
-def test_a_step_is_queued_without_waiting_for_the_gpu(group_of_one, tmp_path, monkeypatch, make_student):
+@pytest.mark.parametrize("make_student", [half_masked_student, functools.partial(gqa_student, dropout=0.0)],
+                         ids=["masked", "gqa"])
+@pytest.mark.parametrize("execution", [Execution(), Execution(compute=torch.bfloat16, recompute=True)],
+                         ids=["float32", "bfloat16, recomputed"])
+def test_a_step_is_queued_without_waiting_for_the_gpu(
+    group_of_one, tmp_path, monkeypatch, make_student, execution, varlen_calls
+):
     """torch raises an error where the host would wait; the first step still allocates and picks kernels."""
-    student = make_student(group_of_one, tmp_path)
+    student = make_student(group_of_one, tmp_path, execution=execution)
     rows = [build_row(random_samples(3, seed), 6) for seed in (0, 1)]
     rows = rows if DEVICE == "cpu" else [row.pinned() for row in rows]
     student.take(Step(student.job, SCHEDULE, rows, []))
@@ -379,6 +412,7 @@ def test_a_step_is_queued_without_waiting_for_the_gpu(group_of_one, tmp_path, mo
         refuse_waits("default")
     assert float(step.totals["loss"]) > 0 and float(norms[0]) > 0
     assert step.totals["loss"].device.type == DEVICE
+    assert bool(varlen_calls) == expects_varlen(execution.compute)
 
 
 def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_path, monkeypatch):
@@ -412,13 +446,54 @@ def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, ali
     assert_same_bits(home, together)
 
 
-def test_all_gpus_train_as_one_does(aligned, inputs, tmp_path):
-    """nccl against a group of one, in float32."""
-    alone, together = (copy_run(aligned, tmp_path / name) for name in ("alone", "together"))
-    train(alone, inputs, *FEW, "--dtype", "float32")
-    shutil.copytree(alone / "teacher", together / "teacher")
-    train(together, inputs, *FEW, "--dtype", "float32", processes=GPUS)
-    assert_same_training(together, alone)
+@pytest.fixture(scope="module")
+def alone(aligned, inputs, tmp_path_factory):
+    """A run of one process on one GPU, in float32."""
+    home = copy_run(aligned, tmp_path_factory.mktemp("alone") / "run")
+    train(home, inputs, *FEW, "--dtype", "float32")
+    return home
+
+
+several = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@several
+@pytest.mark.parametrize("reduce", ["step", "row"])
+def test_all_gpus_train_as_one_does(alone, aligned, inputs, tmp_path, reduce):
+    """nccl against a group of one."""
+    home = with_teacher(aligned, alone, tmp_path / "run")
+    train(home, inputs, *FEW, "--dtype", "float32", "--reduce", reduce, processes=GPUS)
+    assert_same_training(home, alone)
+
+
+@several
+def test_two_nodes_train_as_one_gpu_does(alone, aligned, inputs, tmp_path):
+    """Two launchers with a GPU each: the weights are replicated, the gradients summed between them."""
+    home = with_teacher(aligned, alone, tmp_path / "run")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                "--rdzv-backend", "static", "--rdzv-endpoint", address, "--local-addr", "127.0.0.1"]
+    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *FEW]
+    nodes = [subprocess.Popen([*launcher, "--node-rank", str(node), *command, "--dtype", "float32"], cwd=ROOT,
+                              env=os.environ | {"CUDA_VISIBLE_DEVICES": "" if DEVICE == "cpu" else str(node)},
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             for node in range(2)]
+    outputs = [node.communicate(timeout=100)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert_same_training(home, alone)
+
+
+@several
+def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned, inputs, tmp_path, monkeypatch):
+    home, flags = with_teacher(aligned, alone, tmp_path / "run"), [*FEW, "--dtype", "float32"]
+    with monkeypatch.context() as patched:
+        interrupt(patched, 2)
+        command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
+        assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+    assert "resumes" in train(home, inputs, *flags, processes=GPUS).stdout
+    assert_same_training(home, alone)
 
 
 def test_a_run_of_the_device_goes_on_without_it(taught, aligned, inputs, tmp_path, monkeypatch):
@@ -458,7 +533,8 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
     assert all(torch.equal(stored[name], tensor) for name, tensor in trained.items())
     results, outcomes = [], []
     for device in ("cpu", DEVICE):
-        run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force")
+        run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force",
+            "--dtype", "float32")
         results.append(read(home / "eval.json")["results"])
         outcomes.append([json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()])
     for name, expected in results[0].items():
@@ -471,7 +547,8 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
         assert actual["likelihood_scores"] == pytest.approx(expected["likelihood_scores"], abs=1e-3)
 
 
-@pytest.mark.parametrize("flags", [["--layerwise"], ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--layerwise", "--dtype", "float32"],
+                                   ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
 def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags):
     text = ["--text", inputs["text"], "--length", 64, "--sequences", 4]
     tasks = [] if "--layerwise" in flags else ["--tasks", inputs["tasks"]]

@@ -22,7 +22,7 @@ from common.artifacts import write_record
 from common.cli import run_stage
 from common.data.tasks import TASKS
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints, teacher
+from common.training import budget, checkpoints, teacher
 from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
@@ -152,6 +152,15 @@ def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, fini
     for home, words in ((finished_run, ["--tasks", inputs["tasks"]]), (untrained, shared)):
         printed = run(STAGE, "--run", home, *TRAINING, *words, *plan).stdout
         assert "teacher: " not in printed and "including the teacher" not in printed
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("flag", [None, "--recompute", "--no-recompute"])
+def test_layers_are_recomputed_where_needed_or_asked_for(aligned_run, inputs, monkeypatch, needed, flag):
+    monkeypatch.setattr(budget, "must_recompute", lambda run, schedules: needed)
+    words = train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *([flag] if flag else []))
+    printed = run(STAGE, *words).stdout
+    assert ("tokens per rank, recomputed" in printed) == (needed if flag is None else flag == "--recompute")
 
 
 @pytest.mark.parametrize("step, number", [

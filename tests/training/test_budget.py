@@ -3,6 +3,7 @@ weights.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from common.cli import UserError
+from common.data.samples import Sample
 from common.method import masks
 from common.training import budget, hardware
 from common.training.engine import Schedule
-from common.training.packing import build_row
-from common.training.sharding import Trainee, recompute_layers
+from common.training.packing import build_row, rows_of_step
+from common.training.sharding import Execution, Ranks, Trainee, recompute_layers
 from conftest import tiny_model
 from test_packing import random_samples
 
@@ -106,6 +108,7 @@ def schedule(steps: int, batch: int) -> Schedule:
                     save_minutes=20, print_every=1)
 
 
+EIGHT = "8xA100-80GB"
 LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=32)
 
@@ -116,7 +119,7 @@ def test_report_of_a_7b_run():
     assert budget.size(config).whole == 6_738_415_616
     work = budget.Workload(config, lengths=[126] * 100, answers=[6] * 100, chunk=512, recompute=True)
     verdicts = []
-    for text in ("8xA100-80GB", "1xA100-80GB"):
+    for text in (EIGHT, "1xA100-80GB"):
         cluster, student = hardware.parse_hardware(text), budget.Student(8)
         lines, hours, fits = budget.report("pruning", work, student, schedule(23060, 64), cluster)
         verdicts.append(fits)
@@ -154,6 +157,57 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     alone = budget.step_cost(work, budget.Student(8), schedule(1, 64), hardware.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
+
+
+def test_rows_of_the_busiest_step():
+    """64 samples of 100 and 300 tokens on a rank of four: 3200 in the mean, 5 * 8 * 100 / 4 more at most."""
+    work, eight = budget.Workload(LLAMA2_7B, [100, 300], [4, 6], 512, False), schedule(1, 64)
+    assert work.rows(eight, 4) == (1, 3200) and work.rows(eight, 5, 5) == (1, 3360)
+    assert work.rows(eight, 4, 5) == (2, 4096) and work.rows(eight, 1) == (4, 4096)
+    assert replace(work, lengths=[200]).rows(eight, 4, 5) == (1, 3200)  # without spread
+    lengths, ranks = random_samples(400), SimpleNamespace(rank=0, world=2)
+    work = budget.Workload.of(LLAMA2_7B, lengths, 512, False)
+    busiest = replace(schedule(1, 32), tokens_per_microbatch=200)
+    expected = work.rows(busiest, 2, budget.BUSIEST)[0]
+    taken = [len(rows_of_step(lengths, step, busiest, ranks)) for step in range(200)]
+    assert expected - 2 <= max(taken) <= expected
+
+
+def test_the_plan_has_the_memory_of_the_busiest_step():
+    work, cluster = budget.Workload(LLAMA2_7B, [100, 300], [4, 6], 512, False), hardware.parse_hardware(EIGHT)
+    expected = budget.memory(work, None, 8, 1600 + 5 * 8 * 100 // 8)
+    assert f"activations {expected['activations'] / 2**30:.3g}" in budget.report(
+        "", work, None, schedule(1, 64), cluster)[0][1]
+
+
+def stage_5(plan: str | None, **changes) -> SimpleNamespace:
+    """A run of LLaMA2-7B on texts of 512 tokens; on eight GPUs where there is no plan."""
+    samples = [Sample((1,) * 506, (2,) * 6)] * 10
+    args = SimpleNamespace(**{"plan": plan, "masks": "l0", "train": "all", "loss_chunk": 512,
+                              "attention": "packed"} | changes)
+    pair = SimpleNamespace(title="", kv_heads=8, blended=masks.KEY_VALUE, model={"path": ""})
+    pool = type("Pool", (list,), {"answered": samples})(samples)
+    ranks = Ranks(0, 8, torch.device("cuda" if not plan else "cpu"))
+    execution = Execution(compute=torch.bfloat16)
+    return SimpleNamespace(args=args, pair=pair, pool=pool, ranks=ranks, execution=execution)
+
+
+@pytest.mark.parametrize("plan, memory, changes, expected", [
+    ("8xA100-80GB", None, {}, False), ("8xL40S-48GB", None, {}, True), ("4xA100-80GB", None, {}, True),
+    (None, 80, {}, False), (None, 48, {}, True), ("8xA100-80GB", None, {"attention": "eager"}, True),
+])  # fmt: skip
+def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, memory, changes, expected):
+    monkeypatch.setattr(budget, "load_config", lambda path: LLAMA2_7B)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=memory * 2**30))
+    schedules = {"student": schedule(1, 64), "teacher": schedule(1, 64)}
+    assert budget.must_recompute(stage_5(plan, **changes), schedules) == expected
+
+
+def test_a_cpu_recomputes_nothing():
+    on_cpu = stage_5(None)
+    on_cpu.ranks = Ranks(0, 8, torch.device("cpu"))
+    assert not budget.must_recompute(on_cpu, {})
 
 
 def test_a_sample_longer_than_a_row_has_one_to_itself():

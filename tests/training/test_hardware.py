@@ -1,9 +1,14 @@
 """Devices by the names of --plan and of CUDA."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from common.cli import UserError
 from common.training import hardware
+from common.training.sharding import Ranks
 
 
 @pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB", "2x2x8xA100-80GB",
@@ -18,3 +23,14 @@ def test_peak_of_a_device_by_the_name_cuda_gives():
     assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert hardware.peak_flops("NVIDIA GeForce RTX 4090") == 165e12
     assert hardware.peak_flops("NVIDIA H100 PCIe") is None and hardware.peak_flops("Tesla K80") is None
+
+
+def test_the_cluster_of_a_run_has_the_memory_of_its_gpu(monkeypatch):
+    """Rank 13 of 16 on two nodes."""
+    memory = {torch.device("cuda", 5): 80 * 2**30}
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=memory[device]))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    cluster = hardware.cluster_of(Ranks(13, 16, torch.device("cuda", 5)))
+    assert (cluster.ranks_per_node, cluster.nodes, cluster.device.memory) == (8, 2, 80)
+    assert math.isnan(cluster.device.flops_per_s)  # a time from it is none
