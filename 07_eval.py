@@ -10,7 +10,6 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
     python 07_eval.py --harness runs/harness     # also write the questions as tasks for lm_eval
-    python 07_eval.py --report                   # evaluate nothing: RUN/report.html from the stages' records
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation, stripped, equals the text of the right answer.
@@ -47,7 +46,7 @@ from common.data.text import load_tokens, sequence_length
 from common.files import write_json, write_text
 from common.layers import Layers
 from common.records import SOURCE
-from common.reporting import harness, report
+from common.reporting import harness
 from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
 
 NONE = "none"  # --tasks, --text: no such data
@@ -99,8 +98,6 @@ def parse():
     parser.section("other outputs")
     parser.add_argument("--harness", default=None, metavar="DIR",
                         help="also write the questions as lm_eval tasks to DIR, with lm_eval.sh to run them")
-    parser.add_argument("--report", action="store_true",
-                        help="evaluate nothing: write RUN/report.html from the records in RUN")
     args = parser.parse_args()
     if not args.dtype:
         args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
@@ -295,9 +292,6 @@ def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized
 
 def main():
     args, clock = parse(), Clock()
-    if args.report:
-        print(f"wrote   {report.write(args.run, args.force)}")
-        return
     register(args.register or ())
     output, table_file, answers = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
     exported = harness.outputs(args.harness, args.only) if args.harness else []

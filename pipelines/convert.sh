@@ -55,5 +55,5 @@ make_once "$RUN/train/stage.json" train
 make_once "$RUN/gqa" "$PYTHON" 06_export.py --run "$RUN"
 make_once "$RUN/eval.json" "$PYTHON" 07_eval.py --run "$RUN" --tasks "${TASKS:-none}" \
   --text "$RUN/train/heldout.npy" --prompts "${PROMPTS:-pipelines/prompts.txt}"
-"$PYTHON" 07_eval.py --run "$RUN" --report
+"$PYTHON" -m pipelines.report --run "$RUN"
 cat "$RUN/eval.md"

@@ -114,7 +114,7 @@ OTHERS = [  # file, old text, new text, test
     (AUDIT, 'letter in "qo" else', 'letter in "q" else', "test_rows_of_other_families"),
     (AUDIT, "config.layer_types = config.layer_types[:1]", "pass",
      "test_large_models_are_compared_by_one_layer"),
-    ("common/reporting/report.py", "(Table(rows[0], rows[1:]), notes)", "(Table(rows[0], rows[1:]), [])",
+    ("pipelines/report.py", "(Table(rows[0], rows[1:]), notes)", "(Table(rows[0], rows[1:]), [])",
      "test_report::test_the_table_of_paper_py_is_there_once_it_is_written"),
 ]
 MUTANTS = [

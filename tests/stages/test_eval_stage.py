@@ -221,7 +221,7 @@ def test_layer_by_layer_figures_are_the_whole_models(evaluation):
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
     assert read_outcomes(other) == []
-    run("07_eval.py", "--run", other, "--report")
+    run("pipelines/report.py", "--run", other)
     assert f"{expected['a']['perplexity']:.4g}" in (other / "report.html").read_text()
 
 
@@ -262,7 +262,8 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(models, "check_finite", lambda tensors, where: None)  # lm_head is on the disk
     on_two_gpus(monkeypatch, free=100_000)
-    arguments = [*arguments, "--limit", 3, "--seed", 1, "--device", "cuda", "--run", tmp_path / "run"]
+    arguments = [*arguments, "--limit", 3, "--seed", 1, "--device", "cuda"]
+    arguments += ["--dtype", "float32", "--run", tmp_path / "run"]
     done = run("07_eval.py", *arguments)
     assert maps == ["auto", "auto"] and "first, spread over all GPUs" in done.stdout
     assert read_outcomes(tmp_path / "run") == read_outcomes(home / "run")
@@ -337,7 +338,7 @@ def test_a_damaged_record_of_a_checkpoint_is_one_line(inputs, checkpoint, tmp_pa
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"stage": "07_eval.py", "results": 7}'])
 def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
     (tmp_path / "eval.json").write_bytes(content)
-    expect_error("eval.json", "07_eval.py", "--run", tmp_path, "--report")
+    expect_error("eval.json", "pipelines/report.py", "--run", tmp_path)
 
 
 def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):

@@ -1,9 +1,12 @@
-"""RUN/report.html: one page that summarizes a run directory from its records: settings, figures and plots.
+"""One page that summarizes a run directory from its records: settings, figures and pictures of every stage.
+
+    python -m pipelines.report --run RUN     # writes RUN/report.html
 
 The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
-records give the same bytes. Template: templates/report.html; tables: figures.py.
+records give the same bytes. Template: templates/report.html; tables: report_figures.py.
 """
 
+import argparse
 import base64
 import datetime
 import functools
@@ -16,10 +19,11 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from common.artifacts import read_record
-from common.cli import UserError
+from common.cli import UserError, run_stage
 from common.files import refuse_overwrite, write_text
 from common.records import SOURCE
-from common.reporting.figures import (
+from common.training.metrics import read_metrics
+from pipelines.report_figures import (
     Table,
     cell,
     chart,
@@ -30,9 +34,8 @@ from common.reporting.figures import (
     score_tables,
     steps_table,
 )
-from common.training.metrics import read_metrics
 
-GENERATOR = b'<meta name="generator" content="07_eval.py --report">'  # near the start of every page
+GENERATOR = b'<meta name="generator" content="pipelines.report">'  # near the start of every page
 
 
 class Part(NamedTuple):
@@ -272,3 +275,16 @@ def command(stage: str, arguments: dict) -> str:
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return shlex.join(words)
+
+
+def main():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--run", default="runs/demo", help="run directory")
+    parser.add_argument("--force", action="store_true", help="replace a report.html that is none of its own")
+    args = parser.parse_args()
+    print(f"wrote   {write(args.run, args.force)}")
+
+
+if __name__ == "__main__":
+    run_stage(main)
