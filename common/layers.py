@@ -18,7 +18,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.cli import UserError
-from common.models import empty_model, load_config, load_model, save_tokenizer, sliding_window, window_mask
+from common.models import (
+    empty_model,
+    load_config,
+    load_model,
+    restore_buffers,
+    save_tokenizer,
+    sliding_window,
+    window_mask,
+)
 from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -45,8 +53,7 @@ class Layers:
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
-            rotary = self.model.model.rotary_emb  # not stored, but computed from the config
-            self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
+            restore_buffers(self.model, device)
         else:
             self.model = load_model(path, dtype, device)
         self.config = self.model.config
@@ -61,6 +68,7 @@ class Layers:
             yield module
             return
         module.to_empty(device=self.device)
+        restore_buffers(self.model, self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
         stored_name = "model.embed_tokens" if tied else name
         tensors = {f"{stored_name}.{key}": tensor.detach() for key, tensor in module.named_parameters()}

@@ -17,7 +17,7 @@ logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo")
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
@@ -103,6 +103,11 @@ def require_convertible(path: str, config) -> None:
     if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
         raise UserError(f"{path}: expected RoPE over whole heads, "
                         f"found partial_rotary_factor {rope['partial_rotary_factor']}")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UserError(f"{path}: expected clip_qkv null, found {config.clip_qkv}: queries, keys and values "
+                        "are clipped one coordinate at a time, which no rotation commutes with")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     shape = geometry(config)
     if shape.head_dim % 2:
         raise UserError(f"{path}: expected an even head_dim, which RoPE splits into pairs, "
@@ -182,6 +187,15 @@ def empty_model(path: str, config, dtype: torch.dtype):
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error
+
+
+def restore_buffers(model, device) -> None:
+    """Compute what to_empty discards and no checkpoint stores: RoPE frequencies, the scale of embeddings."""
+    decoder = model.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(model.config).to(device)
+    scale = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
+    if scale is not None:
+        decoder.embed_tokens.embed_scale = torch.tensor(scale, device=device)
 
 
 def needs_several_gpus(path: str, dtype: torch.dtype, device: str) -> bool:

@@ -1,5 +1,8 @@
-"""Llama 1-3, Mistral, Qwen2, Qwen3, and sources that are GQA already: a permitted transformation keeps the
-function, any other changes it; all stages; the result loads in the family's own class."""
+"""Every family and sources that are GQA already: a permitted transformation keeps the function, any other
+changes it; all stages; the result loads in the family's own class.
+
+The models are tiny and random, of the classes in conftest.CLASSES as transformers 5.23 has them.
+"""
 
 import copy
 import json
@@ -9,16 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.layers import run_layer
+from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.fuse import fuse_layer
 from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import free_pairs
 from common.method.stats import key_gram
-from common.models import geometry
+from common.models import geometry, load_config
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
-from common.training.sharding import Trainee
+from common.training.sharding import Execution, Trainee, build
 from conftest import expect_error, run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples
@@ -36,6 +39,8 @@ FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any of them
     "qwen2, GQA": GQA | QWEN2,
     "qwen3, GQA, tied": GQA | TIED | {"model_type": "qwen3"},
     "qwen3, biases": {"model_type": "qwen3", "bias": True},
+    "gemma, tied": TIED | {"model_type": "gemma"},
+    "olmo": {"model_type": "olmo"},
 }
 ROPES = {
     "default": {},
@@ -205,6 +210,19 @@ def test_running_layer_after_layer_is_the_model(changes):
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_loaded_part_by_part_or_sharded_it_is_the_model(changes, group_of_one, tmp_path):
+    """What no checkpoint stores is computed: RoPE's frequencies, the scale of embeddings."""
+    path, model = save_tiny(tmp_path / "model", **changes), tiny_model(**changes)
+    layers = Layers(path, torch.float32, "cpu", layerwise=True)
+    logits = torch.stack(layers.logits(TOKENS, str(tmp_path)))
+    torch.testing.assert_close(logits, logits_of(model), rtol=0, atol=1e-4)
+    sharded = build(load_config(path), group_of_one, Execution(), lambda name: (path, name))
+    row, whole = build_row(random_samples(5), 5), Trainee(tiny_model(attn_implementation="packed", **changes))
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(row), whole(row), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_packed_attention_is_the_familys_own(changes):
     assert_packed_is_eager(changes)
 
@@ -253,6 +271,13 @@ def test_whole_run(name, inputs, tmp_path):
     for cosines in summary["within_group_cosine"]:
         assert cosines["key_after"] >= cosines["key_before"]
         assert cosines["value_after"] > cosines["value_before"]
+
+    merge = "mean" if changes.get("model_type") == "qwen3" else "closed-form"
+    run("04_align.py", "--run", tmp_path / "refitted", "--calibration", home / "calibration", "--groups",
+        home / "groups.json", "--merge", merge, "--refit", "attention", "--dtype", "float32")
+    summary = json.loads((tmp_path / "refitted" / "merged" / "stage.json").read_text())["summary"]
+    for errors in summary["refit_layers"]:
+        assert errors["attention"] < errors["output"] < errors["merged"]
 
     run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5,
         "--batch", 4, "--teacher-steps", 2, "--teacher-batch", 4, "--lr", 1e-3, "--mask-lr", 3)
