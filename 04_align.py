@@ -46,12 +46,20 @@ from common.evaluate import max_difference, mean_kl, perplexity_of, require_clos
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.closed_form import closed_form_layer
+from common.method.closed_form import closed_form_layer, with_energies
 from common.method.fuse import fuse_layer
 from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
 from common.method.refit import ERRORS, Refit
-from common.method.rope import norms_heads
-from common.models import key_context, load_config, load_tokenizer, pick_device, source_model, weight_dtype
+from common.models import (
+    key_context,
+    load_config,
+    load_tokenizer,
+    norms_heads,
+    norms_jointly,
+    pick_device,
+    source_model,
+    weight_dtype,
+)
 from common.progress import Progress
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
@@ -217,13 +225,16 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
     return figures
 
 
-def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
+def choose_merges(args, config, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
     """Yield each layer's Merge. Arguments: as for align_groups and closed_form_layer, for all layers."""
+    joint, closed = norms_jointly(config), args.merge == "closed-form"
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
-        if args.merge == "closed-form":
-            yield closed_form_layer(grams_of(index), layer_groups, *rotation, context)
+        grams = grams_of(index) if joint or closed else None
+        if closed:
+            merge = closed_form_layer(grams, layer_groups, *rotation, context)
         else:
-            yield PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
+            merge = PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
+        yield with_energies(merge, grams, layer_groups, rotation[1], closed) if joint else merge
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
@@ -274,7 +285,7 @@ def main():
     grams_of = partial(read_grams, calibration_path, source["kv_heads"], pick_device(args.device))
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
-    merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
+    merges = choose_merges(args, load_config(source["path"]), grams_of, inputs.groups, rotations, context)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
         figures = check_aligned(inputs, logits, open_layers(aligned, args).logits(tokens))

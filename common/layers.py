@@ -23,6 +23,7 @@ from common.models import (
     load_config,
     load_model,
     restore_buffers,
+    rope_options,
     save_tokenizer,
     sliding_window,
     window_mask,
@@ -99,11 +100,6 @@ class Layers:
         for index, layer in enumerate(self.decoder_layers()):
             function(index, layer)
 
-    @property
-    def frequencies(self) -> torch.Tensor:
-        """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
-        return self.model.model.rotary_emb.inv_freq.double().cpu()
-
     def embed(self, batches, directory: str | None) -> "Spool":
         """Hidden states before the first layer, from batches of token ids [n, T].
 
@@ -161,10 +157,10 @@ def return_freed_memory() -> None:
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
     """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    window = sliding_window(getattr(layer, "self_attn", layer))
-    mask = window_mask(hidden.shape[1], window, hidden.device)
-    rotary = model.model.rotary_emb(hidden, position_ids=positions)
-    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+    attention, rotary = getattr(layer, "self_attn", layer), model.model.rotary_emb
+    mask = window_mask(hidden.shape[1], sliding_window(attention), hidden.device)
+    turns = rotary(hidden, position_ids=positions, **rope_options(rotary, attention))
+    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -1,5 +1,6 @@
 """Models: geometry, whether the method applies, and loading with clear errors."""
 
+import functools
 import glob
 import json
 import os
@@ -17,7 +18,9 @@ logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "olmo3")
+# an RMSNorm before RoPE: of each head's query and key, or of all heads' queries and of all heads' keys
+HEAD_NORMS, JOINT_NORMS = ("qwen3",), ("olmo2", "olmo3")
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
@@ -187,6 +190,60 @@ def empty_model(path: str, config, dtype: torch.dtype):
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error
+
+
+def norms_heads(config) -> bool:
+    """Whether each head's query and key pass through an RMSNorm before RoPE."""
+    return config.model_type in HEAD_NORMS
+
+
+def norms_jointly(config) -> bool:
+    """Whether all heads' queries, and all heads' keys, pass through one RMSNorm before RoPE."""
+    return config.model_type in JOINT_NORMS
+
+
+def head_parameters(attention) -> dict[str, torch.Tensor]:
+    """The parameters by name that belong to heads: of q, k, v and o_proj, and of norms over all heads."""
+    joint = norms_jointly(attention.config)
+    return {name: parameter for name, parameter in attention.named_parameters()
+            if name != "o_proj.bias" and (joint or "_norm." not in name)}
+
+
+def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
+    """The modules of an attention layer that merging changes: of keys and values, or of the whole head."""
+    norms = ("k_norm", "q_norm")[: 1 + whole_head] if norms_jointly(config) else ()
+    return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
+
+
+def watch_heads(attention, function) -> list:
+    """Hooks that call function(letter, vectors [..., heads * d]) with q, k and v of each forward pass.
+
+    q and k are those that enter RoPE or the norms of single heads. Returns the handles.
+    """
+    behind = "norm" if norms_jointly(attention.config) else "proj"
+
+    def hook(module, inputs, output, letter: str) -> None:
+        function(letter, output)
+
+    names = {"q": f"q_{behind}", "k": f"k_{behind}", "v": "v_proj"}
+    return [getattr(attention, name).register_forward_hook(functools.partial(hook, letter=letter))
+            for letter, name in names.items()]
+
+
+def rope_options(rotary, attention) -> dict:
+    """What a model's rotary embedding needs to know of the layer: OLMo 3 has one RoPE per type of layer."""
+    return {"layer_type": attention.attention_type} if hasattr(rotary, "layer_types") else {}
+
+
+def rope_frequencies(rotary, attention) -> torch.Tensor:
+    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
+    prefix = "".join(f"{kind}_" for kind in rope_options(rotary, attention).values())
+    return getattr(rotary, f"{prefix}inv_freq").double().cpu()
+
+
+def attention_input(layer, hidden: torch.Tensor) -> torch.Tensor:
+    """What a decoder layer's attention reads: its normalized input, or the input where norms come after."""
+    return layer.input_layernorm(hidden) if hasattr(layer, "input_layernorm") else hidden
 
 
 def restore_buffers(model, device) -> None:

@@ -29,6 +29,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
     PreTrainedTokenizerFast,
@@ -49,7 +53,8 @@ TRAINING = """--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3
 GROUPING = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
 CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
            "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-           "gemma": (GemmaConfig, GemmaForCausalLM), "olmo": (OlmoConfig, OlmoForCausalLM)}
+           "gemma": (GemmaConfig, GemmaForCausalLM), "olmo": (OlmoConfig, OlmoForCausalLM),
+           "olmo2": (Olmo2Config, Olmo2ForCausalLM), "olmo3": (Olmo3Config, Olmo3ForCausalLM)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
