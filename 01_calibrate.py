@@ -96,8 +96,7 @@ class Collector:
         for hook in self.hooks:
             hook.remove()
         tensors = self.stats.tensors()
-        for kind, letter in (("key", "k"), ("value", "v")):
-            tensors[f"sample.{kind}"] = torch.cat(self.samples[letter])
+        tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
         tensors["key.free"] = free_pairs(self.attention)
         tensors["key.joint_norm"] = torch.tensor(models.norms_jointly(self.attention.config))
         weight = self.attention.o_proj.weight

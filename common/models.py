@@ -1,6 +1,5 @@
 """Models: geometry, whether the method applies, and loading with clear errors."""
 
-import functools
 import glob
 import json
 import os
@@ -18,9 +17,10 @@ logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "olmo3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "olmo3", "phi3")
 # an RMSNorm before RoPE: of each head's query and key, or of all heads' queries and of all heads' keys
 HEAD_NORMS, JOINT_NORMS = ("qwen3",), ("olmo2", "olmo3")
+FUSED = ("phi3",)  # q, k and v in one projection
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
@@ -202,17 +202,42 @@ def norms_jointly(config) -> bool:
     return config.model_type in JOINT_NORMS
 
 
-def head_parameters(attention) -> dict[str, torch.Tensor]:
-    """The parameters by name that belong to heads: of q, k, v and o_proj, and of norms over all heads."""
-    joint = norms_jointly(attention.config)
-    return {name: parameter for name, parameter in attention.named_parameters()
-            if name != "o_proj.bias" and (joint or "_norm." not in name)}
-
-
 def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
     """The modules of an attention layer that merging changes: of keys and values, or of the whole head."""
+    if config.model_type in FUSED:
+        return ("qkv_proj", "o_proj") if whole_head else ("qkv_proj",)
     norms = ("k_norm", "q_norm")[: 1 + whole_head] if norms_jointly(config) else ()
     return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
+
+
+def fused_parts(fused: torch.Tensor, queries: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k and v of what has them side by side along dim; queries: size of q there."""
+    shared = (fused.shape[dim] - queries) // 2
+    return fused.split((queries, shared, shared), dim)
+
+
+def merged_parameters(attention) -> dict[str, torch.nn.Parameter]:
+    """The parameters by name that merging may change: merged_modules', but for o_proj's bias."""
+    modules = merged_modules(attention.config, whole_head=True)
+    return {name: parameter for name, parameter in attention.named_parameters()
+            if name != "o_proj.bias" and name.partition(".")[0] in modules}
+
+
+def head_parameters(attention) -> dict[str, torch.Tensor]:
+    """merged_parameters with q_proj, k_proj and v_proj, views of their rows, where they are one matrix."""
+    parameters = merged_parameters(attention)
+    if "qkv_proj.weight" in parameters:
+        parts = fused_parts(parameters.pop("qkv_proj.weight"), attention.o_proj.in_features)
+        parameters |= {f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)}
+    return parameters
+
+
+def as_stored(attention, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters named as by head_parameters -> named as in the module."""
+    if attention.config.model_type not in FUSED:
+        return parameters
+    fused = torch.cat([parameters.pop(f"{letter}_proj.weight") for letter in "qkv"])
+    return parameters | {"qkv_proj.weight": fused}
 
 
 def watch_heads(attention, function) -> list:
@@ -221,13 +246,16 @@ def watch_heads(attention, function) -> list:
     q and k are those that enter RoPE or the norms of single heads. Returns the handles.
     """
     behind = "norm" if norms_jointly(attention.config) else "proj"
+    fused = attention.config.model_type in FUSED
+    names = {"qkv_proj": "qkv"} if fused else {f"q_{behind}": "q", f"k_{behind}": "k", "v_proj": "v"}
+    letters = {attention.get_submodule(name): letter for name, letter in names.items()}
 
-    def hook(module, inputs, output, letter: str) -> None:
-        function(letter, output)
+    def hook(module, inputs, output) -> None:
+        parts = fused_parts(output, attention.o_proj.in_features, -1) if fused else (output,)
+        for letter, part in zip(letters[module], parts, strict=True):
+            function(letter, part)
 
-    names = {"q": f"q_{behind}", "k": f"k_{behind}", "v": "v_proj"}
-    return [getattr(attention, name).register_forward_hook(functools.partial(hook, letter=letter))
-            for letter, name in names.items()]
+    return [module.register_forward_hook(hook) for module in letters]
 
 
 def rope_options(rotary, attention) -> dict:

@@ -35,6 +35,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -54,7 +56,8 @@ GROUPING = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
 CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
            "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
            "gemma": (GemmaConfig, GemmaForCausalLM), "olmo": (OlmoConfig, OlmoForCausalLM),
-           "olmo2": (Olmo2Config, Olmo2ForCausalLM), "olmo3": (Olmo3Config, Olmo3ForCausalLM)}
+           "olmo2": (Olmo2Config, Olmo2ForCausalLM), "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+           "phi3": (Phi3Config, Phi3ForCausalLM)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

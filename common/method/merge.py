@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from common.method.fuse import head_columns, head_rows
-from common.models import head_parameters
+from common.models import as_stored, head_parameters
 
 
 @dataclass
@@ -51,7 +51,7 @@ def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
     groups, members, size, _ = merge.value_in.shape
-    repeats, device = attention.num_key_value_groups, attention.q_proj.weight.device
+    repeats, device = attention.num_key_value_groups, attention.o_proj.weight.device
 
     def per_kv_head(parts):  # [G, D, ...] -> [G * D, ...]
         return parts.flatten(0, 1).to(device)
@@ -84,10 +84,10 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
         if energy is None:
             merged = {name: blocks for name, blocks in merged.items() if name[0] != "q"}
     for name, blocks in merged.items():
-        parameter = attention.get_parameter(name)
+        parameter = parameters[name]
         rows = (len(parameter),) if name == "o_proj.weight" else (-1,)
         merged[name] = blocks.reshape(*rows, *parameter.shape[1:]).to(parameter.dtype)
-    return merged
+    return as_stored(attention, merged)
 
 
 def behind_norm(merged: dict, letter: str, variance: torch.Tensor, energy: torch.Tensor | None) -> None:

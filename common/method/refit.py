@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common.models import attention_input, head_parameters
+from common.models import attention_input, merged_parameters
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
@@ -136,7 +136,7 @@ class Refit:
 
     def _train(self, merged, outputs, error: float) -> None:
         """Train the projections of `merged`, whose held-out error is `error`, in place; keep the best."""
-        parameters = list(head_parameters(merged.self_attn).values())
+        parameters = list(merged_parameters(merged.self_attn).values())
         best = [parameter.detach().clone() for parameter in parameters]
         steps = EPOCHS * len(self.fitted)
         schedules = [CosineAnnealingLR(optimizer, steps) for optimizer in optimizers(parameters)]

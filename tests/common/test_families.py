@@ -21,7 +21,14 @@ from common.method.procrustes import align_keys, key_similarity
 from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase, to_complex
 from common.method.stats import key_gram
-from common.models import geometry, load_config, merged_modules, norms_jointly, watch_heads
+from common.models import (
+    geometry,
+    head_parameters,
+    load_config,
+    merged_modules,
+    norms_jointly,
+    watch_heads,
+)
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build
@@ -35,7 +42,7 @@ LLAMA3 = SHORT | {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "
                   "high_freq_factor": 4.0}
 MISTRAL = {"model_type": "mistral", "sliding_window": 12}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
-FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any of them
+FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's longrope
     "llama, GQA, tied": GQA | TIED | {"rope_parameters": LLAMA3},
     "mistral": MISTRAL,
     "mistral, GQA": GQA | MISTRAL,
@@ -50,6 +57,11 @@ FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any of them
         "full_attention": SHORT | {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"model_type": "phi3", "sliding_window": 12},
+    "phi3, GQA, longrope": GQA | SHORT | {"model_type": "phi3", "head_dim": 6, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [2.0, 2.1, 2.2],
+    }},
 }
 ROPES = {
     "default": {},
@@ -71,7 +83,7 @@ def logits_of(model, attention: str = "sdpa") -> torch.Tensor:
 
 def rotations(attention, generator):
     """Random value and key rotations of the kind that is exact for this layer."""
-    heads, size = attention.k_proj.out_features // attention.head_dim, attention.head_dim
+    heads, size = geometry(attention.config).kv_heads, attention.head_dim
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
     turns = torch.polar(torch.ones_like(angles), angles)
@@ -286,6 +298,48 @@ def test_masks_blend_norms_over_all_heads(whole_head):
     torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_fused_projection_is_blended_by_its_parts():
+    """Of a Phi-3 that is GQA already: rows of q, k and v, each by the mask of its key/value head."""
+    model = tiny_model(model_type="phi3", num_key_value_heads=4)
+    merged = merge_model(model, 2)
+    assert merged_modules(model.config) == ("qkv_proj",)
+    for layer in merged.model.layers:
+        layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, ("qkv_proj",))
+    shared = {name.replace("qkv_proj", "qkv_proj.merged"): tensor
+              for name, tensor in merged.state_dict().items() if "qkv_proj" in name}
+    assert {masks.blended_name(name, ("qkv_proj",)) for name in merged.state_dict()} >= shared.keys()
+    student.load_state_dict(student.state_dict() | shared)
+    masks.set_masks(student, torch.ones(3, 4))
+    assert torch.equal(logits_of(student), logits_of(model))
+    masks.set_masks(student, torch.zeros(3, 4))
+    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    z, projection = torch.rand(4), student.model.layers[1].self_attn.qkv_proj
+    projection.z = z
+    source, shared = projection.original.weight, projection.merged.weight
+    heads = [*range(8)], [8 + head for head in range(4)], [12 + head for head in range(4)]
+    merged_heads = [*range(8)], [8, 8, 9, 9], [10, 10, 11, 11]
+    rows, x = [], torch.randn(5, 48)
+    for part, merged_part in zip(heads, merged_heads, strict=True):
+        for place, (old, new) in enumerate(zip(part, merged_part, strict=True)):
+            mask = z[place * 4 // len(part)]
+            rows.append(mask * source[8 * old : 8 * old + 8] + (1 - mask) * shared[8 * new : 8 * new + 8])
+    torch.testing.assert_close(projection(x), x @ torch.cat(rows).T, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_heads_of_a_fused_projection_are_watched():
+    model, watched = tiny_model(model_type="phi3", num_key_value_heads=4), {}
+    attention, x = model.model.layers[0].self_attn, torch.randn(2, 5, 48)
+    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
+    attention.qkv_proj(x)
+    parts = {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}
+    for letter, rows in parts.items():
+        torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
+
+
 @pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
 def test_masks_of_a_source_that_is_gqa_already(names):
     """Open masks give the source; closed ones merge its kv heads, each with the query heads that read it."""
@@ -415,7 +469,8 @@ def test_whole_run(name, inputs, tmp_path):
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]
     assert config_without_kv_heads(home / "gqa") == config_without_kv_heads(model)
     assert exported.config.num_key_value_heads == 2
-    assert exported.model.layers[0].self_attn.k_proj.out_features == 16
+    heads = head_parameters(exported.model.layers[0].self_attn)
+    assert len(heads["k_proj.weight"]) == 2 * geometry(exported.config).head_dim
     ids = exported.generate(TOKENS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert ids.shape[1] > 5
 

@@ -2,8 +2,8 @@
 
 MUTANTS = [
     ("Eq. 1", "common/models.py",
-     '"k": f"k_{behind}"',
-     '"k": "v_proj"',
+     'f"k_{behind}": "k", "v_proj": "v"',
+     'f"k_{behind}": "v", "v_proj": "k"',
      "test_stages::test_calibration_holds_sums_over_the_models_own_vectors"),
     ("Eq. 1", "01_calibrate.py",
      "hidden[number] = layers.run(layer, hidden[number])",
