@@ -304,6 +304,10 @@ def test_a_fused_projection_is_blended_by_its_parts():
     model = tiny_model(model_type="phi3", num_key_value_heads=4)
     merged = merge_model(model, 2)
     assert merged_modules(model.config) == ("qkv_proj",)
+    rows = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
+    (queries, keys, values), means = next(rows).split((64, 32, 32)), next(rows)
+    expected = [queries, *(part.view(2, 2, 8, 48).mean(1).flatten(0, 1) for part in (keys, values))]
+    torch.testing.assert_close(means, torch.cat(expected), rtol=0, atol=1e-6)
     for layer in merged.model.layers:
         layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
     student = copy.deepcopy(model)
