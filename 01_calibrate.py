@@ -1,6 +1,6 @@
 """Stage 1: run text through the model and collect statistics of its key and value heads.
 
-Reads   a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family with at least two key/value heads, and text;
+Reads   a checkpoint of a supported family (docs/families.md) with at least two key/value heads, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
@@ -66,43 +66,39 @@ def parse():
 
 
 class Collector:
-    """Forward hooks on one layer's q_proj, k_proj and v_proj that accumulate sums and sampled vectors."""
+    """Forward hooks on one layer that accumulate sums over its queries, keys and values, and samples."""
 
     def __init__(self, layer, name: str, shape: models.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the whole text
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
-        self.samples = {"key": [], "value": []}  # per batch [n, heads, d]
+        self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
+                        "v": self.stats.update_values}
+        self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
         # before RoPE, which turns pair p of every head by the same angle: conj(z_i[p]) z_j[p] stays the same
-        self.hooks = [
-            self.attention.q_proj.register_forward_hook(self._hook("query", self.stats.update_queries)),
-            self.attention.k_proj.register_forward_hook(self._hook("key", self.stats.update_keys)),
-            self.attention.v_proj.register_forward_hook(self._hook("value", self.stats.update_values)),
-        ]
+        self.hooks = models.watch_heads(self.attention, self._collect)
 
     def begin(self, start: int, end: int) -> None:
         """Set the position of the next forward pass: tokens start to end - 1 of the whole text."""
         inside = (self.sampled >= start) & (self.sampled < end)
         self.sampled_rows = self.sampled[inside] - start
 
-    def _hook(self, kind: str, update):
-        def collect(module, inputs, output):
-            heads = output.detach().view(-1, output.shape[-1] // self.shape.head_dim, self.shape.head_dim)
-            if not torch.isfinite(heads.sum(dtype=torch.float32)):
-                raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{kind[0]}_proj")
-            update(heads)
-            if kind in self.samples:
-                self.samples[kind].append(heads[self.sampled_rows].float().cpu())
-
-        return collect
+    def _collect(self, letter: str, vectors: torch.Tensor) -> None:
+        heads = vectors.detach().unflatten(-1, (-1, self.shape.head_dim)).flatten(0, -3)
+        if not torch.isfinite(heads.sum(dtype=torch.float32)):
+            raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
+        self.updates[letter](heads)
+        if letter in self.samples:
+            self.samples[letter].append(heads[self.sampled_rows].float().cpu())
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Remove the hooks and return the tensors of this layer's file."""
         for hook in self.hooks:
             hook.remove()
         tensors = self.stats.tensors()
-        tensors |= {f"sample.{kind}": torch.cat(batches) for kind, batches in self.samples.items()}
+        tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
         tensors["key.free"] = free_pairs(self.attention)
+        tensors["key.joint_norm"] = torch.tensor(models.norms_jointly(self.attention.config))
         weight = self.attention.o_proj.weight
         tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
         return tensors
@@ -124,7 +120,9 @@ def collect(layers: Layers, shape: models.Geometry, tokens: torch.Tensor, args):
                     hidden[number] = layers.run(layer, hidden[number])
                     bar.update()
                 tensors = collector.finish()
-            yield tensors | {"rope.frequencies": layers.frequencies}
+                rotary = layers.model.model.rotary_emb
+                tensors["rope.frequencies"] = models.rope_frequencies(rotary, layer.self_attn)
+            yield tensors
 
 
 @torch.no_grad()

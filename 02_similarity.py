@@ -13,7 +13,7 @@ Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,aft
 
 cos is the mean cosine (Eq. 2, 3, 18, 19). dist is minus the mean *squared* distance (Eq. 22 has the norm, the
 authors' code squares it). Values are aligned by any orthogonal map, keys by one rotation per RoPE pair (in
-Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation).
+Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation; in OLMo 2 and 3 by quarters).
 """
 
 import os

@@ -31,6 +31,7 @@ from functools import partial
 
 import torch
 
+from common import models
 from common.artifacts import (
     claim,
     digest,
@@ -46,12 +47,10 @@ from common.evaluate import max_difference, mean_kl, perplexity_of, require_clos
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.align import align_layer, within_group_cosine
-from common.method.closed_form import closed_form_layer
+from common.method.closed_form import closed_form_layer, with_energies
 from common.method.fuse import fuse_layer
 from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
 from common.method.refit import ERRORS, Refit
-from common.method.rope import norms_heads
-from common.models import key_context, load_config, load_tokenizer, pick_device, source_model, weight_dtype
 from common.progress import Progress
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
@@ -115,15 +114,15 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = read_calibration(calibration_path)
     grouping, groups = read_groups(groups_path, calibration["model"])
-    path, by = source_model(calibration)["path"], grouping["summary"]["by"]
-    config = load_config(path)
+    path, by = models.source_model(calibration)["path"], grouping["summary"]["by"]
+    config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    if args.merge == "closed-form" and norms_heads(config):
+    if args.merge == "closed-form" and models.norms_heads(config):
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
                         "would undo the scale folded into the queries")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
-    tokenizer, calibrated = load_tokenizer(path), calibration["summary"]
+    tokenizer, calibrated = models.load_tokenizer(path), calibration["summary"]
     text, default = calibration["arguments"]["text"], max(2, min(512, calibrated["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     bos = calibration["arguments"].get("bos") is True
@@ -137,21 +136,22 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
         refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
-    return Inputs(calibration, grouping, groups, tokens, refit_tokens, weight_dtype(args.dtype, config))
+    dtype = models.weight_dtype(args.dtype, config)
+    return Inputs(calibration, grouping, groups, tokens, refit_tokens, dtype)
 
 
 def choose_context(args, positions: int) -> int | None:
     """Tokens over which keys are merged with RoPE in mind, also printed; None if they are not."""
     if (args.merge, args.merge_keys) != ("closed-form", "rope"):
         return None
-    context = key_context(args.key_context, positions)
+    context = models.key_context(args.key_context, positions)
     print(f"keys    merged for contexts of up to {context} tokens")
     return context
 
 
 def open_layers(path: str, args) -> Layers:
     """A checkpoint in float32."""
-    return Layers(path, torch.float32, pick_device(args.device), layerwise=args.layerwise)
+    return Layers(path, torch.float32, models.pick_device(args.device), layerwise=args.layerwise)
 
 
 def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, list[dict]]:
@@ -219,11 +219,14 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
 
 def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
     """Yield each layer's Merge. Arguments: as for align_groups and closed_form_layer, for all layers."""
+    closed = args.merge == "closed-form"
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
-        if args.merge == "closed-form":
-            yield closed_form_layer(grams_of(index), layer_groups, *rotation, context)
+        grams = grams_of(index)
+        if closed:
+            merge = closed_form_layer(grams, layer_groups, *rotation, context)
         else:
-            yield PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
+            merge = PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
+        yield with_energies(merge, grams, layer_groups, rotation[1], closed) if grams.joint_norm else merge
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
@@ -271,7 +274,7 @@ def main():
     inputs = read_inputs(args, calibration_path, groups_path)
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
     context = choose_context(args, calibrated["positions"])
-    grams_of = partial(read_grams, calibration_path, source["kv_heads"], pick_device(args.device))
+    grams_of = partial(read_grams, calibration_path, source["kv_heads"], models.pick_device(args.device))
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     merges = choose_merges(args, grams_of, inputs.groups, rotations, context)

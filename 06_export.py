@@ -37,7 +37,7 @@ from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import empty_model, geometry, load_config, weight_dtype
+from common.models import empty_model, geometry, load_config, merged_modules, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
 from common.training.checkpoints import TrainedWeights, best, saved_checkpoints, step_of
@@ -93,7 +93,7 @@ def masked_student(path: str, config, kv_heads: int):
     for its parameters.
     """
     student = empty_model(path, config, torch.float32)
-    masks.patch(student, kv_heads)
+    masks.patch(student, kv_heads, merged_modules(config))
     masks.set_masks(student, torch.zeros(config.num_hidden_layers, geometry(config).kv_heads))
     return student
 
@@ -103,7 +103,8 @@ def share_weights(masked, layer) -> None:
 
     The source's projections, which a mask of 0 leaves out, become random.
     """
-    state = {masks.blended_name(name): tensor.detach() for name, tensor in layer.named_parameters()}
+    names = merged_modules(layer.self_attn.config)
+    state = {masks.blended_name(name, names): tensor.detach() for name, tensor in layer.named_parameters()}
     for name, parameter in masked.named_parameters():
         if ".original." in name:
             state[name] = torch.randn(parameter.shape)  # shows in the logits if a mask lets it through

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from common import models
 from common.cli import UserError
-from common.models import empty_model, load_config, load_model, save_tokenizer, sliding_window, window_mask
 from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -41,14 +41,13 @@ class Layers:
         if layerwise:
             return_freed_memory()
             self.weights = weights or StoredWeights(path)
-            self.model = empty_model(path, config or load_config(path), dtype)
+            self.model = models.empty_model(path, config or models.load_config(path), dtype)
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
-            rotary = self.model.model.rotary_emb  # not stored, but computed from the config
-            self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
+            models.restore_buffers(self.model, device)
         else:
-            self.model = load_model(path, dtype, device)
+            self.model = models.load_model(path, dtype, device)
         self.config = self.model.config
         if self.config.tie_word_embeddings and weights is None:
             check_tied(path)
@@ -61,6 +60,7 @@ class Layers:
             yield module
             return
         module.to_empty(device=self.device)
+        models.restore_buffers(self.model, self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
         stored_name = "model.embed_tokens" if tied else name
         tensors = {f"{stored_name}.{key}": tensor.detach() for key, tensor in module.named_parameters()}
@@ -90,11 +90,6 @@ class Layers:
             return
         for index, layer in enumerate(self.decoder_layers()):
             function(index, layer)
-
-    @property
-    def frequencies(self) -> torch.Tensor:
-        """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
-        return self.model.model.rotary_emb.inv_freq.double().cpu()
 
     def embed(self, batches, directory: str | None) -> "Spool":
         """Hidden states before the first layer, from batches of token ids [n, T].
@@ -153,10 +148,10 @@ def return_freed_memory() -> None:
 def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
     """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    window = sliding_window(getattr(layer, "self_attn", layer))
-    mask = window_mask(hidden.shape[1], window, hidden.device)
-    rotary = model.model.rotary_emb(hidden, position_ids=positions)
-    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+    attention, rotary = getattr(layer, "self_attn", layer), model.model.rotary_emb
+    mask = models.window_mask(hidden.shape[1], models.sliding_window(attention), hidden.device)
+    turns = rotary(hidden, position_ids=positions, **models.rope_options(rotary, attention))
+    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -224,7 +219,7 @@ class CheckpointWriter:
                 raise UserError(f"{self.source}: cannot read generation_config.json: "
                                 f"{first_line(error)}") from error
         generation.save_pretrained(self.directory)
-        save_tokenizer(self.source, self.directory)
+        models.save_tokenizer(self.source, self.directory)
         self._write_headers()
         return self
 

@@ -17,7 +17,10 @@ logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
 
 # supported values of config.model_type: decoders of the same layout, with RoPE over pairs (p, p + d/2)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "olmo3", "phi3")
+# an RMSNorm before RoPE: of each head's query and key, or of all heads' queries and of all heads' keys
+HEAD_NORMS, JOINT_NORMS = ("qwen3",), ("olmo2", "olmo3")
+FUSED = ("phi3",)  # q, k and v in one projection
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
@@ -103,6 +106,11 @@ def require_convertible(path: str, config) -> None:
     if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
         raise UserError(f"{path}: expected RoPE over whole heads, "
                         f"found partial_rotary_factor {rope['partial_rotary_factor']}")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UserError(f"{path}: expected clip_qkv null, found {config.clip_qkv}: queries, keys and values "
+                        "are clipped one coordinate at a time, which no rotation commutes with")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     shape = geometry(config)
     if shape.head_dim % 2:
         raise UserError(f"{path}: expected an even head_dim, which RoPE splits into pairs, "
@@ -182,6 +190,97 @@ def empty_model(path: str, config, dtype: torch.dtype):
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error
+
+
+def norms_heads(config) -> bool:
+    """Whether each head's query and key pass through an RMSNorm before RoPE."""
+    return config.model_type in HEAD_NORMS
+
+
+def norms_jointly(config) -> bool:
+    """Whether all heads' queries, and all heads' keys, pass through one RMSNorm before RoPE."""
+    return config.model_type in JOINT_NORMS
+
+
+def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
+    """The modules of an attention layer that merging changes: of keys and values, or of the whole head."""
+    if config.model_type in FUSED:
+        return ("qkv_proj", "o_proj") if whole_head else ("qkv_proj",)
+    norms = ("k_norm", "q_norm")[: 1 + whole_head] if norms_jointly(config) else ()
+    return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
+
+
+def fused_parts(fused: torch.Tensor, queries: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k and v of what has them side by side along dim; queries: size of q there."""
+    shared = (fused.shape[dim] - queries) // 2
+    return fused.split((queries, shared, shared), dim)
+
+
+def merged_parameters(attention) -> dict[str, torch.nn.Parameter]:
+    """The parameters by name that merging may change: merged_modules', but for o_proj's bias."""
+    modules = merged_modules(attention.config, whole_head=True)
+    return {name: parameter for name, parameter in attention.named_parameters()
+            if name != "o_proj.bias" and name.partition(".")[0] in modules}
+
+
+def head_parameters(attention) -> dict[str, torch.Tensor]:
+    """merged_parameters with q_proj, k_proj and v_proj, views of their rows, where they are one matrix."""
+    parameters = merged_parameters(attention)
+    if "qkv_proj.weight" in parameters:
+        parts = fused_parts(parameters.pop("qkv_proj.weight"), attention.o_proj.in_features)
+        parameters |= {f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)}
+    return parameters
+
+
+def as_stored(attention, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters named as by head_parameters -> named as in the module."""
+    if attention.config.model_type not in FUSED:
+        return parameters
+    fused = torch.cat([parameters.pop(f"{letter}_proj.weight") for letter in "qkv"])
+    return parameters | {"qkv_proj.weight": fused}
+
+
+def watch_heads(attention, function) -> list:
+    """Hooks that call function(letter, vectors [..., heads * d]) with q, k and v of each forward pass.
+
+    q and k are those that enter RoPE or the norms of single heads. Returns the handles.
+    """
+    behind = "norm" if norms_jointly(attention.config) else "proj"
+    fused = attention.config.model_type in FUSED
+    names = {"qkv_proj": "qkv"} if fused else {f"q_{behind}": "q", f"k_{behind}": "k", "v_proj": "v"}
+    letters = {attention.get_submodule(name): letter for name, letter in names.items()}
+
+    def hook(module, inputs, output) -> None:
+        parts = fused_parts(output, attention.o_proj.in_features, -1) if fused else (output,)
+        for letter, part in zip(letters[module], parts, strict=True):
+            function(letter, part)
+
+    return [module.register_forward_hook(hook) for module in letters]
+
+
+def rope_options(rotary, attention) -> dict:
+    """What a model's rotary embedding needs to know of the layer: OLMo 3 has one RoPE per type of layer."""
+    return {"layer_type": attention.attention_type} if hasattr(rotary, "layer_types") else {}
+
+
+def rope_frequencies(rotary, attention) -> torch.Tensor:
+    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
+    prefix = "".join(f"{kind}_" for kind in rope_options(rotary, attention).values())
+    return getattr(rotary, f"{prefix}inv_freq").double().cpu()
+
+
+def attention_input(layer, hidden: torch.Tensor) -> torch.Tensor:
+    """What a decoder layer's attention reads: its normalized input, or the input where norms come after."""
+    return layer.input_layernorm(hidden) if hasattr(layer, "input_layernorm") else hidden
+
+
+def restore_buffers(model, device) -> None:
+    """Compute what to_empty discards and no checkpoint stores: RoPE frequencies, the scale of embeddings."""
+    decoder = model.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(model.config).to(device)
+    scale = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
+    if scale is not None:
+        decoder.embed_tokens.embed_scale = torch.tensor(scale, device=device)
 
 
 def needs_several_gpus(path: str, dtype: torch.dtype, device: str) -> bool:

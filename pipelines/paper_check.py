@@ -95,6 +95,9 @@ TOKENS = f"KL on prompt tokens, BiLD on answer tokens ({line_of_audit('| Eq. 30 
 FLIPPED = f"keys between q_norm and k_norm may only be flipped ({line_of_audit('Qwen3 puts an RMS norm')})"
 
 
+CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
+
+
 class Run:
     """A run directory after stage 4 or later."""
 
@@ -109,6 +112,9 @@ class Run:
         self.training = read_record(self.path("train"), "05_prune_train.py", self.model) if trained else None
         self.masks = self.training["summary"]["masks"] if trained else "l0"
         self.config = load_config(self.path("source"))
+        if self.config.model_type not in CHECKED:
+            raise UserError(f"{directory}: expected model_type in {list(CHECKED)}, "
+                            f"found {self.config.model_type!r}, to compare with the printed equations")
         self.heads, self.size = self.model["kv_heads"], self.model["head_dim"]
         self.groups = torch.tensor(self.alignment["groups"])  # [layers, G, D]
         self.kv_heads, self.members = self.groups.shape[1:]

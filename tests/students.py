@@ -45,7 +45,7 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
     state = model.state_dict()
     for index, layer in enumerate(model.model.layers):
         head_dim = layer.self_attn.head_dim
-        source_kv_heads = layer.self_attn.k_proj.out_features // head_dim
+        source_kv_heads = model.config.num_key_value_heads
         merge = merges[index] if merges else mean_merge(source_kv_heads, kv_heads, head_dim)
         merged_layer = merge_layer(layer, index, config, merge).state_dict()
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merged_layer.items()}

@@ -15,7 +15,8 @@ def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
     matrices = {}
     for criterion, kind in CRITERIA.items():
         pairs = {
-            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free),
+            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free,
+                                  grams.joint_norm),
             "value": value_similarity(grams.value(kind), grams.tokens, criterion),
         }
         for head, (before, after) in pairs.items():
@@ -38,7 +39,7 @@ def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tupl
         return no_rotation(grams, groups)
     kind = CRITERIA[criterion]
     value_rotation = align_values(group_blocks(grams.value(kind), groups))
-    key_rotation = align_keys(group_blocks(grams.key(kind), groups), free=grams.free)
+    key_rotation = align_keys(group_blocks(grams.key(kind), groups), grams.free, grams.joint_norm)
     return value_rotation, key_rotation
 
 

@@ -4,6 +4,8 @@ Notation: G groups of D heads of size d, P = d/2. Values are merged by common/me
 pair, likewise, or, given a context in tokens, with RoPE in mind (common/method/rope_merge.py).
 """
 
+from dataclasses import replace
+
 import torch
 
 from common.method.low_rank import key_weights, merge_keys, merge_values, share, value_loss
@@ -42,6 +44,22 @@ def closed_form_layer(
 def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Q_i C[i, j] Q_j^T from C [G, D, D, d, d] and Q [G, D, d, d]."""
     return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
+
+
+def with_energies(
+    merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor, queries: bool
+) -> Merge:
+    """The merge with the energies that a norm over all heads needs; queries: whether W_Q changes.
+
+    Other arguments: as for closed_form_layer.
+    """
+    rotation = to_matrix(key_rotation)
+    combine, read = (maps.to(rotation.device) for maps in (merge.key_in, merge.key_out))
+    key = rotated(group_blocks(grams.full_key, groups), rotation) / grams.tokens
+    query = rotation @ grams.query[groups] @ rotation.mT / grams.tokens
+    key_energy = torch.einsum("giab,gijbc,gjac->ga", combine, key, combine)
+    query_energy = torch.einsum("giba,gibc,gica->gia", read, query, read)
+    return replace(merge, key_energy=key_energy, query_energy=query_energy if queries else None)
 
 
 def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | None, context: int) -> KeyFit:

@@ -8,6 +8,7 @@ columns of o_proj are moved and rotated with it.
 import torch
 
 from common.method.rope import rotate_pairs
+from common.models import head_parameters
 
 
 def head_rows(parameter: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -24,10 +25,10 @@ def head_columns(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_rotation: torch.Tensor) -> None:
     """Rotate and reorder the heads of one attention layer in place; its output is unchanged (Eq. 11-17).
 
-    attention: a transformers attention module with q/k/v/o_proj. order: its K key/value head indices, group
+    attention: a transformers attention module. order: its K key/value head indices, group
     after group. value_rotation: Q [K, d, d] orthogonal; key_rotation: u [K, d/2] unit complex; both in the
     *new* order. W_V <- Q W_V, W_O <- W_O Q^T (Eq. 12, 13), W_Q <- u W_Q, W_K <- u W_K (Eq. 14-16); biases
-    with their weights.
+    with their weights. The weights of a norm over all heads change places as quarter turns make the rows.
     """
     size, repeats = value_rotation.shape[-1], attention.num_key_value_groups
     query_order = [head * repeats + query for head in order for query in range(repeats)]
@@ -37,12 +38,21 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
     def store(parameter, blocks):
         parameter.copy_(blocks.reshape(parameter.shape).to(parameter.dtype))
 
-    for parameter in attention.q_proj.parameters():
-        store(parameter, rotate_pairs(head_rows(parameter, size)[query_order], query_rotation))
-    for parameter in attention.k_proj.parameters():
-        store(parameter, rotate_pairs(head_rows(parameter, size)[order], key_rotation))
-    for parameter in attention.v_proj.parameters():
-        store(parameter, value_rotation @ head_rows(parameter, size)[order])
-    weight = attention.o_proj.weight  # its bias belongs to no head
-    columns = head_columns(weight, size)[:, query_order]
-    store(weight, torch.einsum("ohb,hab->oha", columns, output_rotation))  # W_O Q^T
+    turns = {"q": (query_order, query_rotation), "k": (order, key_rotation)}
+    for name, parameter in head_parameters(attention).items():
+        if name == "o_proj.weight":
+            columns = head_columns(parameter, size)[:, query_order]
+            store(parameter, torch.einsum("ohb,hab->oha", columns, output_rotation))  # W_O Q^T
+        elif name.startswith("v_proj."):
+            store(parameter, value_rotation @ head_rows(parameter, size)[order])
+        else:
+            heads, rotation = turns[name[0]]
+            turn = exchange_pairs if "_norm." in name else rotate_pairs
+            store(parameter, turn(head_rows(parameter, size)[heads], rotation))
+
+
+def exchange_pairs(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rows [H, d, n] with those of a pair exchanged where u [H, d/2] is a turn by a quarter."""
+    first, second = rows.chunk(2, dim=1)
+    stays = rotation.real.abs()[..., None] > 0.5
+    return torch.cat((first.where(stays, second), second.where(stays, first)), dim=1)

@@ -6,19 +6,24 @@ mask z per layer and key/value head blends the two weights. It is sampled from a
 ZETA) and clipped to [0, 1].
 """
 
+import copy
 import math
 import re
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
+
+from common.models import fused_parts
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
 START = 7.5  # initial log_alpha: E[1 - z] is 7e-4; three draws in a thousand are below 1
 LIMIT = START  # bound on |log_alpha|: beyond it the sigmoid is flat and a mask never recovers
 WARMUP_SHARE = 0.3  # share of the training steps over which the target T of Eq. 29 falls
 
-KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")  # projections to blend
+# modules to blend in a Llama; those of any model are models.merged_modules
+KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def start(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -80,14 +85,16 @@ class BlendedProjection(nn.Module):
     """A projection with weight z W + (1 - z) W~ (Eq. 27, 28), W from the source, W~ from the merged model.
 
     k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, if merging changed them: W~
-    has as many heads as W; a head of o_proj is a block of columns. Blending weights instead of activations
-    takes one matrix product per call. `z`, [key/value heads of the source], is set before each forward pass;
-    a query head uses the mask of its key/value head.
+    has as many heads as W; a head of o_proj is a block of columns. Of qkv_proj (Phi-3) all rows are blended,
+    `queries` of them W_Q. Norms over all heads, k_norm and q_norm, are blended like k_proj and q_proj.
+    Blending weights instead of activations takes one matrix product per call. `z`, [key/value heads of the
+    source], is set before each forward pass; a query head uses the mask of its key/value head.
     """
 
-    def __init__(self, original: nn.Linear, merged: nn.Linear, head_dim: int, columns: bool = False):
+    def __init__(self, original: nn.Module, merged: nn.Module, head_dim: int, columns=False, queries=0):
         super().__init__()
-        self.original, self.merged, self.head_dim, self.columns = original, merged, head_dim, columns
+        self.original, self.merged, self.head_dim = original, merged, head_dim
+        self.columns, self.queries = columns, queries
         self.z: torch.Tensor | None = None
 
     def blend(self, original: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
@@ -95,6 +102,13 @@ class BlendedProjection(nn.Module):
         if self.columns:
             z = self.z.repeat_interleave(original.shape[1] // len(self.z))
             return (z * original + (1 - z) * merged).to(original.dtype)
+        if self.queries:
+            parts = (fused_parts(matrix, self.queries) for matrix in (original, merged))
+            return torch.cat([self.blend_rows(*pair) for pair in zip(*parts, strict=True)])
+        return self.blend_rows(original, merged)
+
+    def blend_rows(self, original: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+        """blend for blocks of rows, one per head."""
         heads = original.view(-1, self.head_dim, *original.shape[1:])
         merged_heads = merged.view(-1, self.head_dim, *merged.shape[1:])
         repeated = merged_heads.repeat_interleave(len(heads) // len(merged_heads), dim=0)
@@ -104,6 +118,8 @@ class BlendedProjection(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out] with the blended weight and bias."""
         original, merged = self.original, self.merged
+        if not isinstance(original, nn.Linear):
+            return functional_call(original, {"weight": self.blend(original.weight, merged.weight)}, (x,))
         if original.bias is None:
             bias = merged.bias
         else:
@@ -117,13 +133,17 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
         attention = layer.self_attn
         for name in names:
             original = getattr(attention, name)
-            rows = kv_heads * attention.head_dim if name in KEY_VALUE else original.out_features
-            like = {"device": original.weight.device, "dtype": original.weight.dtype}
-            merged = nn.Linear(original.in_features, rows, bias=original.bias is not None, **like)
+            queries = attention.o_proj.in_features if name == "qkv_proj" else 0
+            rows = kv_heads * attention.head_dim if name[0] in "kv" else len(original.weight)
+            if queries:
+                rows = queries + 2 * kv_heads * attention.head_dim
+            merged = copy.deepcopy(original)
+            for part, parameter in original.named_parameters():
+                setattr(merged, part, nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:])))
             if name == "o_proj":
                 original.bias = None  # it belongs to no head: the merged one is the layer's
-            blended = BlendedProjection(original, merged, attention.head_dim, columns=name == "o_proj")
-            setattr(attention, name, blended)
+            options = {"columns": name == "o_proj", "queries": queries}
+            setattr(attention, name, BlendedProjection(original, merged, attention.head_dim, **options))
 
 
 def blended_projections(model):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from common.method.fuse import head_columns, head_rows
+from common.models import as_stored, head_parameters
 
 
 @dataclass
@@ -18,13 +19,17 @@ class Merge:
 
     v~ = sum_j value_in_j v_j, and v_i is replaced by value_out_i v~ (value_out_i is folded into W_O,i).
     k~ = sum_j key_in_j k_j before RoPE, and query i reads it by key_out_i (key_out_i^T is folded into W_Q,i).
-    All [G, D, d, d] float64.
+    All [G, D, d, d] float64. Behind a norm over all heads, k and q are what the norm gives, and the norm of
+    the merged layer needs E[k~^2] [G, d] and E[(key_out_i^T q_i)^2] [G, D, d] of its coordinates, the latter
+    summed over query heads; None leaves its scale, or W_Q and its norm, as they are.
     """
 
     value_in: torch.Tensor
     value_out: torch.Tensor
     key_in: torch.Tensor
     key_out: torch.Tensor
+    key_energy: torch.Tensor | None = None
+    query_energy: torch.Tensor | None = None
 
 
 def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
@@ -46,7 +51,7 @@ def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
     groups, members, size, _ = merge.value_in.shape
-    repeats, device = attention.num_key_value_groups, attention.q_proj.weight.device
+    repeats, device = attention.num_key_value_groups, attention.o_proj.weight.device
 
     def per_kv_head(parts):  # [G, D, ...] -> [G * D, ...]
         return parts.flatten(0, 1).to(device)
@@ -57,23 +62,46 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     def group_sum(blocks):  # [G * D, d, n] -> [G, d, n]
         return blocks.view(groups, members, *blocks.shape[1:]).sum(1)
 
-    merged = {}
-    for name, parameter in attention.named_parameters():
+    parameters, merged = head_parameters(attention), {}
+    key_in, key_out = per_kv_head(merge.key_in), per_query_head(merge.key_out.mT)
+    norms = {name[0]: head_rows(parameters[name], size) for name in parameters if "_norm." in name}
+    for name, parameter in parameters.items():
         projection = name.partition(".")[0]
         if projection == "q_proj":
-            merged[name] = per_query_head(merge.key_out.mT) @ head_rows(parameter, size)
+            merged[name] = key_out @ (norms.get("q", 1) * head_rows(parameter, size))
         elif projection == "k_proj":
-            merged[name] = group_sum(per_kv_head(merge.key_in) @ head_rows(parameter, size))
+            merged[name] = group_sum(key_in @ (norms.get("k", 1) * head_rows(parameter, size)))
         elif projection == "v_proj":
             merged[name] = group_sum(per_kv_head(merge.value_in) @ head_rows(parameter, size))
         elif name == "o_proj.weight":
             columns = head_columns(parameter, size)
             merged[name] = torch.einsum("oia,iab->oib", columns, per_query_head(merge.value_out))
+    if norms:
+        behind_norm(merged, "k", group_sum(key_in.square() @ norms["k"].square()), merge.key_energy)
+        spread = (key_out.square() @ norms["q"].square()).view(groups * members, repeats, size, 1)
+        spread, energy = spread.mean(1).repeat_interleave(repeats, 0), merge.query_energy
+        behind_norm(merged, "q", spread, None if energy is None else per_query_head(energy) / repeats)
+        if energy is None:
+            merged = {name: blocks for name, blocks in merged.items() if name[0] != "q"}
     for name, blocks in merged.items():
-        parameter = attention.get_parameter(name)
+        parameter = parameters[name]
         rows = (len(parameter),) if name == "o_proj.weight" else (-1,)
         merged[name] = blocks.reshape(*rows, *parameter.shape[1:]).to(parameter.dtype)
-    return merged
+    return as_stored(attention, merged)
+
+
+def behind_norm(merged: dict, letter: str, variance: torch.Tensor, energy: torch.Tensor | None) -> None:
+    """Divide the blocks of q or k_proj by a scale per row, which becomes the weights of their norm, in place.
+
+    The norm divides by a root mean square over rows that merging has changed: each token is off by a number.
+    The scale is that of uncorrelated rows (variance: [heads, d, 1] its square), times what makes the mean
+    square of that number 1 (energy: [heads, d]).
+    """
+    variance = variance.where(variance > 0, 1)
+    ratio = 1.0 if energy is None else (energy.to(variance.device)[..., None] / variance).mean()
+    scale = merged[f"{letter}_norm.weight"] = (ratio * variance).sqrt()
+    for name in [name for name in merged if name.startswith(f"{letter}_proj.")]:
+        merged[name] = merged[name] / scale
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from common.method.rope import unit_phase
+from common.method.rope import quarter_phase, unit_phase
 
 RELAXED, RELAXED_SWEEPS = 1.25, 8  # 1.5 and 12 reach no better optima on real values, 1.125 and 4 do worse
 MAX_SWEEPS = 500  # convergence takes 3 to 20
@@ -61,15 +61,17 @@ def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[t
 
 
 def key_similarity(
-    gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None
+    gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None, quarters: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18, 22) the best rotation per RoPE pair.
 
     gram: c [H, H, d/2] complex, from unit-norm vectors for "cos", from raw ones for "dist".
     sum_n Re(conj(z_i) u z_j) is maximal at u = conj(c) / |c|, where it equals |c|. Pairs that are not free
-    (free: [d/2] bool, None for all free) only allow u = 1 and -1, with a maximum of |Re c|.
+    (free: [d/2] bool, None for all free) only allow u = 1 and -1, with a maximum of |Re c|; with `quarters`
+    also 1j and -1j, with a maximum of |Im c|.
     """
-    best = gram.abs() if free is None else torch.where(free, gram.abs(), gram.real.abs())
+    flipped = torch.maximum(gram.real.abs(), gram.imag.abs()) if quarters else gram.real.abs()
+    best = gram.abs() if free is None else torch.where(free, gram.abs(), flipped)
     before, after = gram.real.sum(-1), best.sum(-1)
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
@@ -151,36 +153,38 @@ def agreement(between: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     return torch.einsum("giab,gijbc,gjac->g", maps, between, maps)
 
 
-def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None) -> torch.Tensor:
+def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None, quarters: bool = False) -> torch.Tensor:
     """Generalized Procrustes for keys: one unit number per head and RoPE pair, u [..., D, d/2] complex.
 
     gram: c [..., D, D, d/2]. Rotations of the form of Eq. 14. Multiplying by a unit number is a rotation,
     never a reflection, and commutes with RoPE (Eq. 17). Pairs that are not free ([d/2] bool, None for all
-    free) get 1 or -1.
+    free) get 1 or -1, with `quarters` also 1j or -1j.
     """
     rotation = best_phases(gram)
     if free is None or free.all():
         return rotation
-    return torch.where(free, rotation, best_phases(gram.real).to(rotation.dtype))
+    restricted = best_phases(gram, quarter_phase) if quarters else best_phases(gram.real).to(rotation.dtype)
+    return torch.where(free, rotation, restricted)
 
 
-def best_phases(gram: torch.Tensor) -> torch.Tensor:
+def best_phases(gram: torch.Tensor, phase=unit_phase) -> torch.Tensor:
     """u [..., D, d/2] that make sum_ij conj(u_i) c[i, j] u_j large, separately for each RoPE pair.
 
-    gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. For each head, start from the
+    gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. phase: a number -> the closest u
+    that is allowed. For each head, start from the
     phases that turn the others towards it; then each in turn takes the phase that best agrees with the rest,
     until none changes by PHASE_TOLERANCE; the best of the D results is kept. Algorithm 1 would never flip a
     sign: a head's own share of the mean outweighs the pull towards the opposite sign. The first head of a
     group gets 1.
     """
     gram = gram.movedim(-1, -3)  # [..., d/2, D, D]
-    units = unit_phase(gram).mT.clone()  # [..., d/2, starts, D]
+    units = phase(gram).mT.clone()  # [..., d/2, starts, D]
     between = gram - torch.diag_embed(torch.diagonal(gram, dim1=-2, dim2=-1))
     for _ in range(MAX_SWEEPS):
         before = units.clone()
         for head in range(units.shape[-1]):
             pull = torch.einsum("...j,...sj->...s", between[..., head, :], units)
-            units[..., head] = torch.where(pull == 0, units[..., head], unit_phase(pull))
+            units[..., head] = torch.where(pull == 0, units[..., head], phase(pull))
         if ((units - before).abs() <= PHASE_TOLERANCE).all():
             break
     reached = torch.einsum("...si,...ij,...sj->...s", units.conj(), between, units).real

@@ -7,17 +7,20 @@ and refitted layers before it, y that of the source's layer for the same tokens.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
-Attention refit: then W_Q, W_K, W_V, W_O and the biases of q, k and v are trained to reduce the error of one
-batch a step. The weights of the epoch with the least held-out error are kept; those of the output refit are
-one of the candidates. W_O is solved for once more at the end. Muon trains the matrices: on a pretrained model
-it got further in four epochs than AdamW in eight. AdamW trains the biases. Learning rates are relative to
-each tensor's root mean square, because the scale of merged keys and values is arbitrary.
+Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and norms over all heads are trained to
+reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
+of the output refit are one of the candidates. W_O is solved for once more at the end. Muon trains the
+matrices: on a pretrained model it got further in four epochs than AdamW in eight. AdamW trains the rest.
+Learning rates are relative to each tensor's root mean square, because the scale of merged keys and values is
+arbitrary.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from common.models import attention_input, merged_parameters
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
@@ -109,7 +112,7 @@ class Refit:
 
     def _attend(self, merged, number: int) -> torch.Tensor:
         """The merged layer's attention output for one batch."""
-        return self.run(merged.self_attn, merged.input_layernorm(self.inputs[number]))
+        return self.run(merged.self_attn, attention_input(merged, self.inputs[number]))
 
     def _fit(self, merged, outputs) -> tuple[float | None, float, float]:
         """Refit o_proj in place. Returns the ridge strength, and the held-out error before and after."""
@@ -133,7 +136,7 @@ class Refit:
 
     def _train(self, merged, outputs, error: float) -> None:
         """Train the projections of `merged`, whose held-out error is `error`, in place; keep the best."""
-        parameters = projections(merged.self_attn)
+        parameters = list(merged_parameters(merged.self_attn).values())
         best = [parameter.detach().clone() for parameter in parameters]
         steps = EPOCHS * len(self.fitted)
         schedules = [CosineAnnealingLR(optimizer, steps) for optimizer in optimizers(parameters)]
@@ -158,20 +161,14 @@ class Refit:
         return residual / sum(outputs[number].square().sum() for number in numbers)
 
 
-def projections(attention) -> list[torch.nn.Parameter]:
-    """The parameters that the attention refit trains: all of q, k, v and o_proj but the bias of o_proj."""
-    inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return [*(parameter for module in inputs for parameter in module.parameters()), attention.o_proj.weight]
-
-
 def optimizers(parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices and AdamW for the biases, if any."""
-    matrices, biases = [], []
+    """Muon for the matrices and AdamW for the biases and norms, if any."""
+    matrices, vectors = [], []
     for parameter in parameters:
         rate = RATE * float(parameter.detach().square().mean().sqrt())
-        (matrices if parameter.ndim == 2 else biases).append({"params": [parameter], "lr": rate})
+        (matrices if parameter.ndim == 2 else vectors).append({"params": [parameter], "lr": rate})
     muon = torch.optim.Muon(matrices, weight_decay=0, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(biases, weight_decay=0)] if biases else [muon]
+    return [muon, torch.optim.AdamW(vectors, weight_decay=0)] if vectors else [muon]
 
 
 def best_fit(

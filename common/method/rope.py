@@ -7,6 +7,8 @@ which commutes with multiplication by any other complex number.
 
 import torch
 
+from common.models import norms_heads, norms_jointly
+
 
 def to_complex(keys: torch.Tensor) -> torch.Tensor:
     """Keys [..., d] -> RoPE pairs [..., d/2] complex, pair p being (p, p + d/2)."""
@@ -34,6 +36,13 @@ def unit_phase(number: torch.Tensor) -> torch.Tensor:
     return torch.where(size > 0, number / size.where(size > 0, 1), 1)
 
 
+def quarter_phase(number: torch.Tensor) -> torch.Tensor:
+    """The nearest of 1, 1j, -1 and -1j, complex; 1 where the number is 0."""
+    across = number.imag.abs() > number.real.abs()
+    real, imaginary = (1 - 2 * (part < 0).to(part.dtype) for part in (number.real, number.imag))
+    return torch.complex(real * ~across, imaginary * across)
+
+
 def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Multiply RoPE pairs by complex numbers; unit numbers are the 2-D rotations of Eq. 14.
 
@@ -45,19 +54,17 @@ def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.cat((real * first - imaginary * second, imaginary * first + real * second), dim=1)
 
 
-def norms_heads(config) -> bool:
-    """Whether queries and keys pass through a per-head RMSNorm before RoPE."""
-    return config.model_type == "qwen3"
-
-
 def free_pairs(attention) -> torch.Tensor:
     """[d/2] bool: RoPE pairs whose query and key may be rotated by any angle; the others only by a sign flip.
 
     All pairs are free unless each head's query and key are normalized (Qwen3). There the weights (a, b) of
     q_norm and (c, e) of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e)
     commutes with rotations for every angle only if ac = be and ae = bc. A sign flip always commutes, and the
-    norm is invariant to rotation.
+    norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
+    which exchange those of a pair, are exact, too.
     """
+    if norms_jointly(attention.config):
+        return torch.zeros(attention.head_dim // 2, dtype=torch.bool)
     if not norms_heads(attention.config):
         return torch.ones(attention.head_dim // 2, dtype=torch.bool)
     a, b = attention.q_norm.weight.detach().double().cpu().chunk(2)

@@ -151,7 +151,8 @@ class LayerStats:
 
 class LayerGrams:
     """One layer's Gram matrices, float64. tensors by name: those of LayerStats and output_gram, "key.free"
-    (rope.free_pairs) and "rope.frequencies" (radians per position, [d/2]).
+    (rope.free_pairs), "key.joint_norm" (models.norms_jointly; absent for false) and "rope.frequencies"
+    (radians per position, [d/2]).
 
     H = source_kv_heads; results are on the device of the tensors.
     """
@@ -198,6 +199,11 @@ class LayerGrams:
     def free(self) -> torch.Tensor:
         """[d/2] bool: RoPE pairs that may be rotated by any angle."""
         return self.tensors["key.free"]
+
+    @property
+    def joint_norm(self) -> bool:
+        """Whether keys and queries have passed through a norm over all heads."""
+        return bool(self.tensors.get("key.joint_norm", False))
 
     @property
     def frequencies(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
+from common.models import restore_buffers
 from common.training.attention import sample_bounds
 from common.weights import open_checkpoint
 
@@ -183,8 +184,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     with torch.no_grad():
         for name, start in (replicated or {}).items():
             trainee.replicated[name].copy_(start)  # to_empty discarded these, too
-    rotary = model.model.rotary_emb  # its buffers are computed from the config, not stored
-    model.model.rotary_emb = type(rotary)(config).to(ranks.device)
+    restore_buffers(model, ranks.device)
     if sources:
         load_rows(model, sources)
     if execution.recompute:
@@ -195,7 +195,8 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 def recompute_layers(model) -> None:
     """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False, "preserve_rng_state": model.config.attention_dropout > 0})
+    dropout = max(model.config.attention_dropout, getattr(model.config, "resid_pdrop", 0))
+    enable({"use_reentrant": False, "preserve_rng_state": dropout > 0})
 
 
 def first_row(rows: int, parts: int, part: int) -> int:

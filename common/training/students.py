@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.artifacts import check_input, read_record, verify_files
 from common.method import masks
-from common.models import load_config, source_model
+from common.models import load_config, merged_modules, source_model
 from common.training.distill import MASKS
 from common.training.engine import make_optimizer
 from common.training.sharding import Execution, Ranks, Trainee, build
@@ -50,7 +50,7 @@ def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
             verify_files(exported, record)
     summary = aligned_record["summary"]
     whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
-    blended = masks.WHOLE_HEAD if whole_head else masks.KEY_VALUE
+    blended = merged_modules(load_config(aligned), bool(whole_head))
     model, kv_heads = source_model(aligned_record), summary["kv_heads"]
     return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported)
 

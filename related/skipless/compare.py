@@ -35,6 +35,7 @@ from common.files import write_json, write_text
 from common.layers import Layers
 from common.models import (
     DEMO,
+    FUSED,
     SUPPORTED,
     describe,
     geometry,
@@ -220,7 +221,8 @@ def main():
     args, clock = parse(), Clock()
     output = os.path.join(args.run, "compare")
     path = resolve_model(args.model)
-    config, supported = load_config(path), (*SUPPORTED, SkiplessConfig.model_type)
+    separate = (kind for kind in SUPPORTED if kind not in FUSED)  # q, k and v in matrices of their own
+    config, supported = load_config(path), (*separate, SkiplessConfig.model_type)
     if config.model_type not in supported:
         raise UserError(f"{path}: expected model_type in {list(supported)}, found {config.model_type!r}")
     weights = count_all(args, config)

@@ -1,24 +1,37 @@
-"""Llama 1-3, Mistral, Qwen2, Qwen3, and sources that are GQA already: a permitted transformation keeps the
-function, any other changes it; all stages; the result loads in the family's own class."""
+"""Every family and sources that are GQA already: a permitted transformation keeps the function, any other
+changes it; all stages; the result loads in the family's own class.
+
+The models are tiny and random, of the classes in conftest.CLASSES as transformers 5.23 has them.
+"""
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.layers import run_layer
+from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.fuse import fuse_layer
+from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_keys, key_similarity
-from common.method.rope import free_pairs
+from common.method.refit import ERRORS
+from common.method.rope import free_pairs, quarter_phase, to_complex
 from common.method.stats import key_gram
-from common.models import geometry
+from common.models import (
+    geometry,
+    head_parameters,
+    load_config,
+    merged_modules,
+    norms_jointly,
+    watch_heads,
+)
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
-from common.training.sharding import Trainee
+from common.training.sharding import Execution, Trainee, build
 from conftest import expect_error, run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples
@@ -29,13 +42,26 @@ LLAMA3 = SHORT | {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "
                   "high_freq_factor": 4.0}
 MISTRAL = {"model_type": "mistral", "sliding_window": 12}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
-FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any of them
+FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's longrope
     "llama, GQA, tied": GQA | TIED | {"rope_parameters": LLAMA3},
     "mistral": MISTRAL,
     "mistral, GQA": GQA | MISTRAL,
     "qwen2, GQA": GQA | QWEN2,
     "qwen3, GQA, tied": GQA | TIED | {"model_type": "qwen3"},
     "qwen3, biases": {"model_type": "qwen3", "bias": True},
+    "gemma, tied": TIED | {"model_type": "gemma"},
+    "olmo": {"model_type": "olmo"},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo2, GQA, biases": GQA | {"model_type": "olmo2", "bias": True},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 12, "rope_parameters": {
+        "full_attention": SHORT | {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"model_type": "phi3", "sliding_window": 12},
+    "phi3, GQA, longrope": GQA | SHORT | {"model_type": "phi3", "head_dim": 6, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [2.0, 2.1, 2.2],
+    }},
 }
 ROPES = {
     "default": {},
@@ -57,11 +83,13 @@ def logits_of(model, attention: str = "sdpa") -> torch.Tensor:
 
 def rotations(attention, generator):
     """Random value and key rotations of the kind that is exact for this layer."""
-    heads, size = attention.k_proj.out_features // attention.head_dim, attention.head_dim
+    heads, size = geometry(attention.config).kv_heads, attention.head_dim
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
-    angles = torch.where(free_pairs(attention), angles, (angles > torch.pi) * torch.pi)
-    return values, torch.polar(torch.ones_like(angles), angles)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    if norms_jointly(attention.config):
+        return values, quarter_phase(turns)
+    return values, torch.where(free_pairs(attention), turns, turns.real.sign())
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
@@ -156,6 +184,166 @@ def test_keys_that_may_only_be_flipped_are_aligned_by_flips():
     assert float(flipped[2, 3]) >= -min(distances) - 1e-12 and float(after[2, 3]) >= float(flipped[2, 3])
 
 
+def test_quarter_turns_are_the_best_of_all_that_a_norm_over_all_heads_allows():
+    """Tried one by one, for two and for four heads, in every pair; no angle in between is exact."""
+    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    gram, none = key_gram(keys), torch.zeros(4, dtype=torch.bool)
+    _, after = key_similarity(gram, 200, "dist", none, quarters=True)
+    pairs, quarters = to_complex(keys), torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
+    distances = (pairs[:, 2, :, None] - pairs[:, 3, :, None] * quarters).abs().square().sum(0).min(-1).values
+    assert float(after[2, 3]) == pytest.approx(-float(distances.sum()) / 200)
+    turns = align_keys(gram[None], none, quarters=True)[0]
+    assert {*turns.flatten().tolist()} == {*quarters.tolist()} and (turns[0] == 1).all()
+    trials = torch.cartesian_prod(*[quarters] * 4)
+    for pair in range(4):
+        products = gram[:, :, pair]
+        agreement = torch.einsum("ti,ij,tj->t", trials.conj(), products, trials).real
+        reached = torch.einsum("i,ij,j->", turns[:, pair].conj(), products, turns[:, pair]).real
+        assert float(reached) == pytest.approx(float(agreement.max()))
+    assert quarter_phase(torch.tensor([0j, -2 + 1j, 1 - 2j])).tolist() == [1, -1, -1j]
+
+
+@pytest.mark.parametrize("fault", ["an angle between quarters", "norm weights left in place"])
+def test_what_a_norm_over_all_heads_does_not_allow(fault):
+    model = tiny_model(model_type="olmo2").double()
+    attention, before = model.model.layers[1].self_attn, logits_of(model)
+    norms = copy.deepcopy((attention.q_norm, attention.k_norm))
+    angle = 1j if fault == "norm weights left in place" else (1 + 1j) / 2**0.5
+    keys, values = torch.full((8, 4), angle, dtype=torch.complex128), torch.eye(8, dtype=torch.float64)
+    fuse_layer(attention, list(range(8)), values.expand(8, 8, 8), keys)
+    if angle == 1j:
+        assert (logits_of(model) - before).abs().max() < 1e-5
+        attention.q_norm, attention.k_norm = norms
+    assert (logits_of(model) - before).abs().max() > 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_merged_heads_behind_a_norm_are_right_up_to_a_number_per_token(kv_heads):
+    """Merged queries and keys, as RoPE sees them, against the sums of their definition; the number is 1 in
+    the mean square."""
+    layer = tiny_model(model_type="olmo2", num_key_value_heads=kv_heads, bias=True).double().model.layers[1]
+    members, generator = kv_heads // 2, torch.Generator().manual_seed(4)
+    hidden = torch.randn(3, 30, 48, generator=generator, dtype=torch.float64)
+    value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, generator=generator).double()
+
+    def states(attention) -> dict:
+        """Letter -> vectors of each head before RoPE, [tokens, heads, d]."""
+        watched = {}
+        handles = watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
+        turns = (torch.ones(1, 30, 8, dtype=torch.float64), torch.zeros(1, 30, 8, dtype=torch.float64))
+        attention(hidden, position_embeddings=turns, attention_mask=None)
+        for handle in handles:
+            handle.remove()
+        return {letter: vectors.view(90, -1, 8) for letter, vectors in watched.items()}
+
+    source = states(layer.self_attn)
+    keys = torch.einsum("gjab,ngjb->nga", key_in, source["k"].view(90, 2, members, 8))
+    queries = source["q"].view(90, kv_heads, -1, 8)
+    queries = torch.einsum("kba,nkrb->nkra", key_out.flatten(0, 1), queries)
+    merge = Merge(value_in, value_out, key_in, key_out, key_energy=keys.square().mean(0),
+                  query_energy=queries.square().mean(0).sum(1).view(2, members, 8))
+    config = merged_config(layer.self_attn.config, 2)
+    merged = states(merge_layer(layer, 1, config, merge).self_attn)
+    for expected, found in ((keys, merged["k"]), (queries.flatten(1, 2), merged["q"])):
+        ratio = expected / found
+        token = ratio.flatten(1).median(1).values[:, None, None]
+        torch.testing.assert_close(ratio, token.expand_as(ratio), rtol=1e-3, atol=1e-3)  # eps of the norms
+        assert float(token.square().mean()) == pytest.approx(1, rel=1e-3) and token.std() > 0.01
+
+
+@torch.no_grad()
+def test_heads_that_are_equal_behind_a_norm_lose_nothing_by_merging():
+    model = tiny_model(model_type="olmo2")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for parameter in (attention.k_proj.weight, attention.v_proj.weight, attention.k_norm.weight):
+            blocks = parameter.data.view(2, 4, 8, -1)
+            blocks[:] = blocks[:, :1].clone()
+    energies = []
+    for layer in model.model.layers:  # of the mean of each group's keys
+        watch_heads(layer.self_attn, lambda letter, vectors: letter == "k" and energies.append(
+            vectors.view(-1, 2, 4, 8).mean(2).double().square().mean(0)))
+    expected = logits_of(model)
+    merges = [replace(mean_merge(8, 2, 8), key_energy=energy) for energy in energies]
+    merged = logits_of(merge_model(model, 2, merges))  # the eps of the norms: 1e-4 of a mean square of 0.1
+    torch.testing.assert_close(merged, expected, rtol=0, atol=2e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("whole_head", [False, True])
+def test_masks_blend_norms_over_all_heads(whole_head):
+    """Open masks give the source, closed ones the merged model, and others blend head by head."""
+    model = tiny_model(model_type="olmo2")
+    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head)
+    assert ("q_norm" in names) == whole_head and "k_norm" in names
+    for name in names:
+        for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, names)
+    blended = {masks.blended_name(name, names): tensor for name, tensor in merged.state_dict().items()}
+    state = student.state_dict()
+    student.load_state_dict(state | {name: tensor for name, tensor in blended.items() if name in state})
+    masks.set_masks(student, torch.ones(3, 8))
+    assert torch.equal(logits_of(student), logits_of(model))
+    masks.set_masks(student, torch.zeros(3, 8))
+    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    z = torch.rand(8)
+    norm = student.model.layers[1].self_attn.k_norm
+    norm.z = z
+    original, shared = norm.original.weight.view(8, 8), norm.merged.weight.view(2, 8).repeat_interleave(4, 0)
+    weight, x = (z[:, None] * original + (1 - z[:, None]) * shared).flatten(), torch.randn(5, 64)
+    expected = weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_fused_projection_is_blended_by_its_parts():
+    """Of a Phi-3 that is GQA already: rows of q, k and v, each by the mask of its key/value head."""
+    model = tiny_model(model_type="phi3", num_key_value_heads=4)
+    merged = merge_model(model, 2)
+    assert merged_modules(model.config) == ("qkv_proj",)
+    rows = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
+    (queries, keys, values), means = next(rows).split((64, 32, 32)), next(rows)
+    expected = [queries, *(part.view(2, 2, 8, 48).mean(1).flatten(0, 1) for part in (keys, values))]
+    torch.testing.assert_close(means, torch.cat(expected), rtol=0, atol=1e-6)
+    for layer in merged.model.layers:
+        layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, ("qkv_proj",))
+    shared = {name.replace("qkv_proj", "qkv_proj.merged"): tensor
+              for name, tensor in merged.state_dict().items() if "qkv_proj" in name}
+    assert {masks.blended_name(name, ("qkv_proj",)) for name in merged.state_dict()} >= shared.keys()
+    student.load_state_dict(student.state_dict() | shared)
+    masks.set_masks(student, torch.ones(3, 4))
+    assert torch.equal(logits_of(student), logits_of(model))
+    masks.set_masks(student, torch.zeros(3, 4))
+    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    z, projection = torch.rand(4), student.model.layers[1].self_attn.qkv_proj
+    projection.z = z
+    source, shared = projection.original.weight, projection.merged.weight
+    heads = [*range(8)], [8 + head for head in range(4)], [12 + head for head in range(4)]
+    merged_heads = [*range(8)], [8, 8, 9, 9], [10, 10, 11, 11]
+    rows, x = [], torch.randn(5, 48)
+    for part, merged_part in zip(heads, merged_heads, strict=True):
+        for place, (old, new) in enumerate(zip(part, merged_part, strict=True)):
+            mask = z[place * 4 // len(part)]
+            rows.append(mask * source[8 * old : 8 * old + 8] + (1 - mask) * shared[8 * new : 8 * new + 8])
+    torch.testing.assert_close(projection(x), x @ torch.cat(rows).T, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_heads_of_a_fused_projection_are_watched():
+    model, watched = tiny_model(model_type="phi3", num_key_value_heads=4), {}
+    attention, x = model.model.layers[0].self_attn, torch.randn(2, 5, 48)
+    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
+    attention.qkv_proj(x)
+    parts = {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}
+    for letter, rows in parts.items():
+        torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
+
+
 @pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
 def test_masks_of_a_source_that_is_gqa_already(names):
     """Open masks give the source; closed ones merge its kv heads, each with the query heads that read it."""
@@ -202,6 +390,19 @@ def test_running_layer_after_layer_is_the_model(changes):
             hidden = run_layer(model, layer, hidden)
         whole = model.model(TOKENS, use_cache=False).last_hidden_state
         torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_loaded_part_by_part_or_sharded_it_is_the_model(changes, group_of_one, tmp_path):
+    """What no checkpoint stores is computed: RoPE's frequencies, the scale of embeddings."""
+    path, model = save_tiny(tmp_path / "model", **changes), tiny_model(**changes)
+    layers = Layers(path, torch.float32, "cpu", layerwise=True)
+    logits = torch.stack(layers.logits(TOKENS, str(tmp_path)))
+    torch.testing.assert_close(logits, logits_of(model), rtol=0, atol=1e-4)
+    sharded = build(load_config(path), group_of_one, Execution(), lambda name: (path, name))
+    row, whole = build_row(random_samples(5), 5), Trainee(tiny_model(attn_implementation="packed", **changes))
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(row), whole(row), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
@@ -254,6 +455,13 @@ def test_whole_run(name, inputs, tmp_path):
         assert cosines["key_after"] >= cosines["key_before"]
         assert cosines["value_after"] > cosines["value_before"]
 
+    merge = "mean" if changes.get("model_type") == "qwen3" else "closed-form"
+    run("04_align.py", "--run", tmp_path / "refitted", "--calibration", home / "calibration", "--groups",
+        home / "groups.json", "--merge", merge, "--refit", "attention", "--dtype", "float32")
+    summary = json.loads((tmp_path / "refitted" / "merged" / "stage.json").read_text())["summary"]
+    merged, output, trained = (sum(layer[name] for layer in summary["refit_layers"]) for name in ERRORS)
+    assert trained < output < merged
+
     run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5,
         "--batch", 4, "--teacher-steps", 2, "--teacher-batch", 4, "--lr", 1e-3, "--mask-lr", 3)
     run("06_export.py", "--run", home)
@@ -265,7 +473,8 @@ def test_whole_run(name, inputs, tmp_path):
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]
     assert config_without_kv_heads(home / "gqa") == config_without_kv_heads(model)
     assert exported.config.num_key_value_heads == 2
-    assert exported.model.layers[0].self_attn.k_proj.out_features == 16
+    heads = head_parameters(exported.model.layers[0].self_attn)
+    assert len(heads["k_proj.weight"]) == 2 * geometry(exported.config).head_dim
     ids = exported.generate(TOKENS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert ids.shape[1] > 5
 

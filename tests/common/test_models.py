@@ -19,6 +19,7 @@ from common.artifacts import read_groups, read_record, read_tensors
 from common.cli import UserError
 from common.layers import Layers
 from common.models import (
+    SUPPORTED,
     check_kv_heads,
     describe,
     empty_model,
@@ -367,7 +368,9 @@ HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor":
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "gpt2"}, "expected model_type in ['llama', 'mistral', 'qwen2', 'qwen3'], found 'gpt2'"),
+    ({"model_type": "gpt2"}, f"expected model_type in {list(SUPPORTED)}, found 'gpt2'"),
+    ({"model_type": "olmo", "clip_qkv": 8.0}, "expected clip_qkv null, found 8.0"),
+    ({"model_type": "gemma", "use_bidirectional_attention": True}, "expected causal attention"),
     ({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
     ({"rope_parameters": HALF_ROPE}, "found partial_rotary_factor 0.5"),
     ({"num_key_value_heads": 1}, "at least 2 key/value heads, found 1"),

@@ -302,8 +302,8 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
         for vectors in after[1:3]:
             vectors[:, head] = rotate_pairs(vectors[:, head].T[None], key_rotation[place][None])[0].T
     expected = unrotated_merge(grams_of(*after), groups, context)
-    for ours, theirs in zip(astuple(merge), astuple(expected), strict=True):
+    for ours, theirs in zip(astuple(merge)[:4], astuple(expected)[:4], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     unrotated = unrotated_merge(grams, groups, context)
-    for ours, theirs in zip(astuple(merge), astuple(unrotated), strict=True):
+    for ours, theirs in zip(astuple(merge)[:4], astuple(unrotated)[:4], strict=True):
         assert (ours - theirs).abs().max() > 0.1

@@ -1,9 +1,9 @@
 """One-line mutations of the seven stages, and the test that must fail for each."""
 
 MUTANTS = [
-    ("Eq. 1", "01_calibrate.py",
-     "self.attention.k_proj.register_forward_hook(",
-     "self.attention.v_proj.register_forward_hook(",
+    ("Eq. 1", "common/models.py",
+     'f"k_{behind}": "k", "v_proj": "v"',
+     'f"k_{behind}": "v", "v_proj": "k"',
      "test_stages::test_calibration_holds_sums_over_the_models_own_vectors"),
     ("Eq. 1", "01_calibrate.py",
      "hidden[number] = layers.run(layer, hidden[number])",
@@ -158,8 +158,8 @@ MUTANTS = [
      "CheckpointWriter(aside, config, torch.float32,",
      "test_export::test_the_export_has_the_sources_dtype_or_another"),
     ("export", "06_export.py",
-     "masks.blended_name(name): tensor.detach()",
-     "masks.blended_name(name): -tensor.detach()",
+     "masks.blended_name(name, names): tensor.detach()",
+     "masks.blended_name(name, names): -tensor.detach()",
      "test_whole_run::test_whole_run"),
     ("export", "06_export.py",
      "layers.advance(masked_layer, masked)",

@@ -235,13 +235,16 @@ def test_rows_of_other_families(inputs, tmp_path, options, reasons):
     assert len(flipped) == reasons and all("may only be flipped" in reason for reason in flipped.values())
 
 
-def test_bad_input_is_one_line(aligned_run, tmp_path):
+def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
     home = copy_run(aligned_run, tmp_path / "run")
     expect_error("--layer: expected layers from 0 to 2, found 3", "paper.py", "--run", home, "--layer", 0, 3)
     expect_error("calibration not found; run 01_calibrate.py", "paper.py", "--run", tmp_path / "nowhere")
     shutil.move(home / "aligned", tmp_path / "aligned")
     expect_error("aligned not found; run 04_align.py", "paper.py", "--run", home)
     shutil.move(tmp_path / "aligned", home / "aligned")
+    monkeypatch.setattr("pipelines.paper_check.CHECKED", ("mistral",))
+    expect_error("expected model_type in ['mistral'], found 'llama'", "paper.py", "--run", home)
+    monkeypatch.undo()
     (home / "similarity.safetensors").write_bytes(b"")
     expect_error("similarity.safetensors: its content does not match", "paper.py", "--run", home)
     assert not (home / "paper.md").exists()

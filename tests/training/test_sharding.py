@@ -255,15 +255,17 @@ def test_a_process_group_is_left_after_an_error():
         assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_recomputation_keeps_random_states_where_there_is_dropout(dropout, monkeypatch):
+@pytest.mark.parametrize(("options", "dropout"), [
+    ({}, False), ({"attention_dropout": 0.5}, True), ({"model_type": "phi3", "resid_pdrop": 0.5}, True),
+])
+def test_recomputation_keeps_random_states_where_there_is_dropout(options, dropout, monkeypatch):
     """Reading a GPU's random state takes the host time in every layer."""
-    kept, trainee = [], Trainee(tiny_model(attention_dropout=dropout, attn_implementation="packed")).train()
+    kept, trainee = [], Trainee(tiny_model(attn_implementation="packed", **options)).train()
     recompute_layers(trainee.net)
     get_state = torch.get_rng_state
     monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or get_state())
     trainee(build_row(SAMPLES, 3)).sum().backward()
-    assert bool(kept) == (dropout > 0)
+    assert bool(kept) == dropout
 
 
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
