@@ -1,6 +1,10 @@
 """One-line mutations of bench/ and pipelines/, and the test that must fail for each."""
 
 MUTANTS = [
+    ("bench.mask_order", "bench/mask_order.py",
+     "sum(layer) / len(lines)",
+     "sum(layer) / len(masked)",
+     "test_benches::test_masks_close_when_their_sum_over_the_steps_says"),
     ("Tables 1, 2", "pipelines/recipe.sh",
      '    "${STAGE_5[@]}")',
      '    )',
