@@ -449,10 +449,10 @@ def test_masks_close_when_their_sum_over_the_steps_says(tmp_path, monkeypatch, c
     """Of ten steps, eight masked: layer 0 closes after six, layer 1 half after two and half after four."""
     lines = [{"step": step, "mask_mean_per_layer": [float(step <= 6), (step <= 2) / 2 + (step <= 4) / 2]}
              for step in range(1, 9)] + [{"step": 9}, {"step": 10}]
-    for run, shift in (("a", 0), ("b", 1)):
-        (tmp_path / run / "train").mkdir(parents=True)
+    for name, shift in (("a", 0), ("b", 1)):
+        (tmp_path / name / "train").mkdir(parents=True)
         kept = [json.dumps(line) + "\n" for line in lines[shift:]]
-        (tmp_path / run / "train" / "metrics.jsonl").write_text("".join(kept))
+        (tmp_path / name / "train" / "metrics.jsonl").write_text("".join(kept))
     assert mask_order.closing_times(lines) == pytest.approx([0.6, 0.3])
     with pytest.raises(UserError, match="expected a training with masks"):
         mask_order.closing_times(lines[8:])

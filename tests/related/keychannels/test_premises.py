@@ -59,6 +59,7 @@ def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0
     figures = premises.head_premises(ARGS, queries, keys, 1.0)
     assert float(figures["positions"]["the window"]) < 1e-6
+    assert float(figures["positions"]["recency"]) < 1e-6
     assert float(figures["positions"]["later queries"]) > 1 - 1e-6
     assert float(figures["keys"]["10%"]) == pytest.approx(2 / 3)  # channel 1 has two of three large keys
     # by the window channel 0 goes, which is all that later queries read
