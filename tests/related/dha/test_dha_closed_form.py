@@ -4,6 +4,7 @@ import itertools
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,8 @@ def test_groups_of_least_energy_are_those_that_lose_none(calibrated):
     for kind, groups in GROUPS.items():
         counts = [len(layer) for layer in groups]
         assert closed_form.energy_groups([loss[kind] for loss in losses], counts) == groups
+        for loss, layer in zip(losses, groups, strict=True):
+            assert max(loss[kind][np.ix_(group, group)].max() for group in layer) < 1e-6
 
 
 @pytest.mark.slow
