@@ -5,7 +5,11 @@
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
 #   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
-#   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
+#   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" is Eq. 27 to 31 as
+#            printed, FLAGS="--merged-lr-factor 2" the released code. They are part of RUN's default name
+#   TEACHER  fine-tuned teacher, made if it is not there (RUN/teacher); share it between FLAGS
+#   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it;
+#            SHORTEN=500 trains students for a 500th of the published steps
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
 #   BOS=1    begin calibration and evaluation sequences with the BOS token, as in the authors' code
@@ -29,7 +33,9 @@ else
 fi
 CALIBRATE+=(${BOS:+--bos})
 EVALUATE+=(${LIMIT:+--limit "$LIMIT"} ${BOS:+--bos})
-RUN=${RUN:-runs/$NAME}
+read -ra STAGE_5 <<< "${FLAGS:-}"
+RUN=${RUN:-runs/$NAME${FLAGS:+_${FLAGS//[ \/]/_}}}
+TEACHER=${TEACHER:-$RUN/teacher}
 
 source pipelines/functions.sh
 
@@ -58,15 +64,17 @@ transform() {
     --merge "${6:-mean}"
 }
 
-# convert: as transform, then stages 5 and 6 with RUN's teacher.
+# convert: as transform, then stages 5 and 6 with the one TEACHER.
 convert() {
   local row=$RUN/$1 length=(--steps "${BUDGET[$2]}" --teacher-steps "$TEACHER_STEPS")
   if [ -n "${SMALL:-}" ]; then
-    length=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"}
+    local small_steps=${SMALL_STEPS:-${SHORTEN:+$((${BUDGET[$2]} / SHORTEN))}}
+    length=(--print-every 50 ${small_steps:+--steps "$small_steps"}
       ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
   fi
   transform "$@"
-  local settings=(--run-dir "$row" --teacher "$RUN/teacher" --tasks "${TASKS:-hub}" --text none "${length[@]}")
+  local settings=(--run-dir "$row" --teacher "$TEACHER" --tasks "${TASKS:-hub}" --text none "${length[@]}"
+    "${STAGE_5[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
     return
@@ -79,7 +87,7 @@ convert() {
 evaluate() {
   [ -z "${PLAN:-}" ] || return 0
   if [ -e "$RUN/eval.md" ]; then cat "$RUN/eval.md"; return; fi
-  "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATE[@]}" --model teacher="$RUN/teacher" "$@"
+  "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
 }
 
 # table: the seven ROWS of each number of KV heads on one calibration and one teacher, then one evaluation.

@@ -16,8 +16,11 @@ from common.artifacts import RECORD, read_record, sidecar_path
 from common.cli import UserError, run_stage, stage_parser
 from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STRING, Number, mismatch
 
-SEARCH, FUSE, POOL = (f"related/dha/{name}.py" for name in ("search", "fuse", "pool"))
+SEARCH, FUSE, POOL, CLOSED_FORM = (f"related/dha/{name}.py"
+                                   for name in ("search", "fuse", "pool", "closed_form"))
 PRETRAIN, COMPARE = "related/dha/pretrain.py", "related/dha/compare.py"
+STARTS_TABLE = "related/dha/starts.py"
+STARTS = (FUSE, POOL, CLOSED_FORM)  # which write checkpoints that may have steps behind them
 RESERVED = ("search", "searched", "fusion", "fused", "calibration")  # other directories in RUN
 DATA_FLAGS = {  # flags of search that hold for everything that is compared
     "text": STRING,
@@ -56,6 +59,7 @@ FIELDS = {  # stage -> what its record holds beside the fields of every record
         },
     },
     POOL: {"files": FILES, "summary": {"steps_so_far": COUNT}},
+    CLOSED_FORM: {"files": FILES, "summary": {"steps_so_far": SIZE}},
     PRETRAIN: {
         "files": FILES,
         "summary": {
@@ -120,15 +124,15 @@ def read_start(checkpoint: str) -> dict | None:
             stage = str(json.load(file)["stage"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: expected the record of a stage, found none that can be read") from error
-    return read(checkpoint, stage) if stage in (FUSE, POOL) else read_record(checkpoint, stage)
+    return read(checkpoint, stage) if stage in STARTS else read_record(checkpoint, stage)
 
 
 def steps_before(record: dict | None, data: dict) -> int:
-    """Steps of search and fusion behind a checkpoint, 0 for any but those of fuse.py and pool.py.
+    """Steps of search and fusion behind a checkpoint, 0 for any but those of STARTS.
 
     Raises UserError if they took other data, or batches of another size, than `data`.
     """
-    if not record or record["stage"] not in (FUSE, POOL):
+    if not record or record["stage"] not in STARTS:
         return 0
     for name, expected in record["summary"].get("data", data).items():
         if data[name] != expected:

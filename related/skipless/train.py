@@ -2,9 +2,11 @@
 
 Reads   the shape and the tokenizer of a checkpoint (--model), a text
 Writes  RUN/serial/ or RUN/parallel/   a skipless checkpoint
+        RUN/serial-trained-without-q/  with --without q, and so on
 
     python -m related.skipless.train                 # a minute on two cores: the demo model's shape and text
     python -m related.skipless.train --parallel
+    python -m related.skipless.train --without k     # the paper's Figure 1(c) from the start: no K and no P
     torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless
 
 A training that was stopped by a signal exits with 75 (torchrun: 1) and resumes when called again with the
@@ -19,7 +21,14 @@ from common.data.demo import resolve_model
 from common.models import DEMO, load_config, require_convertible
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
-from related.skipless.training import TRAIN_STAGE, check_length, train_skipless, training_flags
+from related.skipless.training import (
+    TRAIN_STAGE,
+    check_length,
+    model_name,
+    require_square,
+    train_skipless,
+    training_flags,
+)
 
 
 def parse():
@@ -28,6 +37,8 @@ def parse():
     parser.add_argument("--model", default=DEMO, help="checkpoint that gives shape and tokenizer")
     parser.add_argument("--parallel", action="store_true",
                         help="attention beside the FFN instead of before it")
+    parser.add_argument("--without", choices=("q", "k", "v"),
+                        help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
     training_flags(parser)
     return parser.parse_args()
 
@@ -38,9 +49,10 @@ def main() -> int:
     config = load_config(source)
     require_convertible(source, config)
     check_length(args.length, source, config)
-    claim(TRAIN_STAGE, args, os.path.join(args.run, "parallel" if args.parallel else "serial"))
+    require_square(config, args.without)
+    claim(TRAIN_STAGE, args, os.path.join(args.run, model_name(args.parallel, args.without)))
     with joined_ranks() as ranks:
-        finished = train_skipless(args, source, args.parallel, ranks, clock)
+        finished = train_skipless(args, source, args.parallel, ranks, clock, args.without)
     return 0 if finished else STOPPED
 
 

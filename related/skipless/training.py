@@ -29,7 +29,7 @@ from common.training.engine import Job, Schedule, make_optimizer, steps
 from common.training.metrics import METRICS
 from common.training.pool import samples_digest
 from common.training.sharding import Execution, Ranks, build
-from related.skipless.algebra import condition_numbers
+from related.skipless.algebra import PROJECTIONS, check_square, condition_numbers
 from related.skipless.modeling import SkiplessConfig
 
 TRAIN_STAGE = "related/skipless/train.py"  # stage name in the records of trained models
@@ -88,22 +88,39 @@ def initialise(model, ids: torch.Tensor, seed: int) -> None:
     hidden = model.model.embed_tokens(ids)
     for layer in model.model.layers:
         start_near_identity(layer, generator)
+        scale = run_layer(model, layer, hidden).square().mean().sqrt()
+        for linear in writers(layer):
+            linear.weight.div_(scale)
         hidden = run_layer(model, layer, hidden)
-        scale = hidden.square().mean().sqrt()
-        hidden /= scale
-        layer.mlp.down_proj.weight.div_(scale)
-        if layer.parallel:
-            layer.self_attn.o_proj.weight.div_(scale)
+
+
+def writers(layer) -> list[nn.Linear]:
+    """The linear maps that scale a block's output: one of the FFN and, of parallel blocks, one of attention.
+
+    Parallel blocks without V and P have none of attention, and their output is larger by what it writes.
+    """
+    attention = [layer.self_attn.o_proj, layer.self_attn.v_proj] if layer.parallel else []
+    return [layer.mlp.down_proj, *[linear for linear in attention if hasattr(linear, "weight")][:1]]
 
 
 def start_near_identity(layer, generator: torch.Generator) -> None:
-    """Set a block's weights, in place; the scale of its output is left to the caller."""
+    """Set a block's weights, in place; the scale of its output is left to the caller.
+
+    A removed projection is the identity, a rotation like any other. Where Q or K is removed, the other one is
+    SHARPNESS^2 times the identity: the same scores.
+    """
     attention, mlp = layer.self_attn, layer.mlp
     for linear in (attention.q_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj):
-        nn.init.orthogonal_(linear.weight, generator=generator)
-    attention.q_proj.weight.mul_(SHARPNESS)
-    heads = attention.q_proj.weight.unflatten(0, (-1, attention.num_key_value_groups, attention.head_dim))
-    attention.k_proj.weight.copy_(heads[:, 0].flatten(0, 1))
+        if hasattr(linear, "weight"):
+            nn.init.orthogonal_(linear.weight, generator=generator)
+    sharp = SHARPNESS**2 * torch.eye(attention.config.hidden_size)
+    if hasattr(attention.q_proj, "weight") and hasattr(attention.k_proj, "weight"):
+        sharp = attention.q_proj.weight.mul_(SHARPNESS)
+    elif hasattr(attention.q_proj, "weight"):
+        attention.q_proj.weight.copy_(sharp)
+    if hasattr(attention.k_proj, "weight"):
+        heads = sharp.unflatten(0, (-1, attention.num_key_value_groups, attention.head_dim))
+        attention.k_proj.weight.copy_(heads[:, 0].flatten(0, 1))
     mlp.gate_proj.weight.mul_(GATE)
     mlp.down_proj.weight.copy_(mlp.up_proj.weight.T)
     nn.init.constant_(mlp.gate_proj.bias, GATE_BIAS)
@@ -116,14 +133,28 @@ def conditions(model) -> list[dict[str, float]]:
     return [condition_numbers(layer.self_attn) for layer in model.model.layers]
 
 
-def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock) -> bool:
+def model_name(parallel: bool, without: str | None) -> str:
+    """Of a trained model's directory: serial, parallel, serial-trained-without-q, ..."""
+    return ("parallel" if parallel else "serial") + (f"-trained-without-{without}" if without else "")
+
+
+def require_square(source, without: str | None) -> None:
+    """Raise UserError unless a model of this config can do without this projection."""
+    if without:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(skipless_config(source, False), trust_remote_code=False)
+        check_square(model, PROJECTIONS[without])
+
+
+def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock,
+                   without: str | None = None) -> bool:
     """Train one model and write RUN/serial/ or RUN/parallel/. False when a signal stopped it, after saving.
 
-    args: those of training_flags, run and force; source: the checkpoint that gives shape and tokenizer. A
-    stopped training run is resumed; one with other settings raises UserError. With force either is moved
-    aside.
+    args: those of training_flags, run and force; source: the checkpoint that gives shape and tokenizer;
+    without: "q", "k" or "v", which is then absent from the start, and P with it (see model_name). A stopped
+    training run is resumed; one with other settings raises UserError. With force either is moved aside.
     """
-    name = "parallel" if parallel else "serial"
+    name = model_name(parallel, without)
     path, tokenizer = os.path.join(args.run, name), load_tokenizer(source)
     directory = path + ".train"
     text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
@@ -138,7 +169,8 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
     if args.force:
         start_anew(directory, ranks)
     begin(directory, settings, ranks)
-    config = skipless_config(load_config(source), parallel, mlp_bias=True)
+    removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
+    config = skipless_config(load_config(source), parallel, mlp_bias=True, removed=removed)
     start = write_start(directory, config, text[: args.batch], args.seed, ranks)
     job = make_job(directory, start, args.lr, ranks)
     for step in steps(job, schedule, samples):

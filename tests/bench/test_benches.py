@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from bench import (
     alignment,
     decode,
     loss,
+    mask_order,
     mask_schedule,
     merging,
     plans,
@@ -441,3 +443,23 @@ def test_plans_are_those_of_the_budget():
     assert plans.row("13B", "8xL40S-48GB", "all")[3].endswith(", recomputed")
     cells = dict(zip(plans.HEADER, plans.row("70B", "8xA100-80GB", "attention"), strict=True))
     assert cells["GiB needed"].endswith("too much") and cells["between nodes"] == "0"
+
+
+def test_masks_close_when_their_sum_over_the_steps_says(tmp_path, monkeypatch, capsys):
+    """Of ten steps, eight masked: layer 0 closes after six, layer 1 half after two and half after four."""
+    lines = [{"step": step, "mask_mean_per_layer": [float(step <= 6), (step <= 2) / 2 + (step <= 4) / 2]}
+             for step in range(1, 9)] + [{"step": 9}, {"step": 10}]
+    for name, shift in (("a", 0), ("b", 1)):
+        (tmp_path / name / "train").mkdir(parents=True)
+        kept = [json.dumps(line) + "\n" for line in lines[shift:]]
+        (tmp_path / name / "train" / "metrics.jsonl").write_text("".join(kept))
+    assert mask_order.closing_times(lines) == pytest.approx([0.6, 0.3])
+    with pytest.raises(UserError, match="expected a training with masks"):
+        mask_order.closing_times(lines[8:])
+    monkeypatch.setattr(sys, "argv", ["mask_order", str(tmp_path / "a"), str(tmp_path / "b")])
+    mask_order.main()
+    printed = capsys.readouterr().out
+    times = json.loads(printed.splitlines()[-1])["closing_times"]
+    assert times[str(tmp_path / "a")] == pytest.approx([0.6, 0.3])
+    assert times[str(tmp_path / "b")] == pytest.approx([5 / 9, 2 / 9])
+    assert f"{(0.6 + 5 / 9) / 2:.3f} ± " in printed

@@ -1,6 +1,22 @@
 """One-line mutations of bench/ and pipelines/, and the test that must fail for each."""
 
 MUTANTS = [
+    ("bench.mask_order", "bench/mask_order.py",
+     "sum(layer) / len(lines)",
+     "sum(layer) / len(masked)",
+     "test_benches::test_masks_close_when_their_sum_over_the_steps_says"),
+    ("Tables 1, 2", "pipelines/recipe.sh",
+     '    "${STAGE_5[@]}")',
+     '    )',
+     "test_pipelines::test_options_reach_every_training_and_no_other_stage"),
+    ("Tables 1, 2", "pipelines/recipe.sh",
+     'TEACHER=${TEACHER:-$RUN/teacher}',
+     'TEACHER=$RUN/teacher',
+     "test_pipelines::test_options_reach_every_training_and_no_other_stage"),
+    ("Tables 1, 2", "pipelines/recipe.sh",
+     '${BUDGET[$2]} / SHORTEN',
+     '${BUDGET[16]} / SHORTEN',
+     "test_pipelines::test_small_tables_keep_the_proportions_of_the_budgets"),
     ("bos", "pipelines/recipe.sh",
      "CALIBRATE+=(${BOS:+--bos})",
      "CALIBRATE+=()",

@@ -1,6 +1,14 @@
 """One-line mutations of common/reporting/, and the test that must fail for each."""
 
 MUTANTS = [
+    ("figures: copies of tables", "docs/closed_form.md",
+     "| 4.851 | 4.523 |",
+     "| 4.851 | 4.524 |",
+     "test_figures::test_a_copy_is_its_source_rounded"),
+    ("figures: copies in sentences", "docs/questions.md",
+     "the paper's merge 1,620,",
+     "the paper's merge 1,621,",
+     "test_figures::test_a_copy_is_its_source_rounded"),
     ("evaluation, layer by layer", "common/reporting/scores.py",
      'if not reference["tasks"]:',
      "if False:",

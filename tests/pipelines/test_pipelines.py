@@ -118,6 +118,28 @@ def test_some_rows_and_the_retained_head_are_trained_alone(recorded, tmp_path):
     assert not [words for words in commands if "07_eval.py" in words]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_options_reach_every_training_and_no_other_stage(recorded, tmp_path, name):
+    """They come last, where they override a recipe's own; other options have another RUN."""
+    commands = recorded(name, TEACHER=tmp_path / "one teacher", FLAGS="--masks l0 --kl-on all")
+    training = [words for words in commands if "05_prune_train.py" in words]
+    assert training and all(words[-4:] == ["--masks", "l0", "--kl-on", "all"] for words in training)
+    assert all("--kl-on" not in words for words in commands if words not in training)
+    for words in training:
+        assert after("--teacher", words) == f"{tmp_path}/one teacher"
+        assert after("--run-dir", words).split("/")[1].endswith("_--masks_l0_--kl-on_all")
+    assert f"teacher={tmp_path}/one teacher" in commands[-1]
+
+
+@pytest.mark.parametrize("options, steps", [
+    ({}, [23, 46, 69]), ({"V1": 1}, [23, 69, 92]), ({"SMALL_STEPS": 40}, [40, 40, 40])])
+def test_small_tables_keep_the_proportions_of_the_budgets(recorded, tmp_path, options, steps):
+    commands = recorded("table1.sh", RUN=tmp_path, ROWS="value-dist", SMALL=1, SHORTEN=500, **options)
+    training = [words for words in commands if "05_prune_train.py" in words]
+    assert [int(after("--steps", words)) for words in training] == steps
+    assert all("--teacher-steps" not in words for words in training)
+
+
 def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
     *commands, last = recorded("table6.sh", RUN=tmp_path, KV="16 4")
     groupings = [words for words in commands if "03_group.py" in words]

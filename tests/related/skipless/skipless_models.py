@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from related.skipless import training
 from related.skipless.modeling import SkiplessConfig
 
-COMPARE, FOLD, TRAIN = (f"related/skipless/{name}.py" for name in ("compare", "fold", "train"))
+COMPARE, FOLD, TRAIN, VARIANTS = (f"related/skipless/{name}.py"
+                                  for name in ("compare", "fold", "train", "variants"))
 LAYERS, HEADS, SIZE = 3, 4, 8
 WIDTH = HEADS * SIZE
 

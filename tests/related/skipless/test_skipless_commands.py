@@ -1,16 +1,17 @@
 """The commands of related/skipless: what they write, what they refuse."""
 
 import json
+import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from common.training.engine import STOPPED
-from conftest import copy_run, run, run_in_process, save_tiny
+from conftest import copy_run, expect_error, run, run_in_process, save_tiny
 from related.skipless import exactness
 from related.skipless.exactness import LOGIT_TOLERANCE
-from skipless_models import COMPARE, FOLD, TRAIN, contents, stop_after_two
+from skipless_models import COMPARE, FOLD, TRAIN, VARIANTS, contents, stop_after_two
 
 SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
 
@@ -147,3 +148,32 @@ def test_a_trained_model_of_another_shape_or_changed_is_refused(compared, inputs
 def test_matrices_that_are_not_square_are_reported(inputs, tmp_path):
     done = run(COMPARE, "--run", tmp_path, "--model", inputs["model"], "--report-only")
     assert "no attention matrix of" in done.stdout and "not square" in (tmp_path / "compare.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_variants_are_trained_and_compared_seed_by_seed(inputs, tmp_path):
+    model, home = save_tiny(tmp_path / "model", head_dim=6), tmp_path / "run"
+    flags = ["--model", model, "--text", inputs["text"], "--heldout", inputs["text"], *SHORT]
+    run(VARIANTS, "--run", home, "--seeds", 2, *flags)
+    summary = json.loads((home / "variants.json").read_text())["summary"]
+    names = {"serial": set(), "serial-trained-without-q": {"q_proj", "o_proj"},
+             "serial-trained-without-k": {"k_proj", "o_proj"},
+             "serial-trained-without-v": {"v_proj", "o_proj"}}
+    for (name, removed), title in zip(names.items(), summary["losses"], strict=True):
+        for seed in (0, 1):
+            path = home / f"seed-{seed}" / name
+            trained = AutoModelForCausalLM.from_pretrained(path)
+            assert set(trained.config.removed) == removed
+            assert trained.num_parameters() == summary["parameters"][title]
+            perplexity = json.loads((path / "stage.json").read_text())["summary"]["perplexity"]
+            assert summary["losses"][title][seed] == pytest.approx(math.log(perplexity))
+        assert len(set(summary["losses"][title])) == 2  # another seed is another training
+    losses = {title: sum(values) / 2 for title, values in summary["losses"].items()}
+    row = next(line for line in (home / "variants.md").read_text().splitlines() if "without Q" in line)
+    assert f"{losses['without Q and P'] - losses['full']:+.3f} ±" in row
+    grouped = save_tiny(tmp_path / "grouped", head_dim=6, num_key_value_heads=4)
+    expect_error("expected a square K", VARIANTS, "--run", tmp_path / "other", "--model", grouped, *flags[2:])
+    expect_error("expected a square V", TRAIN, "--run", tmp_path / "other", "--model", grouped, *flags[2:],
+                 "--without", "v")
+    run(TRAIN, "--run", home, *flags[:2], "--parallel", "--without", "q", *flags[2:])
+    assert (home / "parallel-trained-without-q").is_dir()

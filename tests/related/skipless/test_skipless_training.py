@@ -57,6 +57,30 @@ def test_training_starts_near_the_identity(parallel):
         assert direction(mlp.down_proj.weight.flatten(), mlp.up_proj.weight.T.flatten(), 0) > 0.9999
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("without", ["q_proj", "k_proj", "v_proj"])
+def test_without_a_projection_training_starts_near_the_identity_too(without, parallel):
+    """As sharp as with it: q k = SHARPNESS^2 |x|^2 for a token and itself, in the subspace of each head."""
+    config = skipless_config(model_of().config, parallel, mlp_bias=True, removed=[without, "o_proj"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(model, tokens(), seed=0)
+    hidden = hidden_states(model, tokens())
+    for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
+        attention = layer.self_attn
+        if parallel and without == "v_proj":  # what attention writes is the mean of its inputs, at full size
+            assert 0.3 < float(after.square().mean() / before.square().mean()) < 3
+        else:
+            assert float(after.square().mean()) == pytest.approx(1, rel=1e-3)
+        scores = attention.q_proj(before) * attention.k_proj(before)
+        expected = training.SHARPNESS**2 * before.square().sum(-1)
+        torch.testing.assert_close(scores.sum(-1), expected, rtol=1e-4, atol=1e-4)
+        if not parallel:
+            value = attention.v_proj(before)
+            similarity = torch.nn.functional.cosine_similarity(value.flatten(1), after.flatten(1))
+            assert float(similarity.mean()) > 0.6  # a start of random directions has 0
+
+
 def test_grouped_keys_start_equal_to_the_queries_that_read_them():
     model = fresh_model(kv_heads=2)
     initialise(model, tokens(), seed=0)
