@@ -42,7 +42,8 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.text import load_tokens, sequence_length
+from common.data.generate import Origin, calibration_tokens
+from common.data.text import sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
@@ -122,19 +123,22 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
                         "would undo the scale folded into the queries")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
-    tokenizer, calibrated = models.load_tokenizer(path), calibration["summary"]
-    text, default = calibration["arguments"]["text"], max(2, min(512, calibrated["length"]))
+    calibrated, default = calibration["summary"], max(2, min(512, calibration["summary"]["length"]))
+    text, chat = calibration["arguments"]["text"], calibration["arguments"].get("chat")
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     bos = calibration["arguments"].get("bos") is True
-    checked = args.text or text
-    tokens, description = load_tokens(checked, tokenizer, args.sequences, length, "heldout", bos)
+    checked, checked_chat = (args.text, None) if args.text else (text, chat)
+    origin = Origin(path, args.run, models.pick_device(args.device), layerwise=args.layerwise)
+    tokens, description = calibration_tokens(
+        checked, checked_chat, origin, args.sequences, length, "heldout", bos)
     print(f"reads   {description}, for the equivalence check")
     if os.path.isfile(checked) and checked == text:
         print("note    the calibration text: perplexity on other text (--text) may be higher")
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
-        refit_tokens, description = load_tokens(text, tokenizer, sequences, calibrated["length"], bos=bos)
+        refit_tokens, description = calibration_tokens(
+            text, chat, origin, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     return Inputs(calibration, grouping, groups, tokens, refit_tokens, dtype)

@@ -90,7 +90,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
                     "sampled_tokens": COUNT, "positions": COUNT, "peak_memory_gib": POSITIVE},
-        "arguments": {"text": STRING},
+        "arguments": {"text": STRING, "chat": Optional(STRING)},
     },
     "02_similarity.py": {
         "sha256": DIGEST,

@@ -25,7 +25,10 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     earlier turns as the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a
     tokenizer without a template, or whose template refuses the chat.
     """
-    template = _template(path, tokenizer)
+    if not os.path.isfile(path) or not path.endswith((*LINES_OF_JSON, ".parquet")):
+        state = "another name" if os.path.isfile(path) else "no such file"
+        raise UserError(f"chats {path}: expected a .jsonl, .json.gz or .parquet file, found {state}")
+    template = fixed_template(tokenizer, path)
     samples, chats, cut = [], 0, 0
     for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
         chats += 1
@@ -45,11 +48,9 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     return samples, f"{path}: {chats} chats{split}, {answers} answers; {cut} cut to {longest} tokens"
 
 
-def _template(path: str, tokenizer) -> str:
-    """The tokenizer's chat template. Raises UserError if it has none, or if `path` is not a file of chats."""
-    if not os.path.isfile(path) or not path.endswith((*LINES_OF_JSON, ".parquet")):
-        state = "another name" if os.path.isfile(path) else "no such file"
-        raise UserError(f"chats {path}: expected a .jsonl, .json.gz or .parquet file, found {state}")
+def fixed_template(tokenizer, path: str) -> str:
+    """The tokenizer's chat template, with a fixed date, for the chats at `path`. Raises UserError if it has
+    none."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # none, or several without a default

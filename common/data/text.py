@@ -21,6 +21,8 @@ C4_FILES = {  # file name, number of files
     "train": ("en/c4-train.{:05d}-of-01024.json.gz", 1024),
     "heldout": ("en/c4-validation.{:05d}-of-00008.json.gz", 8),
 }
+NONE = "none"  # --tasks, --text, --heldout-text: no such data
+GENERATED = "generated"  # --text, --chat: by the source model (common/data/generate.py)
 EXPECTED = "c4, demo, or a .txt, .jsonl, .json, .json.gz or .parquet file"
 TOKEN = np.dtype("<i4")
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
@@ -64,7 +66,7 @@ def load_tokens(
     length -= len(prefix)  # tokens of text per sequence
     whole, packed, documents = [], [], 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
-        for text in _documents(source, split):
+        for text in read_documents(source, split):
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             documents += 1
             if len(ids) >= length:
@@ -124,7 +126,7 @@ class TextSamples(Sequence):
 
 
 def write_text_tokens(
-    sources: list[str],
+    sources: list[str | np.ndarray],
     tokenizer,
     length: int,
     tokens: int | None,
@@ -132,12 +134,12 @@ def write_text_tokens(
 ) -> list[str]:
     """Write the tokens of the sources to a .npy file (int32), for TextSamples. Returns a line per source.
 
-    sources: as for load_tokens. Documents are concatenated in order, each followed by end-of-sequence; what
-    remains after the last whole sequence of `length` tokens is dropped. tokens: how many to take from each
-    source; None takes all. Memory is constant, but a .txt file, which is one document, is read whole. Raises
-    UserError for too few tokens and for text that cannot be read.
+    sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by
+    end-of-sequence; what remains after the last whole sequence of `length` tokens is dropped. tokens: how
+    many to take from each source; None takes all. Memory is constant, but a .txt file, which is one document,
+    is read whole. Raises UserError for too few tokens and for text that cannot be read.
     """
-    for source in sources:
+    for source in [source for source in sources if isinstance(source, str)]:
         _check_source(source)
         if source == "c4" and tokens is None:
             raise UserError("--text c4: expected --text-tokens N, the tokens to take of it, found none")
@@ -147,7 +149,7 @@ def write_text_tokens(
             _write_header(file, 0)
             for source in sources:
                 count = _append_tokens(file, source, tokenizer, tokens)
-                lines.append(f"{source}: {count} tokens")
+                lines.append(f"{source if isinstance(source, str) else GENERATED}: {count} tokens")
                 written += count
             if written < length:
                 raise UserError(f"--text {' '.join(sources)}: expected at least one sequence of {length} "
@@ -167,9 +169,11 @@ def _write_header(file, tokens: int) -> None:
     write_array_header_1_0(file, {"descr": TOKEN.str, "fortran_order": False, "shape": (tokens,)})
 
 
-def _append_tokens(file, source: str, tokenizer, tokens: int | None) -> int:
+def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None) -> int:
     """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
-    count, texts = 0, _batches(_documents(_located(source, "train"), "train"))
+    if isinstance(source, np.ndarray):
+        return file.write(source.ravel()[:tokens].tobytes()) // TOKEN.itemsize
+    count, texts = 0, _batches(read_documents(_located(source, "train"), "train"))
     with Progress(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
         while count != tokens and (batch := next(texts, None)):
             ids = []
@@ -203,6 +207,11 @@ def _located(source: str, split: str) -> str:
     return os.path.join(DEMO_HOME, "text", f"{split}.txt") if source == DEMO else source
 
 
+def is_generated(source: str) -> bool:
+    """Whether the source model is to write it: generated, or generated:FILE."""
+    return source.partition(":")[0] == GENERATED
+
+
 def _check_source(source: str) -> None:
     """Raise UserError unless the source is known by name, or a file of a known format."""
     if source in ("c4", DEMO):
@@ -213,7 +222,7 @@ def _check_source(source: str) -> None:
         raise UserError(f"text {source}: expected {EXPECTED}")
 
 
-def _documents(source: str, split: str) -> Iterator[str]:
+def read_documents(source: str, split: str) -> Iterator[str]:
     """Yield the documents of a source; a .txt file is one document."""
     _check_source(source)
     if source == "c4":

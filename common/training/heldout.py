@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
+from common.data.generate import Origin, calibration_tokens
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
-from common.data.text import load_tokens
 from common.method.losses import cross_entropy, kl, product
 from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
@@ -114,7 +114,7 @@ def load_heldout(args, model: str, pool: Pool, ranks) -> Heldout:
     if args.heldout_text == SPLIT:
         sets[TEXT_SET] = pool.texts.heldout_samples() if pool.texts else []
     elif args.heldout_text != NONE:
-        sets[TEXT_SET] = heldout_texts(args, tokenizer, ranks)
+        sets[TEXT_SET] = heldout_texts(args, model, ranks)
     sets[CHAT_SET] = pool.heldout_chats
     questions = heldout_questions(args, tokenizer, positions)
     if questions:
@@ -123,12 +123,14 @@ def load_heldout(args, model: str, pool: Pool, ranks) -> Heldout:
     return Heldout({name: samples for name, samples in sets.items() if samples}, args.heldout_every)
 
 
-def heldout_texts(args, tokenizer, ranks) -> list[Sample]:
+def heldout_texts(args, model: str, ranks) -> list[Sample]:
     """--heldout-sequences texts of --text-length tokens. Raises UserError if --text has the same file."""
     source = args.heldout_text
     if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
-    tokens, description = load_tokens(source, tokenizer, args.heldout_sequences, args.text_length, "heldout")
+    origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
+    tokens, description = calibration_tokens(
+        source, None, origin, args.heldout_sequences, args.text_length, "heldout")
     ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 

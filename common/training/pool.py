@@ -2,26 +2,24 @@
 
 import array
 import contextlib
-import datetime
 import glob
 import hashlib
 import json
 import os
 from collections.abc import Sequence
 
-import torch.distributed as dist
+import numpy as np
 
 from common.cli import UserError
 from common.data.chat import load_chats
+from common.data.generate import Origin, as_samples, generated
 from common.data.samples import Sample
 from common.data.tasks import load_task, size_note, tokenize
-from common.data.text import TextSamples, evenly_spaced, write_text_tokens
+from common.data.text import NONE, TextSamples, evenly_spaced, is_generated, write_text_tokens
 from common.files import sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
 
-NONE = "none"  # --tasks, --text, --heldout-text: no such data
 SPLIT = "split"  # --heldout-text: some samples of --text
-TOKENIZING = datetime.timedelta(days=2)  # how long ranks wait for the first one; by default half an hour
 
 
 class Pool(Sequence):
@@ -56,8 +54,11 @@ def load_pool(args, model: str, ranks) -> Pool:
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
     chats = []
-    for path in args.chat:
-        samples, description = load_chats(path, tokenizer, positions)
+    for source in args.chat:
+        if is_generated(source):
+            samples, description = as_samples(generate(source, args, model, ranks, chats=True)), source
+        else:
+            samples, description = load_chats(source, tokenizer, positions)
         ranks.say(f"reads   {description}")
         chats += samples
     heldout = set(evenly_spaced(len(chats), args.heldout_chats))
@@ -91,19 +92,30 @@ def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) 
 
 def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
+    sources = [generate(source, args, model, ranks) if is_generated(source) else source
+               for source in args.text]
+    digests = [hashlib.sha256(source).hexdigest() for source in sources if isinstance(source, np.ndarray)]
     read = [*args.text, *sorted(glob.glob(os.path.join(model, "tokenizer*")))]
     files = [(path, sha256(path) if os.path.isfile(path) else None) for path in read]
-    key = json.dumps([files, args.text_length, args.text_tokens, fingerprint(model)])
+    key = json.dumps([files, digests, args.text_length, args.text_tokens, fingerprint(model)])
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
-    tokenized = dist.new_group(backend="gloo", timeout=TOKENIZING)
-    if ranks.first and not os.path.exists(path):
-        counts = write_text_tokens(args.text, tokenizer, args.text_length, args.text_tokens, path)
-        replace_tokens(path)
-        print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-    dist.barrier(tokenized)
+    with ranks.waiting():
+        if ranks.first and not os.path.exists(path):
+            counts = write_text_tokens(sources, tokenizer, args.text_length, args.text_tokens, path)
+            replace_tokens(path)
+            print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
     texts = TextSamples(path, args.text_length, args.heldout_sequences if args.heldout_text == SPLIT else 0)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
+
+
+def generate(source: str, args, model: str, ranks, chats: bool = False) -> np.ndarray:
+    """What stage 5's flags ask the model to generate: --text-tokens in rows of --text-length."""
+    if not args.text_tokens:
+        raise UserError(f"{source}: expected --text-tokens N, the tokens to generate, found none")
+    rows = -(-args.text_tokens // args.text_length)
+    origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
+    return generated(source, origin, rows, args.text_length, chats=chats)
 
 
 def replace_tokens(path: str) -> None:

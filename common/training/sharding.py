@@ -24,6 +24,7 @@ from common.weights import open_checkpoint
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
 # One that dies is noticed by torchrun at once.
 PATIENCE = datetime.timedelta(hours=2)
+AT_WORK = datetime.timedelta(days=2)  # likewise, while others tokenize or generate text
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Ranks:
             return init_device_mesh(self.device.type, (self.world,))
         shape = (self.world // local, local)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("nodes", "ranks"))
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Context manager: for work that takes ranks long; they leave it together."""
+        group = dist.new_group(backend="gloo", timeout=AT_WORK)
+        yield
+        dist.barrier(group)
 
     def say(self, text: str) -> None:
         """Print once, from the first rank."""

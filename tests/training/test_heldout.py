@@ -299,7 +299,8 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
 def arguments(inputs, **changes) -> argparse.Namespace:
     """Flags of stage 5 that say what is held out."""
     settings = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text": [], "text_length": 64,
-                "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7}
+                "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7,
+                "run": None, "plan": None}
     return argparse.Namespace(**(settings | changes))
 
 

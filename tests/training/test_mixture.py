@@ -46,7 +46,7 @@ def test_a_pool_is_what_has_answers_and_then_the_texts():
 def flags(run, **changes) -> SimpleNamespace:
     numbers = {"run": str(run), "tasks": "none", "only": TASKS, "text": [], "text_length": 16,
                "text_tokens": None, "chat": [], "heldout_text": "none", "heldout_sequences": 3,
-               "heldout_chats": 3}
+               "heldout_chats": 3, "plan": None}
     return SimpleNamespace(**numbers | changes)
 
 
@@ -167,8 +167,8 @@ def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_on
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
     """Longer than the half hour after which a barrier gives up."""
-    timeouts, new_group = [], pool_module.dist.new_group
-    monkeypatch.setattr(pool_module.dist, "new_group", lambda **options: (
+    timeouts, new_group = [], torch.distributed.new_group
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: (
         timeouts.append(options["timeout"]) or new_group(**options)))
     load_pool(flags(tmp_path / "run", text=[inputs["text"]]), inputs["model"], group_of_one)
     assert [timeout.total_seconds() > 3600 for timeout in timeouts] == [True]

@@ -1,0 +1,255 @@
+"""Text and chats from the source model itself: a conversion then needs no data set.
+
+`generated` is text from the begin-of-sequence token on; `generated:FILE` continues the first 32 to 64 tokens
+of FILE's documents. Of chats, the model writes the user's turn and then the answer, in its tokenizer's
+template. Temperature 1, no token excluded.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import operator
+import os
+import random
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from common.cli import UserError
+from common.data.chat import fixed_template, load_chats, render
+from common.data.samples import Sample
+from common.data.text import GENERATED, NONE, TOKEN, is_generated, load_tokens, read_documents
+from common.files import sha256, temporary_name, write_json
+from common.method.losses import product
+from common.models import bos_prefix, fingerprint, geometry, load_config, load_model, load_tokenizer
+from common.progress import Progress
+
+SEEDS = {"train": 0, "heldout": 1}
+SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+ROWS = {"cpu": 64, "cuda": 256}  # generated side by side; fewer if their cache would take more than
+CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What generates: a checkpoint directory, on a device; and the run directory that gets the tokens."""
+
+    model: str
+    run: str
+    device: str | torch.device
+    ranks: object = None  # common.training.sharding.Ranks, all of which take part; None: this process alone
+    layerwise: bool = False  # the model is too large for memory
+    plan: bool = False  # only the number of tokens matters
+
+
+class Buffer(DynamicLayer):
+    """A layer's cache in memory allocated once: transformers' copies all of it for every token."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity, self.length = capacity, 0
+
+    def update(self, keys, values, *args, **kwargs):
+        """keys, values [n, G, 1, d] of a token -> of all so far, [n, G, length, d]."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.buffer = keys.new_empty(2, *keys.shape[:2], self.capacity, keys.shape[3])
+        self.buffer[:, :, :, self.length] = torch.stack((keys, values))[:, :, :, 0]
+        self.length += 1
+        self.keys, self.values = self.buffer[:, :, :, : self.length]
+        return self.keys, self.values
+
+
+def text_row(begin: list[int]):
+    """A coroutine that is sent sampled tokens and yields those of a text, which begins with `begin`."""
+    sampled = None
+    for token in begin:
+        sampled = yield token
+    while True:
+        sampled = yield sampled
+
+
+def chat_row(opening: list[int], endings: list, end: int):
+    """Likewise of chats of two turns, in the form that chat_form gives; tokens of answers as ~token.
+
+    A turn ends with its marker, or with the end-of-sequence token, in whose place comes all that ends it.
+    """
+    sampled = None
+    while True:
+        for token in opening:
+            sampled = yield token
+        for stored, (marker, rest, whole) in zip((operator.pos, operator.invert), endings, strict=True):
+            turn = []
+            while sampled != end or marker == [end]:
+                turn.append(sampled)
+                sampled = yield stored(sampled)
+                if turn[-len(marker) :] == marker:
+                    whole = rest
+                    break
+            for token in whole:
+                sampled = yield stored(token)
+
+
+def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
+    """Tokens before a user's turn, and after that turn and after the answer: (marker, rest, whole).
+
+    The marker is the whole without the blanks around it, the rest the blanks after it. Raises UserError for a
+    tokenizer without a template, or whose template has no user's turn or no generation prompt.
+    """
+    template, name = fixed_template(tokenizer, GENERATED), tokenizer.name_or_path
+    chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        prompt, answer = render(chat, [1], tokenizer, template)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    opening, turn, between = prompt.partition("QUESTION")
+    header, _, closing = answer.partition("ANSWER")
+    unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
+    if not turn or not between.strip() or prompt == unprompted and header.strip():
+        missing = "generation prompt" if turn else "user's turn"
+        raise UserError(f"{name}: expected a chat template with a {missing}, found none")
+    opening, *texts = (text.rstrip(" ") for text in (opening, between, closing))  # the model writes " word"
+    texts = [(text.strip(), text[len(text.rstrip()) :], text) for text in texts]
+    ids = functools.partial(tokenizer, add_special_tokens=False)
+    return ids(opening)["input_ids"], [tuple(ids(list(parts))["input_ids"]) for parts in texts]
+
+
+@torch.no_grad()
+def sample(model, rows: list, length: int, generator: torch.Generator, bar=None) -> np.ndarray:
+    """[n, length] int32: what the rows, coroutines, yield when they are sent tokens from the model's softmax.
+
+    Raises UserError for logits that are not finite.
+    """
+    cache, tokens = DynamicCache(config=model.config), np.empty((len(rows), length), TOKEN)
+    cache.layers = [layer if layer.is_sliding else Buffer(length) for layer in cache.layers]
+    sampled = [None] * len(rows)
+    for position in range(length):
+        if position:
+            ids = torch.from_numpy(decoded(tokens[:, position - 1 : position])).to(model.device)
+            hidden = model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+            logits = product(hidden[:, -1], model.lm_head.weight.T)  # [n, V] float32
+            if not logits.sum().isfinite():
+                raise UserError(f"{model.name_or_path}: cannot generate: found NaN or Inf in its logits")
+            sampled = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0].tolist()
+        tokens[:, position] = [row.send(token) for row, token in zip(rows, sampled, strict=True)]
+        if bar is not None:
+            bar.update(len(rows))
+    return tokens
+
+
+def decoded(tokens: np.ndarray) -> np.ndarray:
+    """Stored tokens as token ids, int64: those of answers are stored as ~token."""
+    return np.maximum(tokens, ~tokens).astype(np.int64)
+
+
+def generated(source: str, origin: Origin, sequences: int, length: int, split="train", chats=False):
+    """[sequences, length] int32, as `sample` returns them, generated unless RUN/tokens/ has them.
+
+    They are written there in pieces, each with a seed of its own: a killed run goes on with the next piece,
+    and the number of ranks, which share them, changes nothing. split: "train" or "heldout", whose seeds
+    differ. Raises UserError for a model or a template that cannot generate.
+    """
+    if origin.plan:
+        answers = np.arange(length) >= length // 2
+        return np.tile(-answers.astype(TOKEN) * chats, (sequences, 1))
+    config, tokenizer = load_config(origin.model), load_tokenizer(origin.model)
+    device, shape, end = torch.device(origin.device).type, geometry(config), tokenizer.eos_token_id
+    start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    form, file = chat_form(tokenizer) if chats else None, source.partition(":")[2]
+    begins = beginnings(file, tokenizer, split, sequences) if file else [[]]
+    cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPES[device].itemsize * length
+    at_once = max(1, min(ROWS[device], CACHE[device] // cached))
+    record = {"source": fingerprint(origin.model), "chats": form, "continued": file,
+              "sha256": sha256(file) if os.path.isfile(file) else None, "seed": SEEDS[split],
+              "temperature": 1, "length": length, "rows_at_once": at_once, "device": device}
+    key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
+    directory = os.path.join(origin.run, "tokens", f"generated-{key}")
+    rows = range(sequences)
+    pieces = [rows[first : first + at_once] for first in range(0, sequences, at_once)]
+    paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}.npy") for piece in pieces}
+    rank, world = (origin.ranks.rank, origin.ranks.world) if origin.ranks else (0, 1)
+    missing = [piece for piece in pieces[rank::world] if not os.path.exists(paths[piece])]
+    if missing and origin.layerwise:
+        raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
+    with origin.ranks.waiting() if origin.ranks else contextlib.nullcontext():
+        model = missing and load_model(origin.model, DTYPES[device], origin.device)
+        total = sum(map(len, missing)) * length
+        with Progress(total=total, desc="generating", unit="tok", unit_scale=True, leave=False) as bar:
+            for piece in missing:
+                draw, writers = random.Random(f"{key} {piece}"), []
+                for row in piece:
+                    begin = begins[row % len(begins)][: draw.randint(SHORTEST, LONGEST)]
+                    writers.append(chat_row(*form, end) if form else text_row([start, *begin]))
+                generator = torch.Generator(model.device).manual_seed(draw.getrandbits(63))
+                tokens = sample(model, writers, length + (not form), generator, bar)
+                write_json(os.path.join(directory, "record.json"), record)
+                write_array(paths[piece], tokens[:, -length:])  # a text without its start token
+    if rank == 0:
+        print(f"reads   {directory}: {source}, {sequences} x {length} tokens", flush=True)
+    return np.concatenate([np.load(path) for path in paths.values()])
+
+
+def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]]:
+    """The first LONGEST tokens of a source's first `count` documents that have as many.
+
+    Of a .txt file each line is a document. Raises UserError if there is none.
+    """
+    texts = (text for document in read_documents(source, split)
+             for text in (document.splitlines() if source.endswith(".txt") else [document]))
+    tokenized = (tokenizer(text, add_special_tokens=False)["input_ids"][:LONGEST] for text in texts)
+    chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
+    if not chosen:
+        raise UserError(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens, found none")
+    return chosen
+
+
+def write_array(path: str, array: np.ndarray) -> None:
+    """Write a .npy file to a temporary name, then rename it."""
+    with temporary_name(path) as aside:
+        with open(aside, "wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+
+
+def as_samples(chats: np.ndarray) -> list[Sample]:
+    """Rows of generated chats as samples; those that end before an answer begins are left out."""
+    samples = []
+    for row in chats:
+        borders = np.flatnonzero(np.diff(row < 0)) + 1
+        samples.append(Sample(*(array("i", decoded(part).tolist()) for part in np.split(row, borders))))
+    return [sample for sample in samples if sample.answer_tokens]
+
+
+def calibration_tokens(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
+                       split="train", bos=False) -> tuple[torch.Tensor, str]:
+    """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
+    after another; all of them if text is none.
+    """
+    tokenizer, positions = load_tokenizer(origin.model), load_config(origin.model).max_position_embeddings
+    count = 0 if chat is None else sequences if text == NONE else sequences // 2
+    parts = []
+    for source, rows, chats in ((text, sequences - count, False), (chat, count, True)):
+        if rows and is_generated(source):
+            prefix = bos_prefix(tokenizer) if bos else []
+            ids = decoded(generated(source, origin, rows, length - len(prefix), split, chats))
+            ids = np.concatenate((np.tile(np.array(prefix, np.int64), (rows, 1)), ids), 1)
+            parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
+        elif rows and chats:
+            samples, description = load_chats(source, tokenizer, positions)
+            ids = [token for sample in samples for segment in sample.segments for token in segment]
+            if len(ids) < rows * length:
+                raise UserError(f"{source}: expected {rows * length} tokens, found {len(ids)}")
+            parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
+        elif rows:
+            parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
+    tokens, descriptions = zip(*parts, strict=True)
+    return torch.cat(tokens), "; ".join(descriptions)

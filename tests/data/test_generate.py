@@ -1,0 +1,239 @@
+"""Text and chats from the model itself: its distribution, its template, and the same tokens however run."""
+
+import contextlib
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from common.cli import UserError
+from common.data import generate
+from common.data.chat import load_chats
+from common.data.generate import (
+    Origin,
+    as_samples,
+    calibration_tokens,
+    chat_form,
+    chat_row,
+    generated,
+    sample,
+    text_row,
+)
+from common.data.text import load_tokens
+from common.models import load_tokenizer
+from conftest import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
+from test_chat import CHATML, chatml_tokenizer, llama2_tokenizer, messages, save_chats
+
+
+def logits_of(model, rows: np.ndarray) -> torch.Tensor:
+    """[n, T, V] float64, without a cache. rows: [n, T]."""
+    with torch.no_grad():
+        return model(torch.from_numpy(rows).long(), use_cache=False).logits.double()
+
+
+def test_sampled_frequencies_are_the_softmax():
+    model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
+    tokens = sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
+    assert tokens.dtype == np.int32 and (tokens[:, :2] == [3, 7]).all()
+    expected = n * logits_of(model, tokens[:1, :2])[0, -1].softmax(-1).numpy()
+    counts, rare = np.bincount(tokens[:, 2], minlength=40), expected < 5
+    assert (counts[expected > 1] > 0).mean() > 0.9  # of the tail, too
+    figures = [np.append(each[~rare], each[rare].sum()) for each in (counts, expected)]
+    assert chisquare(*figures).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
+def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
+    """Surprise less entropy, summed, is a standard normal number; the begins are of different lengths."""
+    model = tiny_model(num_key_value_heads=4, **changes)
+    rows = [text_row([5] * (1 + n % 9)) for n in range(40)]
+    tokens = sample(model, rows, 30, torch.Generator().manual_seed(1))
+    log = logits_of(model, tokens).log_softmax(-1)
+    surprise = -log[:, :-1].gather(-1, torch.from_numpy(tokens).long()[:, 1:, None])[..., 0]
+    entropy = -(log.exp() * log).sum(-1)[:, :-1]
+    variance = (log.exp() * log**2).sum(-1)[:, :-1] - entropy**2
+    drawn = torch.tensor([[t >= n % 9 for t in range(29)] for n in range(40)])
+    assert abs((surprise - entropy)[drawn].sum() / variance[drawn].sum().sqrt()) < 3.5
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def written(row, sent: list[int]) -> np.ndarray:
+    """[1, T]: what a row makes of the tokens that a model would sample."""
+    return np.array([[row.send(None), *map(row.send, sent)]], np.int32)
+
+
+def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
+    """Turns that end with end-of-sequence, which is not in the template; while it speaks, nothing is read."""
+    tokenizer, sent = chatml_tokenizer(), []
+    chats = [messages(("user", "Hi?"), ("assistant", "Yes\n\n")),
+             messages(("user", ""), ("assistant", "x <|im"))]
+    for chat in chats:
+        parts = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", chat[0]["content"],
+                 "<|im_end|>\n<|im_start|>assistant\n", chat[1]["content"], "<|im_end|>\n")
+        for number, part in enumerate(parts):
+            ids = ids_of(tokenizer, part)
+            sent += ids if number % 2 else [0] * len(ids) if number == 0 else [END, *[0] * (len(ids) - 1)]
+    row = written(chat_row(*chat_form(tokenizer), END), sent[1:])
+    expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000)
+    segments = [list(segment) for sample in expected for segment in sample.segments]
+    assert [list(segment) for segment in as_samples(row)[0].segments] == segments
+
+
+@pytest.mark.parametrize("tokenizer", [chatml_tokenizer(), llama2_tokenizer()])
+def test_a_model_may_end_turns_as_the_template_does(tokenizer):
+    chats = [messages(("user", "Hi?"), ("assistant", "Yes")), messages(("user", "and"), ("assistant", "So"))]
+    text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
+    ids = ids_of(tokenizer, text)
+    row = written(chat_row(*chat_form(tokenizer), tokenizer.eos_token_id), ids[1:])
+    assert generate.decoded(row)[0].tolist() == ids
+    answers = tokenizer.decode(generate.decoded(row)[row < 0]).replace("▁", "").replace(" ", "")
+    assert answers == ("Yes</s>So</s>" if "</s>" in text else "Yes<|im_end|>\nSo<|im_end|>\n")
+
+
+def test_a_row_without_an_answer_is_no_sample():
+    rows = np.array([[1, 2, 3, 4], [1, 2, ~3, 4], [1, ~2, ~3, ~4]], np.int32)
+    segments = [[list(part) for part in sample.segments] for sample in as_samples(rows)]
+    assert segments == [[[1, 2], [3], [4]], [[1], [2, 3, 4]]]
+
+
+@pytest.mark.parametrize(("template", "missing"), [
+    ("Hi{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}{% endfor %}", "user's turn"),
+    (CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "generation prompt"),
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "generation prompt"),
+])
+def test_templates_without_turns_are_refused(template, missing):
+    with pytest.raises(UserError, match=f"expected a chat template with a {missing}, found none"):
+        chat_form(chatml_tokenizer(template))
+    with pytest.raises(UserError, match="a tokenizer with a chat template for generated, found none"):
+        chat_form(byte_tokenizer())
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    """A tiny model with a chat template."""
+    tokenizer = chatml_tokenizer()
+    network = tiny_model(vocab_size=len(tokenizer), eos_token_id=END, pad_token_id=END)
+    network.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def origin(model: str, home, **changes) -> Origin:
+    return Origin(model, str(home), "cpu", **changes)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats):
+    monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
+    arguments = {"sequences": 5, "length": 60, "chats": chats}
+    expected = generated("generated", origin(model, tmp_path / "a"), **arguments)
+    assert expected.shape == (5, 60) and len(np.unique(expected[:, -20:], axis=0)) == 5
+    assert (generated("generated", origin(model, tmp_path / "b"), **arguments) == expected).all()
+
+    calls, through = [], generate.sample
+
+    def killed(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return through(*arguments)
+
+    monkeypatch.setattr(generate, "sample", killed)
+    with pytest.raises(KeyboardInterrupt):
+        generated("generated", origin(model, tmp_path / "c"), **arguments)
+    assert (generated("generated", origin(model, tmp_path / "c"), **arguments) == expected).all()
+    assert len(calls) == 4  # three pieces, and the killed one again
+    assert generated("generated", origin(model, tmp_path / "c"), **arguments).shape == (5, 60)
+    assert len(calls) == 4
+
+    for rank in (1, 0):  # as ranks without the others: the last one finds all pieces
+        ranks = SimpleNamespace(rank=rank, world=2, waiting=contextlib.nullcontext)
+        with contextlib.suppress(FileNotFoundError) if rank else contextlib.nullcontext():
+            tokens = generated("generated", origin(model, tmp_path / "d", ranks=ranks), **arguments)
+        assert len(calls) == (5 if rank else 7)  # pieces of 2 rows; of 2 and of 1
+    assert (tokens == expected).all()
+
+
+def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
+    place = origin(model, tmp_path)
+    train, longer = (generated("generated", place, rows, 30) for rows in (4, 6))
+    heldout = generated("generated", place, 4, 30, "heldout")
+    assert (longer[:4] == train).all() and not (heldout == train).all(1).any()
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/record.json")]
+    assert sorted(record["seed"] for record in records) == [0, 1]
+    assert all(record["temperature"] == 1 and record["length"] == 30 for record in records)
+
+
+def test_documents_are_continued(model, tmp_path):
+    lines = [f"{number} " * 40 for number in range(3)]
+    (tmp_path / "text.txt").write_text("too short\n" + "\n".join(lines))
+    rows = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 30, 100)
+    common = []
+    for number, row in enumerate(rows):
+        ids = ids_of(load_tokenizer(model), lines[number % 3])[:100]
+        same = [*(row[: len(ids)] == ids), False].index(False)
+        common.append(same)
+    assert min(common) >= 32 and max(common) <= 66 and len(set(common)) > 10
+    (tmp_path / "text.txt").write_text("too short")
+    with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens, found none"):
+        generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
+
+
+def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="generated: expected no --layerwise"):
+        generated("generated", origin(model, tmp_path, layerwise=True), 2, 10)
+    monkeypatch.setattr(generate, "product", lambda left, right: left @ right * math.inf)
+    with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
+        generated("generated", origin(model, tmp_path), 2, 10)
+
+
+def test_calibration_is_half_text_and_half_chats(model, tmp_path):
+    place, text = origin(model, tmp_path), tmp_path / "text.txt"
+    text.write_text("some words " * 100)
+    path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
+    tokens, description = calibration_tokens(str(text), path, place, 5, 64)
+    assert (tokens[:3] == load_tokens(str(text), load_tokenizer(model), 3, 64)[0]).all()
+    rendered = load_tokenizer(model).decode(tokens[3:].flatten())
+    assert rendered.startswith("<|im_start|>system\nBe brief")
+    assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
+    assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
+    chats, _ = calibration_tokens("none", "generated", place, 3, 64)
+    stored = generated("generated", place, 3, 64, chats=True)
+    assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
+    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
+        calibration_tokens("none", path, place, 100, 64)
+
+
+@pytest.mark.slow
+def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path):
+    home, both = tmp_path / "run", ("--text", "generated", "--chat", "generated")
+    run("01_calibrate.py", "--run", home, "--model", model, *both, "--sequences", 6, "--length", 32)
+    calibration = set((home / "tokens").iterdir())
+    run("02_similarity.py", "--run", home, "--energy")
+    run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
+    done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
+    heldout = set((home / "tokens").iterdir()) - calibration
+    assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
+    flags = ["--tasks", "none", *both, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
+             "--steps", 2, "--batch", 2, "--warmup", 1]
+    expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
+    other = copy_run(home, tmp_path / "other")
+    flags += ["--text-tokens", 8900]  # 70 rows in two pieces
+    run("05_prune_train.py", "--run", home, *flags, "--plan", "8xA100-80GB")
+    assert calibration | heldout == {path for path in (home / "tokens").iterdir() if path.is_dir()}
+    summaries = []
+    for directory, processes in ((home, 0), (other, 2)):
+        run("05_prune_train.py", "--run-dir", directory, *flags, processes=processes)
+        summaries.append(json.loads((directory / "train" / "stage.json").read_text())["summary"])
+    assert summaries[0]["samples_sha256"] == summaries[1]["samples_sha256"]
+    assert summaries[0]["texts"] == 8900 // 128 and summaries[0]["samples"] > summaries[0]["texts"]
+    for piece in sorted(home.glob("tokens/generated-*/*.npy")):
+        assert piece.read_bytes() == (other / piece.relative_to(home)).read_bytes()
