@@ -20,6 +20,8 @@ from common.training.hardware import Cluster, cluster_of, parse_hardware
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
+REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
+HOST = 0.004  # seconds to launch a layer's forward pass with FSDP's hooks, a backward pass twice; on a Xeon
 BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 
 
@@ -165,14 +167,16 @@ def peak_memory(work: Workload, student: Student | None, schedule, cluster: Clus
     return need, USABLE * cluster.device.memory * 2**30
 
 
-def seconds(flops: float, traffic: float, network: float, cluster: Cluster) -> float:
-    """Expected seconds per step: the longest of three that overlap.
+def seconds(flops: float, traffic: float, network: float, cluster: Cluster, launches: int = 0) -> float:
+    """Expected seconds per step: the longest of four that overlap.
 
-    They are compute at EFFICIENCY of peak, and the bytes per rank within a node and between nodes.
+    They are compute at EFFICIENCY of peak, the bytes per rank within a node and between nodes at REACHED of
+    the links' rates, and the host's launches of a layer's pass at HOST each.
     """
     device = cluster.device
     compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)
-    return max(compute, traffic / device.link_bytes_per_s, network / device.network_bytes_per_s)
+    links = traffic / device.link_bytes_per_s, network / device.network_bytes_per_s
+    return max(compute, max(links) / REACHED, launches * HOST)
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ class StepCost:
     traffic: float  # bytes moved per rank within its node
     network: float  # bytes moved per rank between nodes
     seconds: float
+    mfu: float  # expected model FLOPs utilization
 
 
 def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluster) -> StepCost:
@@ -209,8 +214,10 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     traffic = (rows * gathered + reductions * 4 * trained) * sharded  # gradients are reduced in float32
     # a rank's shard of the gradients, once a step: a ring passes it round twice
     network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.ranks_per_node
-    expected = seconds(useful + forward * work.recompute, traffic, network, cluster)
-    return StepCost(rows, row, useful, traffic, network, expected)
+    launches = rows * work.config.num_hidden_layers * (3 + work.recompute + bool(student))
+    expected = seconds(useful + forward * work.recompute, traffic, network, cluster, launches)
+    mfu = useful / (expected * ranks * cluster.device.flops_per_s)
+    return StepCost(rows, row, useful, traffic, network, expected, mfu)
 
 
 def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:
@@ -228,7 +235,7 @@ def report(title: str, work: Workload, student: Student | None, schedule, cluste
         f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
-        f"{step.seconds:.2g} s at {EFFICIENCY:.0%} of peak | {hours:.2g} h in total",
+        f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {hours:.2g} h in total",
     ]
     if fits:
         return [*lines, "  fits"], hours, True

@@ -156,7 +156,21 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
     alone = budget.step_cost(work, budget.Student(8), schedule(1, 64), hardware.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
-    assert budget.seconds(1.0, 3e12, 0, cluster) == 10  # the links of an A100: 300 GB/s
+    assert budget.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
+    assert budget.seconds(1.0, 0, 0, cluster, 100) == pytest.approx(0.4)
+    assert distillation.mfu == pytest.approx(0.4 * 4 / 5) and sft.mfu == pytest.approx(
+        sft.flops / (sft.seconds * 4 * 312e12))
+
+
+def test_the_host_limits_a_small_model():
+    """1.3B with 1000 tokens a rank: 24 layers, forward and twice backward, and the teacher's."""
+    config = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=24,
+                         num_attention_heads=16, num_key_value_heads=16)
+    work, cluster = budget.Workload(config, [126], [6], 512, False), hardware.parse_hardware("8xH100-80GB")
+    step = budget.step_cost(work, budget.Student(4), schedule(1, 64), cluster)
+    assert step.seconds == pytest.approx(24 * 4 * budget.HOST) and step.mfu < 0.2
+    lines, _, _ = budget.report("pruning", work, budget.Student(4), schedule(1, 64), cluster)
+    assert f"{step.mfu:.0%} MFU" in lines[2]
 
 
 def test_rows_of_the_busiest_step():
@@ -245,7 +259,7 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
     assert alone.network == 0
     assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
     assert step.flops == nodes * alone.flops and step.seconds == pytest.approx(alone.seconds)
-    assert budget.seconds(1.0, 0, 25e10, cluster) == 10  # 200 Gb/s a device
+    assert budget.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
     lines, _, _ = budget.report("sft", work, None, batch, cluster)
     assert f"{step.network / 2**30:.3g} GiB between nodes" in lines[2]
     lines, _, _ = budget.report("sft", work, None, batch, one)

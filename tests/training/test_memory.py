@@ -1,4 +1,4 @@
-"""--plan's memory against torch's own account of a step of 8 ranks, on tensors without data.
+"""--plan's memory against all tensors alive during a step of 8 ranks, tensors without data.
 
 The real models are built and sharded over a process group whose collectives do nothing. Seconds each.
 """
@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
 from common.data.samples import Sample
@@ -19,9 +22,7 @@ from common.training.packing import build_row
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from students import RATES
 
-SHAPES = {  # hidden, intermediate, layers, heads; fewer layers than the models have, so that seconds suffice
-    "1.3b": (2048, 5504, 24, 16), "7b": (4096, 11008, 32, 32),
-}
+SHAPES = {"1.3b": (2048, 5504, 16), "7b": (4096, 11008, 32)}  # hidden, intermediate, heads; of four layers
 WORLD, TOKENS, CHUNK = 8, 4096, 512
 SAMPLES = [Sample((1,) * 500, (2,) * 12)] * (TOKENS // 512)
 
@@ -30,8 +31,28 @@ SAMPLES = [Sample((1,) * 500, (2,) * 12)] * (TOKENS // 512)
 def ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield Ranks(0, WORLD, torch.device("cpu"))
+    ranks = Ranks(0, WORLD, torch.device("cpu"))
+    assert ranks.mesh.size() == WORLD  # made here, as its tensors have data
+    yield ranks
     dist.destroy_process_group()
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of all tensors made within its block and still alive: at most, by what FSDP has allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = WeakIdKeyDictionary(), 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        tensors = [each for each in tree_leaves(result) if torch.is_tensor(each) and not each.is_meta]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        made = [each.untyped_storage() for each in local]
+        if not all(storage in self.storages for storage in made):
+            self.storages.update(dict.fromkeys(made))
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return result
 
 
 def train(student, teacher, optimizer, rows: list) -> None:
@@ -46,37 +67,30 @@ def train(student, teacher, optimizer, rows: list) -> None:
 
 
 def peak(ranks: Ranks, config, rows: int, recompute: bool) -> int:
-    """Bytes at most in the second step, of which the first has allocated the optimizer's state."""
-    execution = Execution(compute=torch.bfloat16, recompute=recompute)
-    row = build_row(SAMPLES, rows * len(SAMPLES))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        frozen = Execution(torch.bfloat16, torch.bfloat16)
-        teacher = build(config, ranks, frozen).eval().requires_grad_(False)
-        student = build(config, ranks, execution, prepare=lambda model: masks.patch(model, 8),
-                        replicated={"log_alpha": torch.zeros(1)})
-        heads = config.num_attention_heads
+    """Bytes at most in a step of the masked student."""
+    row, heads = build_row(SAMPLES, rows * len(SAMPLES)), config.num_attention_heads
+    half = torch.bfloat16
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Memory() as memory:
+        teacher = build(config, ranks, Execution(half, half)).eval().requires_grad_(False)
+        student = build(config, ranks, Execution(torch.float32, half, recompute),
+                        prepare=lambda model: masks.patch(model, 8), replicated={"log_alpha": torch.zeros(1)})
         masks.set_masks(student.net, torch.rand(config.num_hidden_layers, heads).requires_grad_())
         optimizer = students.masked_optimizer(student, RATES, "l0", 1e-2)
-        row = row._each(mode.from_tensor)
-        tracker = FSDPMemTracker(student, optimizer)
-        tracker.track_external(teacher)
-        with tracker:
-            for step in range(2):
-                train(student, teacher, optimizer, [row] * rows)
-                if step == 0:
-                    tracker.reset_mod_stats()
-        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    return sum(size for kind, size in snapshot.items() if str(kind).endswith("Total"))
+        fake = row._each(mode.from_tensor)
+        for _ in range(2):  # the first makes the optimizer's state
+            train(student, teacher, optimizer, [fake] * rows)
+    return memory.peak
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_plan_has_the_memory_of_a_step(ranks, shape, rows, recompute):
-    hidden, inner, layers, heads = SHAPES[shape]
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+def test_a_step_takes_no_more_memory_than_planned(ranks, shape, rows, recompute):
+    """Nor much less: the plan adds up parts whose peaks do not all coincide, most of them outside layers."""
+    hidden, inner, heads = SHAPES[shape]
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=4,
                          num_attention_heads=heads, num_key_value_heads=heads, vocab_size=32000)
     work = budget.Workload.of(config, SAMPLES, CHUNK, recompute)
-    expected = budget.memory(work, budget.Student(8), WORLD, TOKENS, rows > 1)
-    assert expected["total"] == pytest.approx(peak(ranks, config, rows, recompute), rel=0.1)
+    planned = budget.memory(work, budget.Student(8), WORLD, TOKENS, rows > 1)["total"]
+    assert 1 <= planned / peak(ranks, config, rows, recompute) <= 1.65
