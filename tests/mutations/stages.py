@@ -363,7 +363,7 @@ MUTANTS = [
      "json.load(file)[\"tokens\"]",
      "test_mixture::test_only_tokens_that_were_written_are_removed"),
     ("files of the user", "common/training/pool.py",
-     "        replace_tokens(path)\n",
+     "            replace_tokens(path)\n",
      "",
      "test_mixture::test_tokens_are_written_once_and_again_when_the_text_changes"),
     ("files of the user", "07_eval.py",
