@@ -138,14 +138,15 @@ def main():
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     claim("06_export.py", args, output)
-    source = load_config(aligned)
     if args.untrained:
         trained, alignment = None, read_record(merged, "04_align.py")
         verify_files(merged, alignment)
         layers = Layers(merged, torch.float32, "cpu", layerwise=True)
+        source = layers.config
     else:
         trained, alignment = read_records(training, aligned, merged)
         weights = best_weights(training, trained["summary"]["steps"])
+        source = load_config(aligned)
         config = merged_config(source, alignment["summary"]["kv_heads"])
         layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
     kv_heads, config = alignment["summary"]["kv_heads"], layers.config

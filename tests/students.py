@@ -81,6 +81,9 @@ def masked_student(log_alpha: torch.Tensor, others: dict | None = None) -> Train
     model = tiny_model(seed=0, attn_implementation="packed")
     torch.manual_seed(1)
     masks.patch(model, 2)
+    for _, _, projections in masks.blended_projections(model):
+        for projection in projections:
+            torch.nn.init.normal_(projection.merged.weight, std=0.1)
     return Trainee(model, {"log_alpha": log_alpha, **(others or {})})
 
 

@@ -52,7 +52,7 @@ def test_the_model_card_of_a_run(finished_run):
     assert "| winogrande" in scores and "teacher" in scores and "Not evaluated yet" not in card
     snippet = textwrap.dedent(card.partition("## Use\n\n")[2].partition("\n\nIn vLLM")[0])
     printed: list[str] = []
-    exec(snippet, {"print": printed.append})
+    exec(snippet.replace("PATH", str(finished_run / "gqa")), {"print": printed.append})
     assert printed[0].startswith("Question: Which is a metal?\nChoices: ['wood', 'iron']\nAnswer:")
 
 

@@ -155,7 +155,7 @@ def test_layer_by_layer_answers_no_questions(inputs, tmp_path, flags):
 
 def test_layer_by_layer_other_families_are_refused(inputs, checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "olmo"}))
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--text", "none", "--layerwise"]
     expect_error("--layerwise: expected model_type in ['llama', ", "07_eval.py", *arguments)
     assert not (tmp_path / "run").exists()

@@ -65,7 +65,8 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
                     for name, kv_heads in (("mha", 8), ("gqa", 2)))
     pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
-    args = SimpleNamespace(run=str(tmp_path), train="attention", masks="l0-released", seed=3, loss_chunk=7,
+    args = SimpleNamespace(run=str(tmp_path), name=None, train="attention", masks="l0-released", seed=3,
+                           loss_chunk=7,
                            lr=1.0, merged_lr_factor=2.0, rest_lr_factor=1.0, mask_lr=7.0, beta2=0.9,
                            weight_decay=0.5)
     run, jobs, trained = Run(args, group_of_one, pair, Pool([]), NOTHING, Execution(), None), [], []
