@@ -7,7 +7,8 @@ to the teacher (Eq. 27-31).
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
-                      tensorboard/ (if installed); stage.json when training is complete
+                      tensorboard/ (if installed), heldout.npy (the tokens of held-out text); stage.json
+                      when training is complete
         RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
@@ -302,6 +303,8 @@ def train_student(run: Run, schedule: Schedule) -> bool:
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
+    if ranks.first:
+        run.heldout.write_text(run.directory)
     teacher = frozen(run.teacher, ranks, run.execution)
     saved = checkpoints.resume_from(run.directory, schedule, ranks)
     start = checkpoints.step_of(saved) if saved else 0

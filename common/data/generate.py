@@ -24,8 +24,8 @@ from transformers.cache_utils import DynamicLayer
 from common.cli import UserError
 from common.data.chat import fixed_template, load_chats, render
 from common.data.samples import Sample
-from common.data.text import GENERATED, NONE, TOKEN, is_generated, load_tokens, read_documents
-from common.files import sha256, temporary_name, write_json
+from common.data.text import GENERATED, NONE, TOKEN, is_generated, load_tokens, read_documents, write_array
+from common.files import sha256, write_json
 from common.method.losses import product
 from common.models import bos_prefix, fingerprint, geometry, load_config, load_model, load_tokenizer
 from common.progress import Progress
@@ -208,16 +208,6 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
     if not chosen:
         raise UserError(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens, found none")
     return chosen
-
-
-def write_array(path: str, array: np.ndarray) -> None:
-    """Write a .npy file to a temporary name, then rename it."""
-    with temporary_name(path) as aside:
-        with open(aside, "wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
 
 
 def as_samples(chats: np.ndarray) -> list[Sample]:

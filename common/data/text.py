@@ -15,6 +15,7 @@ from common.data.samples import Sample
 from common.files import read_text, temporary_name
 from common.models import DEMO, DEMO_HOME, bos_prefix
 from common.progress import Progress
+from common.weights import first_line
 
 C4 = "allenai/c4"
 C4_FILES = {  # file name, number of files
@@ -54,8 +55,9 @@ def load_tokens(
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
-    with a column "text". split: "train" or "heldout", which differ for c4 and demo; a file gives the same
-    text for both. bos: begin every sequence with the begin-of-sequence token, one of its `length` tokens.
+    with a column "text", or a .npy file of tokens, which may have fewer of them. split: "train" or "heldout",
+    which differ for c4 and demo; a file gives the same text for both. bos: begin every sequence with the
+    begin-of-sequence token, one of its `length` tokens.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, documents are packed instead: concatenated in order, separated by
@@ -64,6 +66,10 @@ def load_tokens(
     """
     source, prefix = _located(source, split), bos_prefix(tokenizer) if bos else []
     length -= len(prefix)  # tokens of text per sequence
+    if source.endswith(".npy"):
+        rows = read_token_rows(source, len(tokenizer))[:sequences, :length].astype(np.int64)
+        tokens = torch.from_numpy(np.concatenate((np.tile(prefix, (len(rows), 1)).astype(np.int64), rows), 1))
+        return tokens, f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
     whole, packed, documents = [], [], 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for text in read_documents(source, split):
@@ -84,6 +90,29 @@ def load_tokens(
                    f"{sequences} needed)")
     rows = [prefix + packed[start : start + length] for start in range(0, needed, length)]
     return torch.tensor(rows), description
+
+
+def read_token_rows(path: str, vocabulary: int) -> np.ndarray:
+    """[n, length] int32 token ids of a .npy file. Raises UserError for one of anything else."""
+    try:
+        rows = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"text {path}: expected a .npy file of tokens: {first_line(error)}") from error
+    is_tokens = rows.ndim == 2 and rows.dtype == TOKEN and rows.size
+    if not is_tokens or not 0 <= rows.min() <= rows.max() < vocabulary:
+        raise UserError(f"text {path}: expected rows of int32 tokens below {vocabulary}, found {rows.dtype} "
+                        f"of shape {list(rows.shape)}")
+    return rows
+
+
+def write_array(path: str, array: np.ndarray) -> None:
+    """Write a .npy file to a temporary name, then rename it."""
+    with temporary_name(path) as aside:
+        with open(aside, "wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
 
 
 def evenly_spaced(samples: int, count: int) -> range:

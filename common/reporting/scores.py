@@ -18,7 +18,10 @@ def results_table(results: dict[str, dict]) -> str:
         rows = []
         for title, section in sections.items():
             rows += [(f"**{title}**", *[""] * len(names)), *section]
-        return markdown_table(("", *names), rows)
+        table = [("", *names), *rows]
+        if not any(figures["tasks"] for figures in results.values()):
+            table = [(title, *cells) for title, _, *cells in table]  # nothing to guess
+        return markdown_table(table[0], table[1:])
     tables = []
     for title, section in sections.items():
         titles, *rows = zip(*section, strict=True)

@@ -58,7 +58,7 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
     filled.teacher = args.teacher or (SOURCE if filled.tasks == NONE else None)
     filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
-    if demo and args.steps is None and args.epochs is None:
+    if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
         filled.steps = DEMO_STEPS
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         filled.teacher_steps = DEMO_TEACHER_STEPS

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -11,6 +12,7 @@ from common.cli import UserError
 from common.data.generate import Origin, calibration_tokens
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
+from common.data.text import TOKEN, write_array
 from common.method.losses import cross_entropy, kl, product
 from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
@@ -19,6 +21,7 @@ from common.training.pool import NONE, SPLIT, Pool
 QUESTIONS = 16  # of each task, where it has a validation split
 TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of figures
 START = "start"  # prefix of the figures before the first step
+HELDOUT_TOKENS = "heldout.npy"
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
 
@@ -42,6 +45,12 @@ class Heldout:
         if self.sets and step.number == 0:
             figures = self.figures(step.job, teacher, step.schedule, chunk)
             step.figures |= {f"{START}_{name}": figure for name, figure in figures.items()}
+
+    def write_text(self, directory: str) -> None:
+        """Write the texts, if any, to heldout.npy, [n, length] int32, which 07_eval.py --text reads."""
+        if TEXT_SET in self.sets:
+            rows = [sample.prompt for sample in self.sets[TEXT_SET]]
+            write_array(os.path.join(directory, HELDOUT_TOKENS), np.array(rows, TOKEN))
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
