@@ -20,6 +20,7 @@ states are kept in a temporary file in RUN (sequences x length x hidden x 4 byte
 bytes.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch

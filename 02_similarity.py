@@ -16,6 +16,7 @@ authors' code squares it). Values are aligned by any orthogonal map, keys by one
 Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation; in OLMo 2 and 3 by quarters).
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch

@@ -13,6 +13,7 @@ kept. For groups of two the exact optimum is printed next to the result. --by no
 energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge closed-form.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import numpy as np

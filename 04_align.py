@@ -25,6 +25,7 @@ forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O
 attention output, at the cost of seven in all.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 from dataclasses import dataclass
 from functools import partial

@@ -41,6 +41,7 @@ authors' code), or for the demo model to values that suit its size.
 """
 
 import argparse
+import common.waiting  # noqa: F401 - before torch
 import os
 from dataclasses import replace
 

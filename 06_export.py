@@ -17,6 +17,7 @@ unexpected one stops the export. The exported model's logits must equal those of
 they are compared once more after loading the checkpoint back.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch

@@ -20,6 +20,7 @@ checkpoint is to the first one, as mean KL and as the share of tokens for which 
 no begin-of-sequence token, unless --bos adds one.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import importlib
 import json
 import os
