@@ -20,6 +20,7 @@ states are kept in a temporary file in RUN (sequences x length x hidden x 4 byte
 bytes.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
@@ -169,7 +170,7 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         # last: it has the sha256 of every other file
-        write_record(aside, make_record("01_calibrate.py", args, model, [], summary, clock()))
+        write_record(aside, make_record("01_calibrate.py", args, model, {}, summary, clock()))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
           f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")

@@ -16,11 +16,19 @@ authors' code squares it). Values are aligned by any orthogonal map, keys by one
 Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation; in OLMo 2 and 3 by quarters).
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
 
-from common.artifacts import claim, make_record, read_calibration, read_grams, write_tensors
+from common.artifacts import (
+    claim,
+    input_digests,
+    make_record,
+    read_calibration,
+    read_grams,
+    write_tensors,
+)
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
 from common.method.align import layer_similarity
 from common.method.closed_form import merging_loss
@@ -91,6 +99,7 @@ def main():
     source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity.safetensors")
     claim("02_similarity.py", args, output)
+    inputs = input_digests(args.run, [source])
     calibration = read_calibration(source)
     model = calibration["model"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
@@ -110,7 +119,7 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    written = make_record("02_similarity.py", args, model, [source], summary, clock())
+    written = make_record("02_similarity.py", args, model, inputs, summary, clock())
     write_tensors(output, similarity, written)
     print(f"wrote   {output}")
     draw_similarity(args.run, similarity, drawn)

@@ -13,11 +13,12 @@ kept. For groups of two the exact optimum is printed next to the result. --by no
 energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge closed-form.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import numpy as np
 
-from common.artifacts import claim, make_record, open_tensors, read_tensors
+from common.artifacts import claim, input_digests, make_record, open_tensors, read_tensors
 from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
 from common.files import write_json
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
@@ -85,6 +86,7 @@ def main():
     source = args.similarity or os.path.join(args.run, "similarity.safetensors")
     output = os.path.join(args.run, "groups.json")
     claim("03_group.py", args, output)
+    inputs = input_digests(args.run, [source])
     similarity, similarity_record = read_similarity(source, args.by, args.criterion)
     model = similarity_record["model"]
     layers, source_kv_heads = model["layers"], model["kv_heads"]
@@ -107,7 +109,7 @@ def main():
         print(f"{layer:15d} | {cells} | {' '.join(str(group.tolist()) for group in groups[layer])}")
     summary = {"kv_heads": kv_heads, "by": args.by, "criterion": args.criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
-    written = make_record("03_group.py", args, model, [source], summary, clock())
+    written = make_record("03_group.py", args, model, inputs, summary, clock())
     write_json(output, written | {"kv_heads": kv_heads, "groups": groups.tolist()})
     print(f"wrote   {output}")
     draw_groups(args.run, source, groups)

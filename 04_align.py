@@ -25,6 +25,7 @@ forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O
 attention output, at the cost of seven in all.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from common import models
 from common.artifacts import (
     claim,
     digest,
+    input_digests,
     make_record,
     read_calibration,
     read_grams,
@@ -275,6 +277,7 @@ def main():
     claim("04_align.py", args, aligned_path, merged_path)
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
+    digests = input_digests(args.run, [calibration_path, groups_path])
     inputs = read_inputs(args, calibration_path, groups_path)
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
     context = choose_context(args, calibrated["positions"])
@@ -292,7 +295,7 @@ def main():
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = make_record("04_align.py", args, source, [calibration_path, groups_path], summary, clock())
+        written = make_record("04_align.py", args, source, digests, summary, clock())
         written["groups"] = inputs.grouping["groups"]
         write_record(aligned, written)
         write_record(merged, written | {"inputs": written["inputs"] | {"aligned": digest(aligned)}})

@@ -42,13 +42,14 @@ authors' code), or for the demo model to values that suit its size.
 """
 
 import argparse
+import common.waiting  # noqa: F401 - before torch
 import os
 from dataclasses import replace
 
 import torch
 
 from common import cli
-from common.artifacts import RECORD, claim, make_record, write_record
+from common.artifacts import RECORD, claim, input_digests, make_record, write_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
@@ -302,6 +303,9 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
+    read = [run.teacher] if args.teacher != SOURCE else []
+    read += [run.pool.texts.path] if run.pool.texts else []
+    inputs = pair.inputs | input_digests(args.run, read)
     ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     if ranks.first:
         run.heldout.write_text(run.directory)
@@ -318,7 +322,7 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     if not train_gqa(run, schedule, teacher, saved, switched=bool(switch) and start == switch):
         return False
     if ranks.first:
-        write_student(run, schedule, settings)
+        write_student(run, schedule, settings, inputs)
     return True
 
 
@@ -335,19 +339,15 @@ def student_settings(run: Run, schedule: Schedule) -> dict:
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts |= {"start": pair.exported} if pair.exported else {}
     starts = {name: fingerprint(path) for name, path in starts.items()}
-    return schedule.to_resume() | tuned | shared | run.pool.description() | starts
+    return schedule.to_resume() | tuned | shared | run.computation | run.pool.description() | starts
 
 
-def write_student(run: Run, schedule: Schedule, settings: dict) -> None:
+def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str, str]) -> None:
     """Write curves.png and then the record, which marks training as complete."""
     pair, directory = run.pair, run.directory
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    starts = filter(None, (pair.aligned, pair.merged, pair.exported))
-    inputs = [os.path.join(path, RECORD) for path in starts]
-    if run.args.teacher != SOURCE:
-        inputs.append(os.path.join(run.teacher, RECORD))
     write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "

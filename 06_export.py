@@ -17,6 +17,7 @@ unexpected one stops the export. The exported model's logits must equal those of
 they are compared once more after loading the checkpoint back.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
@@ -26,6 +27,7 @@ from common.artifacts import (
     check_input,
     check_same_model,
     claim,
+    input_digests,
     make_record,
     read_record,
     verify_files,
@@ -37,10 +39,17 @@ from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import empty_model, geometry, load_config, merged_modules, weight_dtype
+from common.models import empty_model, fingerprint, geometry, load_config, merged_modules, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
-from common.training.checkpoints import TrainedWeights, best, saved_checkpoints, step_of
+from common.training.checkpoints import (
+    SETTINGS,
+    TrainedWeights,
+    best,
+    read_settings,
+    saved_checkpoints,
+    step_of,
+)
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
@@ -73,6 +82,11 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
         raise UserError(f"{training}: expected {expected} kv heads as in {aligned}, found {kv_heads}")
     verify_files(training, trained)
     verify_files(aligned, alignment)
+    found = trained["summary"] | {"aligned": fingerprint(aligned)}
+    for name, expected in read_settings(os.path.join(training, SETTINGS)).items():
+        if found.get(name) != expected:
+            raise UserError(f"{training}: expected {name} {expected} as in its {SETTINGS}, "
+                            f"found {found.get(name)}")
     return trained, alignment
 
 
@@ -138,6 +152,7 @@ def main():
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     claim("06_export.py", args, output)
+    inputs = input_digests(args.run, [merged] if args.untrained else [training, aligned])
     if args.untrained:
         trained, alignment = None, read_record(merged, "04_align.py")
         verify_files(merged, alignment)
@@ -175,7 +190,6 @@ def main():
         }
         if trained:
             summary["step"] = step_of(weights.path)
-        inputs = [training, aligned] if trained else [merged]
         export = make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
         write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores

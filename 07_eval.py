@@ -20,6 +20,7 @@ checkpoint is to the first one, as mean KL and as the share of tokens for which 
 no begin-of-sequence token, unless --bos adds one.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import importlib
 import json
 import os
@@ -330,7 +331,7 @@ def main():
     write_text(answers, lines)
     write_text(table_file, f"{note}\n\n{table}\n")
     memory = cli.peak_memory()
-    written = make_record("07_eval.py", args, described[reference], [], {"peak_memory_gib": memory}, clock())
+    written = make_record("07_eval.py", args, described[reference], {}, {"peak_memory_gib": memory}, clock())
     # last: until it exists, the stage may start again
     write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")

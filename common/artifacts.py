@@ -8,7 +8,6 @@ match was truncated or modified. common/records.py specifies the fields.
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import os
 import socket
 import subprocess
@@ -20,11 +19,12 @@ from safetensors.torch import save, save_file
 
 from common import cli
 from common.cli import UserError
-from common.files import files_in, refuse_overwrite, sha256, temporary_name, write_json
+from common.files import files_in, read_json, refuse_overwrite, sha256, temporary_name, write_json
 from common.method.stats import LayerGrams
 from common.records import find_fault, layer_file, shown
 from common.weights import check_finite
 
+APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 RECORD = "stage.json"  # the record inside a directory artifact
 
@@ -33,7 +33,8 @@ def claim(stage: str, args, *outputs: str) -> None:
     """Start a stage: refuse existing outputs, and lock the stage in its run directory until run_stage ends.
 
     Under torchrun only rank 0 does so. Raises UserError if another process is running the stage in args.run,
-    if an output exists without --force, or if an output is a symbolic link.
+    or the one that must stay APART from it, if an output exists without --force, or if an output is a
+    symbolic link.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -41,18 +42,26 @@ def claim(stage: str, args, *outputs: str) -> None:
         refuse_overwrite(output, args.force)
     created = not os.path.isdir(args.run)
     os.makedirs(args.run, exist_ok=True)
-    path = os.path.join(args.run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
+    lock = lock_stage(args.run, stage)
+    cli.cleanup.callback(release, lock, created)
+    if stage in APART:
+        release(lock_stage(args.run, APART[stage]), False)
+    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    with open(lock.lock_file, "w", encoding="utf-8") as file:
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+
+
+def lock_stage(run: str, stage: str) -> filelock.FileLock:
+    """The lock that a stage holds while it runs in a run directory. Raises UserError if it is held."""
+    path = os.path.join(run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout as error:
         with open(path, encoding="utf-8", errors="replace") as file:
             holder = file.read(200) or "another process"
-        raise UserError(f"{args.run}: expected no other {stage} running there, found {holder}") from error
-    cli.cleanup.callback(release, lock, created)
-    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+        raise UserError(f"{run}: expected no {stage} running there, found {holder}") from error
+    return lock
 
 
 def release(lock, created: bool) -> None:
@@ -72,8 +81,12 @@ def digest(path: str) -> str:
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:
-    """Path relative to the run directory -> digest of the artifact."""
-    return {os.path.relpath(path, run): digest(path) for path in paths}
+    """Path relative to the run directory -> digest of the artifact, if there is one."""
+    digests = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # reading it says what to do
+            digests[os.path.relpath(path, run)] = digest(path)
+    return digests
 
 
 def check_input(record: dict, path: str) -> None:
@@ -85,13 +98,18 @@ def check_input(record: dict, path: str) -> None:
                         f"found a different one; run {stage} again with --force")
 
 
-def make_record(stage: str, args, model: dict, inputs: list[str], summary: dict, seconds: float) -> dict:
-    """The record of an artifact: stage, arguments, inputs, versions and key figures."""
+def make_record(
+    stage: str, args, model: dict, inputs: dict[str, str], summary: dict, seconds: float
+) -> dict:
+    """The record of an artifact: stage, arguments, inputs, versions and key figures.
+
+    inputs: from input_digests, called before they were read: what lies there since may be another artifact.
+    """
     return {
         "stage": stage,
         "arguments": {name: value for name, value in vars(args).items() if name != "force"},
         "model": model,
-        "inputs": input_digests(args.run, inputs),
+        "inputs": inputs,
         "packages": package_versions(PACKAGES),
         "commit": source_commit(),
         "seconds": seconds,
@@ -156,12 +174,10 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
     sidecar = sidecar_path(path)
-    try:
-        with open(sidecar, encoding="utf-8") as file:
-            record = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # UTF-8 and JSON errors are ValueErrors
+    record = read_json(sidecar)
+    if record is None:
         raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
-                        f"run {stage} again") from error
+                        f"run {stage} again")
     if isinstance(record, dict) and isinstance(record.get("stage"), str) and record["stage"] != stage:
         other = shown(record["stage"])[1:-1]
         raise UserError(f"{path}: expected an artifact of {stage}, found one of {other}")
@@ -185,7 +201,16 @@ def check_same_model(path: str, expected: dict, actual: dict) -> None:
 
 
 def verify_files(path: str, record: dict) -> None:
-    """Raise UserError unless every file in a directory artifact's record exists with the recorded sha256."""
+    """Raise UserError unless a directory artifact has the files in its record, as recorded, and no others.
+
+    Others would be read, too: transformers prefers model.safetensors to shards. Hidden files and a README.md
+    may be anyone's.
+    """
+    names = {name for name in files_in(path) if "/." not in f"/{name}"}
+    others = names - {*record["files"], RECORD, "README.md"}
+    if others:
+        raise UserError(f"{path}: expected only the files in its {RECORD}, found also {min(others)}; "
+                        "remove it")
     for name, expected in record["files"].items():
         file, stage = os.path.join(path, name), record["stage"]
         if not os.path.isfile(file):

@@ -6,14 +6,37 @@ import itertools
 import json
 import os
 import shutil
+import time
 
 from common.cli import UserError
+
+LARGE = 2**26  # bytes; smaller files are hashed each time
+SETTLED = 2e9  # nanoseconds, longer than a tick of any file system's clock: a later change has another time
 
 
 def sha256(path: str) -> str:
     """Hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: str) -> str:
+    """sha256(path). That of a large file is kept in the user's cache, by what changes with the file: inode,
+    size and times.
+    """
+    status = os.stat(path)
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if status.st_size < LARGE or time.time_ns() - changed < SETTLED:
+        return sha256(path)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    known = os.path.join(cache, "mha2gqa", "-".join(map(str, identity)))
+    with contextlib.suppress(OSError), open(known, encoding="ascii") as file:
+        return file.read()
+    digest = sha256(path)
+    with contextlib.suppress(OSError):  # a cache is optional
+        write_text(known, digest)
+    return digest
 
 
 def refuse_overwrite(path: str, force: bool) -> None:
@@ -59,6 +82,15 @@ def write_text(path: str, text: str) -> None:
 def write_json(path: str, value: dict) -> None:
     """Write JSON to a temporary file, then rename it."""
     write_text(path, json.dumps(value, indent=1))
+
+
+def read_json(path: str):
+    """The JSON value in a file; None if there is none that can be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError, RecursionError):  # UTF-8 and JSON errors are ValueErrors
+        return None
 
 
 def files_in(directory: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.cli import UserError
-from common.files import refuse_overwrite, sha256, write_directory, write_json
+from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import SIZES, geometry, require_convertible
 from common.progress import Progress
@@ -68,10 +68,9 @@ def dequantize(file: str, directory: str, force: bool) -> str:
 def made_from(directory: str, digest: str) -> bool:
     """Whether the checkpoint `directory` is unchanged since it was made from the file with this sha256."""
     try:
-        with open(os.path.join(directory, ORIGIN), encoding="utf-8") as stream:
-            origin = json.load(stream)
+        origin = read_json(os.path.join(directory, ORIGIN))
         return origin["sha256"] == digest and origin["fingerprint"] == fingerprint(directory)
-    except (OSError, ValueError, KeyError, TypeError, UserError):  # missing or damaged
+    except (OSError, KeyError, TypeError, UserError):  # missing or damaged
         return False
 
 

@@ -1,7 +1,7 @@
 """The weights of a checkpoint directory: finding their files, reading single tensors, validating them."""
 
+import fnmatch
 import hashlib
-import json
 import os
 import re
 import zipfile
@@ -10,11 +10,14 @@ import torch
 from safetensors import safe_open
 
 from common.cli import UserError
+from common.files import known_sha256, read_json
 from common.records import FILE_NAME, STRING, mismatch, shown
 
 WEIGHT_FILES = (  # where transformers looks for weights, in order
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+                   "chat_template*", "*.model")
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -31,11 +34,7 @@ def weight_files(directory: str) -> list[str]:
     if not name.endswith(".index.json"):
         return [name]
     path = os.path.join(directory, name)
-    try:
-        with open(path, encoding="utf-8") as file:
-            index = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected an index of weight files, found none that can be read") from error
+    index = read_json(path)
     fault = mismatch(index, {"weight_map": {STRING: FILE_NAME}}, "index")
     if fault:
         raise UserError(f"{path}: {fault}")
@@ -47,19 +46,13 @@ def weight_files(directory: str) -> list[str]:
 
 
 def fingerprint(path: str) -> str:
-    """A sha256 over config.json and 64 slices of each weight file.
-
-    Slices suffice, because a training step changes all weights; hashing them is fast even for a 7B model.
-    """
-    digest = hashlib.sha256()
-    for name in ["config.json", *weight_files(path)]:
-        size = os.path.getsize(os.path.join(path, name))
-        digest.update(f"{name} {size}\n".encode())
-        with open(os.path.join(path, name), "rb") as file:
-            for offset in range(0, size, max(size // 64, 1 << 16)):
-                file.seek(offset)
-                digest.update(file.read(1 << 16))
-    return digest.hexdigest()
+    """A sha256 over those of config.json, the weights and the files of the tokenizer."""
+    names = {"config.json", *weight_files(path)}
+    for pattern in TOKENIZER_FILES:
+        names.update(fnmatch.filter(os.listdir(path), pattern))
+    files = ((name, os.path.join(path, name)) for name in sorted(names))
+    digests = [f"{name} {known_sha256(file)}\n" for name, file in files if os.path.isfile(file)]
+    return hashlib.sha256("".join(digests).encode(errors="surrogateescape")).hexdigest()
 
 
 def open_checkpoint(directory: str) -> dict:

@@ -10,6 +10,7 @@ tasks' train splits instead, with the loss on their answers.
 """
 
 import argparse
+import common.waiting  # noqa: F401 - before torch
 import functools
 import gzip
 import random

@@ -12,6 +12,7 @@ file differs.
 """
 
 import argparse
+import common.waiting  # noqa: F401 - before torch
 import ctypes
 import logging
 import os

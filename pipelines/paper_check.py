@@ -5,6 +5,7 @@ differ from print on purpose, the first number is as printed, the second what th
 a note names the line of AUDIT.md that says why.
 """
 
+import common.waiting  # noqa: F401 - before torch
 import copy
 import math
 import os

@@ -8,6 +8,7 @@ it is the reference manual that every Python carries for help(), without the par
 """
 
 import argparse
+import common.waiting  # noqa: F401 - before torch
 import math
 import os
 import re

@@ -129,7 +129,7 @@ class TextSamples(Sequence):
     """
 
     def __init__(self, path: str, length: int, heldout: int = 0):
-        self.tokens = np.load(path, mmap_mode="r").reshape(-1, length)
+        self.path, self.tokens = path, np.load(path, mmap_mode="r").reshape(-1, length)
         self.heldout = evenly_spaced(len(self.tokens), heldout)
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ torch.distributed.checkpoint describes its shards in a pickle, .metadata. It is 
 the few classes that describe tensors, so reading a checkpoint never executes code from it.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -22,13 +23,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from common.cli import UserError
-from common.data.jsonl import parse_object
-from common.files import move_aside, sha256, write_json
+from common.files import move_aside, read_json, sha256, sync, write_json
 from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
 SETTINGS = "settings.json"  # the settings that training started with
+ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 METADATA = {  # module -> classes allowed in .metadata, besides torch's dtypes
     "torch.distributed.checkpoint.metadata": {
@@ -50,11 +51,7 @@ def begin(directory: str, settings: dict, ranks) -> None:
     """
     path = os.path.join(directory, SETTINGS)
     if os.path.exists(path):
-        try:
-            with open(path, "rb") as file:
-                before = parse_object(file.read(), path)
-        except UserError as error:
-            raise UserError(f"{error}; --force starts over") from error
+        before = read_settings(path)
         changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
             changes = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
@@ -63,6 +60,15 @@ def begin(directory: str, settings: dict, ranks) -> None:
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
+
+
+def read_settings(path: str) -> dict:
+    """The settings in a file that begin() wrote. Raises UserError."""
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: expected the settings of a training run, found none that can be read; "
+                        "--force starts over")
+    return settings
 
 
 def saved_checkpoints(directory: str) -> list[str]:
@@ -108,6 +114,8 @@ def save(job) -> None:
             tensors[f"optimizer.{name}"] = tensor
     try:
         dcp.save(tensors, checkpoint_id=aside)
+        if rank == 0:
+            write_json(os.path.join(aside, ORIGIN), origin(path))
         _write_digests(aside, rank)
     except (CheckpointException, OSError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -137,20 +145,34 @@ def _write_digests(path: str, rank: int) -> None:
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, digests)
     if rank == 0:
-        merged = {".metadata": sha256(os.path.join(path, ".metadata"))}
+        merged = {name: sha256(os.path.join(path, name)) for name in (".metadata", ORIGIN)}
         for part in gathered:
             merged |= part
         write_json(os.path.join(path, DIGESTS), merged)
 
 
+def origin(path: str) -> dict:
+    """What binds a checkpoint to its training: the step in its name, and the digests of the settings and of
+    the metrics up to this step, which are flushed to disk.
+    """
+    directory, step = os.path.dirname(path), step_of(path)
+    settings, metrics = (os.path.join(directory, name) for name in (SETTINGS, METRICS))
+    lines = [line for line in read_metrics(metrics) if line["step"] <= step]
+    if lines:
+        sync(metrics)
+    return {"step": step, "settings": sha256(settings) if os.path.exists(settings) else None,
+            "metrics": hashlib.sha256(json.dumps(lines).encode()).hexdigest()}
+
+
 def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
     """What is wrong with this rank's share of a checkpoint's files; None if they are intact."""
-    try:
-        with open(os.path.join(path, DIGESTS), encoding="utf-8") as file:
-            digests = dict(json.load(file).items())
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return f"{DIGESTS} is missing or cannot be read"
-    for name in sorted({".metadata", *digests})[rank::world]:
+    digests, saved = (read_json(os.path.join(path, name)) for name in (DIGESTS, ORIGIN))
+    if not isinstance(digests, dict) or not isinstance(saved, dict):
+        return f"{DIGESTS} or {ORIGIN} is missing or cannot be read"
+    for name, value in (origin(path) if rank == 0 else {}).items():
+        if saved.get(name) != value:
+            return f"its {name} is not that of this training"
+    for name in sorted({".metadata", ORIGIN, *digests})[rank::world]:
         file = os.path.join(path, name)
         if os.path.basename(name) != name:
             return f"{DIGESTS} lists {name!r}, which is not a file name"

@@ -2,7 +2,6 @@
 
 import array
 import contextlib
-import glob
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from common.data.generate import Origin, as_samples, generated
 from common.data.samples import Sample
 from common.data.tasks import load_task, size_note, tokenize
 from common.data.text import NONE, TextSamples, evenly_spaced, is_generated, write_text_tokens
-from common.files import sha256, write_json
+from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
 
 SPLIT = "split"  # --heldout-text: some samples of --text
@@ -95,15 +94,17 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     sources = [generate(source, args, model, ranks) if is_generated(source) else source
                for source in args.text]
     digests = [hashlib.sha256(source).hexdigest() for source in sources if isinstance(source, np.ndarray)]
-    read = [*args.text, *sorted(glob.glob(os.path.join(model, "tokenizer*")))]
-    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in read]
+    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in args.text]
     key = json.dumps([files, digests, args.text_length, args.text_tokens, fingerprint(model)])
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    record = os.path.join(os.path.dirname(path), "written.json")
     with ranks.waiting():
         if ranks.first and not os.path.exists(path):
             counts = write_text_tokens(sources, tokenizer, args.text_length, args.text_tokens, path)
-            replace_tokens(path)
+            replace_tokens(record, path)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
+        elif ranks.first and tokens_record(path) != read_json(record):
+            raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
     texts = TextSamples(path, args.text_length, args.heldout_sequences if args.heldout_text == SPLIT else 0)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
     return texts
@@ -118,17 +119,23 @@ def generate(source: str, args, model: str, ranks, chats: bool = False) -> np.nd
     return generated(source, origin, rows, args.text_length, chats=chats)
 
 
-def replace_tokens(path: str) -> None:
-    """Remove the tokens of other texts, which a record beside them names, and record these instead.
+def replace_tokens(record: str, path: str) -> None:
+    """Remove the tokens of other texts, which the record names, and record these instead.
 
     Any other file there is the user's.
     """
-    directory, name = os.path.split(path)
-    record = os.path.join(directory, "written.json")
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none yet, or damaged
-        with open(record, encoding="utf-8") as file:
-            os.remove(os.path.join(directory, os.path.basename(json.load(file)["tokens"])))
-    write_json(record, {"tokens": name})
+    with contextlib.suppress(OSError, TypeError, KeyError):  # none yet, or damaged
+        before = os.path.join(os.path.dirname(record), os.path.basename(read_json(record)["tokens"]))
+        if before != path:
+            os.remove(before)
+    write_json(record, tokens_record(path))
+
+
+def tokens_record(path: str) -> dict:
+    """The record of a file of tokens: its name, digest, dtype, shape and range."""
+    tokens = np.load(path, mmap_mode="r")
+    return {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": str(tokens.dtype),
+            "shape": list(tokens.shape), "range": [int(tokens.min()), int(tokens.max())]}
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common import cli
 from common.artifacts import RECORD
 from common.cli import Clock, UserError
-from common.files import move_aside, write_json
+from common.files import move_aside, read_json, write_json
 from common.models import fingerprint
 from common.records import SOURCE
 from common.training.heldout import Heldout
@@ -43,6 +43,11 @@ class Run:
         return self.args.teacher or os.path.join(self.args.run, "teacher")
 
     @property
+    def computation(self) -> dict:
+        """What must match on resume because it changes the figures."""
+        return {"dtype": str(self.execution.compute), "attention": self.execution.attention}
+
+    @property
     def directory(self) -> str:
         return os.path.join(self.args.run, cli.named("train", self.args.name))
 
@@ -60,10 +65,9 @@ def was_forced(run: Run) -> bool:
         return False
     try:
         read_metrics(os.path.join(run.directory, METRICS))
-        with open(os.path.join(run.directory, FORCED), encoding="utf-8") as file:
-            return json.load(file) == this_command(run)
-    except (UserError, OSError, ValueError, RecursionError):  # damaged: --force starts over
+    except UserError:  # damaged: --force starts over
         return False
+    return read_json(os.path.join(run.directory, FORCED)) == this_command(run)
 
 
 def start_anew(run: Run) -> None:

@@ -1,9 +1,9 @@
 """The students of stage 5, masked and GQA, with their AdamW; that of the teacher's SFT, too."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from common.artifacts import check_input, read_record, verify_files
+from common.artifacts import check_input, input_digests, read_record, verify_files
 from common.method import masks
 from common.models import load_config, merged_modules, source_model
 from common.training.distill import MASKS
@@ -25,6 +25,7 @@ class Pair:
     merge: str  # "mean", "first" or "closed-form"
     blended: tuple[str, ...]  # projections that merging changed
     exported: str | None = None  # a student of stage 6 to start from instead of merged/
+    inputs: dict[str, str] = field(default_factory=dict)  # for a student's record: digests of what was read
 
     @property
     def title(self) -> str:
@@ -38,6 +39,7 @@ def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
     stage 1.
     """
     aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
+    inputs = input_digests(run, list(filter(None, (aligned, merged, exported))))
     aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
     check_input(merged_record, aligned)
     if ranks.first:  # hash the weights once, not on every rank
@@ -52,7 +54,7 @@ def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
     whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
     blended = merged_modules(load_config(aligned), bool(whole_head))
     model, kv_heads = source_model(aligned_record), summary["kv_heads"]
-    return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported)
+    return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)
 
 
 def start_of_masked(aligned: str, merged: str):

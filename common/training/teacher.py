@@ -55,8 +55,9 @@ def train_teacher(run: Run, schedule: Schedule) -> bool:
         parent, name = os.path.split(os.path.abspath(run.teacher))
         claim(name, argparse.Namespace(run=parent))
     ranks.say(f"teacher {source}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
-    settings = schedule.to_resume() | Pool(samples).description() | {"source": run.pair.model["fingerprint"]}
-    settings |= {"lr": args.teacher_lr, "beta2": args.beta2, "weight_decay": args.weight_decay}
+    settings = schedule.to_resume() | run.computation | Pool(samples).description()
+    settings |= {"source": run.pair.model["fingerprint"], "lr": args.teacher_lr, "beta2": args.beta2,
+                 "weight_decay": args.weight_decay}
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.resume_from(directory, schedule, ranks)
     teacher = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
@@ -92,7 +93,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
         model.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, make_record(STAGE, run.args, run.pair.model, [], summary, run.clock()))
+        write_record(aside, make_record(STAGE, run.args, run.pair.model, {}, summary, run.clock()))
     shutil.rmtree(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 

@@ -22,7 +22,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.artifacts import check_same_model, claim, make_record, read_calibration, read_grams, write_record
+from common.artifacts import (
+    check_same_model,
+    claim,
+    input_digests,
+    make_record,
+    read_calibration,
+    read_grams,
+    write_record,
+)
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import all_logits, mean_kl
@@ -232,7 +240,7 @@ def main():
     with write_directory(output) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        inputs = [search_path, calibration]
+        inputs = input_digests(args.run, [search_path, calibration])
         write_record(aside, make_record(CLOSED_FORM, args, search["model"], inputs, summary, clock()))
     print(f"cache   key heads {counts['key']}, value heads {counts['value']}")
     print(f"wrote   {output}\nclosed_form: KL {kl:.4f} from {path} on {tokens.numel()} training tokens, "

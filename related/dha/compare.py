@@ -12,7 +12,7 @@ learning rate or cache size are refused.
 
 import os
 
-from common.artifacts import check_input, claim, make_record
+from common.artifacts import check_input, claim, input_digests, make_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.files import write_json, write_text
 from common.reporting import plots
@@ -132,7 +132,7 @@ def main():
     title = f"{model['name']}: {model['heads']} heads, a cache of {searched['kv_heads']} per layer"
     curves(outputs["png"], points, uncompressed, title)
     write_text(outputs["md"], text)
-    inputs = [os.path.join(args.run, name) for name in args.names]
+    inputs = input_digests(args.run, [os.path.join(args.run, name) for name in args.names])
     summary = {"rows": rows, "uncompressed": uncompressed}
     write_json(outputs["json"], make_record(COMPARE, args, model, inputs, summary, clock()))
     print(text, end="")

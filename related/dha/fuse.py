@@ -27,7 +27,15 @@ import os
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import check_input, claim, make_record, read_record, verify_files, write_record
+from common.artifacts import (
+    check_input,
+    claim,
+    input_digests,
+    make_record,
+    read_record,
+    verify_files,
+    write_record,
+)
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, stage_parser
 from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
 from common.files import sha256, write_directory
@@ -137,8 +145,8 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
     with write_directory(output) as aside:
         fused.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
-        search_path = os.path.join(args.run, "search.json")
-        write_record(aside, make_record(FUSE, args, searched["model"], [search_path], summary, clock()))
+        inputs = input_digests(args.run, [os.path.join(args.run, "search.json")])
+        write_record(aside, make_record(FUSE, args, searched["model"], inputs, summary, clock()))
     first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
     matrices, redundancies = similarity.head_similarity(fused, config.head_dim)
     title = f"{searched['model']['name']}: similarity of fused heads, and the redundancy of each layer"

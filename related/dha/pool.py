@@ -13,7 +13,15 @@ the cold start drops the weights that search has trained.
 
 import os
 
-from common.artifacts import check_input, claim, make_record, read_record, verify_files, write_record
+from common.artifacts import (
+    check_input,
+    claim,
+    input_digests,
+    make_record,
+    read_record,
+    verify_files,
+    write_record,
+)
 from common.cli import Clock, run_stage, stage_parser
 from common.files import write_directory
 from common.models import load_config, load_model, load_tokenizer
@@ -41,6 +49,7 @@ def main():
     args, clock = parse(), Clock()
     output, searched = (os.path.join(args.run, name) for name in (f"start-{NAMES[args.weights]}", "searched"))
     search_path = os.path.join(args.run, "search.json")
+    inputs = input_digests(args.run, [search_path])
     search = read(search_path, SEARCH)
     claim(POOL, args, output)
     path = search["model"]["path"]
@@ -56,7 +65,7 @@ def main():
         model.save_pretrained(aside)
         load_tokenizer(path).save_pretrained(aside)
         summary = {"steps_so_far": steps}
-        write_record(aside, make_record(POOL, args, search["model"], [search_path], summary, clock()))
+        write_record(aside, make_record(POOL, args, search["model"], inputs, summary, clock()))
     print(f"wrote   {output}\npool: heads of {path} averaged within search's groups, in {clock()} s")
 
 

@@ -90,7 +90,7 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
         model.save_pretrained(aside)
         load_tokenizer(start).save_pretrained(aside)
         shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
-        write_record(aside, make_record(PRETRAIN, args, describe(start), [], summary, clock()))
+        write_record(aside, make_record(PRETRAIN, args, describe(start), {}, summary, clock()))
     shutil.rmtree(directory)
     print(f"wrote   {output}")
     print(

@@ -20,6 +20,7 @@ from common.artifacts import (
     check_input,
     check_same_model,
     claim,
+    input_digests,
     make_record,
     read_calibration,
     read_grams,
@@ -87,9 +88,10 @@ def main():
     with write_directory(rotated) as aside:
         model.save_pretrained(aside)
         load_tokenizer(source).save_pretrained(aside)
-        inputs = [search_path, calibration]
+        inputs = input_digests(args.run, [search_path, calibration])
         write_record(aside, make_record(SEARCH, args, search["model"], inputs, search["summary"], clock()))
-    record = make_record(SEARCH, args, search["model"], [rotated], search["summary"], clock())
+    inputs = input_digests(args.run, [rotated])
+    record = make_record(SEARCH, args, search["model"], inputs, search["summary"], clock())
     write_json(output, record | {"groups": groups})
     print(f"wrote   {rotated}, {output}\nrotate: heads of each group aligned, relative logit difference "
           f"{difference:.1e}, in {clock()} s")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.artifacts import claim, make_record, verify_files, write_record
+from common.artifacts import claim, input_digests, make_record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
 from common.evaluate import all_logits
@@ -236,8 +236,9 @@ def finish(args, clock, description: dict, data: dict, budget: Budget, figures: 
     with write_directory(searched) as aside:
         model.save_pretrained(aside)
         load_tokenizer(description["path"]).save_pretrained(aside)
-        write_record(aside, make_record(SEARCH, args, description, [], summary, clock()))
-    search_record = make_record(SEARCH, args, description, [searched], summary, clock())
+        write_record(aside, make_record(SEARCH, args, description, {}, summary, clock()))
+    inputs = input_digests(args.run, [searched])
+    search_record = make_record(SEARCH, args, description, inputs, summary, clock())
     write_json(output, search_record | {"groups": groups})
     print(f"wrote   {searched}, {output}")
     print(

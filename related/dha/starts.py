@@ -16,7 +16,7 @@ import statistics
 import torch
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
-from common.artifacts import claim, make_record
+from common.artifacts import claim, input_digests, make_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import all_logits, cache_bytes_per_token, mean_kl, mean_nll
@@ -74,6 +74,7 @@ def table(rows: dict[str, dict]) -> str:
 def main():
     args, clock = parse(), Clock()
     output, search_path = (os.path.join(args.run, name) for name in ("starts", "search.json"))
+    inputs = input_digests(args.run, [search_path])
     search = read(search_path, SEARCH)
     claim(STARTS_TABLE, args, output + ".json")
     data, path = search["summary"]["data"], search["model"]["path"]
@@ -85,7 +86,7 @@ def main():
     rows = {name: measure(checkpoint, tokens, source) for name, checkpoint in checkpoints.items()}
     write_text(output + ".md", table(rows) + "\n")
     write_json(output + ".json",
-               make_record(STARTS_TABLE, args, search["model"], [search_path], {"rows": rows}, clock()))
+               make_record(STARTS_TABLE, args, search["model"], inputs, {"rows": rows}, clock()))
     print(f"\n{table(rows)}\n\nwrote   {output}.json, {output}.md")
     nearest = min((name for name in rows if name != "source"), key=lambda name: rows[name]["lost"])
     print(f"starts: nearest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it, "

@@ -251,7 +251,7 @@ def main():
     write_text(output + ".md", shown + "\n")
     title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
     picture(output + ".png", results, title)
-    sidecar = make_record(STAGE, args, results[paths[0]]["model"], [], {}, clock())
+    sidecar = make_record(STAGE, args, results[paths[0]]["model"], {}, {}, clock())
     write_json(output + ".json", sidecar | {"device": device, "results": results})
     print(f"\n{shown}\n\nwrote   {output}.json, {output}.md")
     print(f"keychannels: {closing_line(results, args.select[-1])}; in {clock()} s")

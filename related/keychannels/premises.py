@@ -162,7 +162,7 @@ def main():
     claim(STAGE, args, output + ".json")
     results = {path: measure(args, path) for path in paths}
     write_text(output + ".md", table(results) + "\n")
-    write_json(output + ".json", make_record(STAGE, args, describe(paths[0]), [], {}, clock())
+    write_json(output + ".json", make_record(STAGE, args, describe(paths[0]), {}, {}, clock())
                | {"results": results})
     print(f"\n{table(results)}\n\nwrote   {output}.json, {output}.md")
     positions = results[paths[0]]["positions"]

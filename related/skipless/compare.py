@@ -242,7 +242,7 @@ def main():
     picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
     figures = {"weights": {name: entry.figures() for name, entry in weights.items()},
                "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
-    sidecar = make_record(STAGE, args, describe(path, args.model), [], {}, clock())
+    sidecar = make_record(STAGE, args, describe(path, args.model), {}, {}, clock())
     write_json(output + ".json", sidecar | figures)
     print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
     print(f"compare: {closing_line(args.model, conditions, lines)}; in {clock()} s")

@@ -113,7 +113,7 @@ def main():
     with write_directory(output) as aside:
         folded.to(dtype).save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        write_record(aside, make_record(STAGE, args, describe(source), [], summary, clock()))
+        write_record(aside, make_record(STAGE, args, describe(source), {}, summary, clock()))
     print(f"wrote   {output}\nfold: {', '.join(removed)} removed, {before:,} -> {after:,} weights "
           f"({1 - after / before:.1%} fewer) in {clock()} s")
 

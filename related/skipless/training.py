@@ -257,6 +257,6 @@ def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str],
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, make_record(TRAIN_STAGE, args, describe(source), [], summary, clock()))
+        write_record(aside, make_record(TRAIN_STAGE, args, describe(source), {}, summary, clock()))
     shutil.rmtree(directory)
     print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after {clock()} s")

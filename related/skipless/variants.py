@@ -94,7 +94,7 @@ def main():
     text = table(losses, parameters)
     write_text(output + ".md", text + "\n")
     summary = {"losses": losses, "parameters": parameters}
-    write_json(output + ".json", make_record(STAGE, args, describe(source), [], summary, clock()))
+    write_json(output + ".json", make_record(STAGE, args, describe(source), {}, summary, clock()))
     print(f"\n{text}\n\nwrote   {output}.json, {output}.md")
     print(f"variants: held-out loss of {args.seeds} trainings each, in {clock()} s")
 

@@ -18,7 +18,8 @@ MEANS = {f"{head}.{criterion}.{when}": 0.5
 
 def write(path: Path, value: float, inputs: tuple = ()) -> str:
     args = argparse.Namespace(run=str(path.parent), seed=0, force=False)
-    record = artifacts.make_record("02_similarity.py", args, MODEL, list(inputs), MEANS, 0.1)
+    digests = artifacts.input_digests(args.run, list(inputs))
+    record = artifacts.make_record("02_similarity.py", args, MODEL, digests, MEANS, 0.1)
     artifacts.write_tensors(str(path), {"x": torch.full((100,), value)}, record)
     return str(path)
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from common import files
 from common.artifacts import read_groups, read_record, read_tensors
 from common.cli import UserError
 from common.layers import Layers
@@ -184,6 +185,57 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
             assert fingerprint(str(path)) != before, (name, place)
         (path / name).write_bytes(content)
     assert fingerprint(str(path)) == before
+
+
+def test_the_fingerprint_is_of_the_tokenizer_and_of_all_weights(tmp_path):
+    path = tmp_path / "model"
+    save_tiny(path)
+    prints = [fingerprint(str(path))]
+    places = {"model.safetensors": 70_000, "tokenizer.json": 200, "tokenizer_config.json": 20}
+    for name, place in places.items():
+        content = bytearray((path / name).read_bytes())
+        content[place] ^= 1
+        (path / name).write_bytes(content)
+        prints.append(fingerprint(str(path)))
+    (path / "special_tokens_map.json").write_text("{}")
+    prints.append(fingerprint(str(path)))
+    assert len(set(prints)) == len(prints)
+    (path / "README.md").write_text("mine")
+    assert fingerprint(str(path)) == prints[-1]
+
+
+def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    hashed, path, sha256 = [], tmp_path / "weights", files.sha256
+
+    def counted(file):
+        hashed.append(file)
+        return sha256(file)
+
+    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(files, "LARGE", 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_bytes(b"a" * 1000)
+    for _ in range(2):  # too young: another change may have the same time
+        assert files.known_sha256(str(path)) == sha256(path)
+    assert len(hashed) == 2
+    monkeypatch.setattr(files, "SETTLED", -1)
+    for _ in range(2):
+        assert files.known_sha256(str(path)) == sha256(path)
+    assert len(hashed) == 3
+    before = path.stat()
+    path.write_bytes(b"b" * 1000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were unchanged
+    assert files.known_sha256(str(path)) == sha256(path) and len(hashed) == 4
+    other = tmp_path / "other"
+    other.write_bytes(b"c" * 1000)
+    os.replace(other, path)
+    assert files.known_sha256(str(path)) == sha256(path) and len(hashed) == 5
+    (tmp_path / "small").write_bytes(b"d" * 999)
+    for _ in range(2):
+        files.known_sha256(str(tmp_path / "small"))
+    assert len(hashed) == 7
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # where nothing can be written
+    assert files.known_sha256(str(path)) == sha256(path)
 
 
 @pytest.mark.parametrize("name", ["m [1]", "m*", "m?x", "[a-z]", "m{1}", "mö"])

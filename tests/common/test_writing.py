@@ -40,6 +40,19 @@ def test_files_are_verified_by_content(artifact):
     artifacts.verify_files(artifact, record)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.py", "step-1/other", "notes/README.md"])
+def test_files_that_the_record_does_not_name_are_refused(artifact, name):
+    record = artifacts.read_record(artifact, "06_export.py")
+    for harmless in (".DS_Store", ".cache/huggingface/README.md"):
+        Path(artifact, harmless).parent.mkdir(parents=True, exist_ok=True)
+        Path(artifact, harmless).write_text("anyone's")
+    artifacts.verify_files(artifact, record)
+    Path(artifact, name).parent.mkdir(exist_ok=True)
+    Path(artifact, name).write_text("mine")
+    with pytest.raises(UserError, match=f"expected only the files in its stage.json, found also {name}; rem"):
+        artifacts.verify_files(artifact, record)
+
+
 def test_inputs_are_identified_by_content(artifact, tmp_path):
     record = {"stage": "07_eval.py", "inputs": artifacts.input_digests(str(tmp_path / "run"), [artifact])}
     assert list(record["inputs"]) == ["../gqa"]
@@ -153,7 +166,7 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
     with pytest.raises(UserError) as refused:
         artifacts.claim("05_prune_train.py", claims)
     message = str(refused.value)
-    assert f"expected no other 05_prune_train.py running there, found process {os.getpid()} on " in message
+    assert f"expected no 05_prune_train.py running there, found process {os.getpid()} on " in message
     assert " since 20" in message
     artifacts.claim("06_export.py", claims)  # another stage
     other_run = SimpleNamespace(run=claims.run + "2", force=False)
@@ -164,6 +177,19 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
     cli.cleanup.close()
     assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
     artifacts.claim("05_prune_train.py", claims)
+
+
+@pytest.mark.parametrize("first, second", [("04_align.py", "05_prune_train.py"),
+                                           ("05_prune_train.py", "04_align.py")])
+def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
+    artifacts.claim(first, claims)
+    with pytest.raises(UserError, match=f"no {first} running there, found process {os.getpid()} on "):
+        artifacts.claim(second, claims)
+    cli.cleanup.close()
+    artifacts.claim(second, claims)
+    artifacts.claim("03_group.py", claims)
+    cli.cleanup.close()
+    assert not os.path.exists(claims.run)
 
 
 def test_an_empty_run_directory_that_existed_before_stays(claims):

@@ -98,13 +98,17 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
         ("merged/stage.json", another, "merged: expected the artifact that"),
         ("aligned/config.json", b"{}", not_recorded),
         ("train/stage.json", replace('"kv_heads": 2', '"kv_heads": 4'), "expected 2 kv heads as in"),
-        ("train/stage.json", replace('"steps": 10', '"steps": 9'), "expected the checkpoint of step 9"),
+        ("train/stage.json", replace('"steps": 10', '"steps": 9'), "expected steps 10 as in its settings"),
         ("train/stage.json", teacher, "expected a trained student, found a teacher"),
         (f"train/{step}/__0_0.distcp", flip_last, not_recorded),
         (f"train/{step}/.metadata", b"cos\nsystem\n(S'true'\ntR.", not_recorded),
+        ("train/stage.json", replace('"clip": 1.0', '"clip": 2.0'), "expected clip 1.0 as in its settings"),
         ("train/metrics.jsonl", None, "metrics.jsonl: expected the file written by 05_prune_train.py"),
     )
     refuse_each(home, [(file, damage, "06_export.py", message) for file, damage, message in damages])
+    shutil.copy(home / "teacher" / "model.safetensors", home / "merged" / "other.safetensors")
+    expect_error("found also other.safetensors; remove it", "07_eval.py", "--run", home, "--force")
+    (home / "merged" / "other.safetensors").unlink()
     with_limit(5000, lambda: expect_error("File too large", "06_export.py", "--run", home, "--force"))
     run("06_export.py", "--run", home, "--force")
     for name in ("config.json", *(path.name for path in (finished_run / "gqa").glob("*.safetensors*"))):

@@ -256,7 +256,7 @@ def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
 def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path):
     home, shared = copy_run(aligned_run, tmp_path / "run"), tmp_path / "shared"
     with filelock.FileLock(tmp_path / ".shared.lock"):
-        expect_error("expected no other shared running there, found ", STAGE,
+        expect_error("expected no shared running there, found ", STAGE,
                      *train_arguments(home, inputs, "--teacher", shared))
     assert not shared.exists()
 
@@ -279,6 +279,8 @@ def test_other_training_data_of_the_same_size_is_refused(finished_run, inputs, t
     (["--masks", "off"], "masks l0 -> off"), (["--merged-lr-factor", "2"], "merged_lr_factor 1.0 -> 2.0"),
     (["--steps", "12"], "steps 10 -> 12"), (["--warmup", "2"], "warmup 1 -> 2"),
     (["--beta2", "0.9"], "beta2 0.95 -> 0.9"), (["--weight-decay", "0"], "weight_decay 0.0001 -> 0.0"),
+    (["--dtype", "bfloat16"], "dtype torch.float32 -> torch.bfloat16"),
+    (["--attention", "sdpa"], "attention packed -> sdpa"),
 ])  # fmt: skip
 def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, changes, message):
     expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import layers
+from common import artifacts, layers
 from common.artifacts import read_layer
 from common.data.text import load_tokens
+from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
 from conftest import (
@@ -177,6 +178,22 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
     for name, mean in summary.items():
         matrices = similarity.get_tensor(name)
         assert mean == pytest.approx(np.mean([matrix[above].mean() for matrix in matrices]), abs=1e-6)
+
+
+def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path, monkeypatch):
+    """What replaces an input while a stage computes is not what it read."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    record, expected = home / "calibration" / "stage.json", sha256(home / "calibration" / "stage.json")
+    read_grams = artifacts.read_grams
+
+    def replaced(*arguments):
+        record.write_text(record.read_text() + " ")
+        return read_grams(*arguments)
+
+    monkeypatch.setattr(artifacts, "read_grams", replaced)
+    run("02_similarity.py", "--run", home, "--force")
+    assert sha256(record) != expected
+    assert read(home / "similarity.json")["inputs"] == {"calibration": expected}
 
 
 def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):

@@ -225,6 +225,35 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
         checkpoints.newest(job.directory, job.ranks)
 
 
+def metrics_line(step: int, **figures) -> str:
+    return json.dumps({"step": step, "loss": 1.0, "tokens": 8} | figures) + "\n"
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    (lambda home: os.rename(home / "step-00000002", home / "step-00000007"), "its step is not"),
+    (lambda home: (home / "settings.json").write_text('{"lr": 2.0}'), "its settings is not"),
+    (lambda home: (home / "settings.json").unlink(), "its settings is not"),
+    (lambda home: (home / "metrics.jsonl").write_text(metrics_line(1) + metrics_line(2, loss=0.5)),
+     "its metrics is not"),
+    (lambda home: (home / "metrics.jsonl").write_text(metrics_line(2)), "its metrics is not"),
+    (lambda home: flip(home / "step-00000002" / "origin.json"), "its settings is not"),
+    (lambda home: (home / "step-00000002" / "origin.json").write_text("[]"), "origin.json is missing or"),
+])  # fmt: skip
+def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, change, fault):
+    job, _ = saved
+    home = Path(job.directory)
+    checkpoints.begin(job.directory, {"lr": 1.0}, job.ranks)
+    (home / "metrics.jsonl").write_text(metrics_line(1) + metrics_line(2))
+    job.step = 2
+    checkpoints.save(job)
+    with open(home / "metrics.jsonl", "a") as file:
+        file.write(metrics_line(3) + '{"step": 4, "lo')  # of a run that was killed
+    last = checkpoints.saved_checkpoints(job.directory)[-1]
+    assert checkpoints.damage(last) is None
+    change(home)
+    assert fault in checkpoints.damage(checkpoints.saved_checkpoints(job.directory)[-1])
+
+
 @pytest.mark.parametrize("digests", ["", "[]", "null", "3", '{"a": 1}', '{"../x": "0"}', "\udcff", "[[1, 2]]",
                                      "[" * 100_000])
 def test_digests_that_cannot_be_read_are_damage(saved, digests):

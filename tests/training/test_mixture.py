@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from common.cli import UserError
 from common.data.samples import Sample
 from common.data.tasks import TASKS, load_task
+from common.files import sha256
 from common.training import pool as pool_module
 from common.training.checkpoints import Reader, saved_checkpoints
 from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
@@ -148,6 +150,27 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
     assert len(written) == 4
 
 
+@pytest.mark.parametrize("change", [
+    lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens[:-16],
+    lambda tokens: tokens + 10**6, lambda tokens: tokens.astype(np.float32),
+    lambda tokens: tokens.reshape(-1, 16), None])
+def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, change):
+    args = flags(tmp_path, text=[inputs["text"]])
+    pool = load_pool(args, inputs["model"], group_of_one)
+    path = pool.texts.path
+    written = json.loads((tmp_path / "tokens" / "written.json").read_text())
+    tokens = np.load(path)
+    assert written == {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32",
+                       "shape": [len(tokens)], "range": [tokens.min(), tokens.max()]}
+    assert load_pool(args, inputs["model"], group_of_one).description() == pool.description()
+    if change is None:
+        (tmp_path / "tokens" / "written.json").unlink()
+    else:
+        np.save(path, change(tokens))
+    with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
+        load_pool(args, inputs["model"], group_of_one)
+
+
 @pytest.mark.parametrize("record", [None, "[", "[]", "{}", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])
 def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one, record):
     home = tmp_path / "run" / "tokens"
@@ -185,7 +208,9 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     drawn = [line["mask_mean"] for line in lines if "mask_mean" in line]  # from the copy, which runs ahead
     assert float(left) == pytest.approx(drawn[-1], abs=0.25)
     record = json.loads((home / "train" / "stage.json").read_text())
-    assert record["inputs"].keys() == {"aligned/stage.json", "merged/stage.json"}
+    (tokens,) = (home / "tokens").glob("*.npy")
+    assert record["inputs"].keys() == {"aligned", "merged", f"tokens/{tokens.name}"}
+    assert record["inputs"][f"tokens/{tokens.name}"] == sha256(tokens)
     assert record["summary"]["texts"] > 0
     with monkeypatch.context() as patched:
         interrupt(patched, 2)

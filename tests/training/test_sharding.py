@@ -287,7 +287,7 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
     for compiled in (False, True):
         merged = save_tiny(tmp_path / "merged", num_hidden_layers=1, num_key_value_heads=2)
-        pair = Pair(source, merged, {"layers": 1, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+        pair = Pair(source, merged, {"layers": 1, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE, {})
         trainee = masked_student(pair, group_of_one, Execution(), "l0", seed=0)
         if compiled:
             for layer in trainee.net.model.layers:
