@@ -137,6 +137,12 @@ def test_the_batch_without_tasks_follows_from_the_samples():
         assert (student.batch, student.steps) == (batch, count)
 
 
+def test_the_demo_without_tasks_passes_once_over_its_texts():
+    args = with_defaults(flags("--tasks", "none"), pair_of(4, True), positions=2048)
+    schedules = make_schedules(args, pair_of(4, True), Pool([], [Sample((1, 2))] * 160), False, True)
+    assert schedules["student"].steps == 10
+
+
 def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     assert [warmup_for(32, steps) for steps in (1, 9, 25, 320, 10_000)] == [1, 1, 2, 32, 32]
     assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
