@@ -24,7 +24,7 @@ PYTHON=${PYTHON:-python}
   { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
 [ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
 GPUS=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
-if [ "$GPUS" -gt 0 ]; then
+if [ "${GPUS:-0}" -gt 0 ]; then
   SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
   TOKENS=${TOKENS:-20000000} NPROC=${NPROC:-$GPUS}
 else
@@ -56,7 +56,9 @@ if [ -n "${PLAN:-}" ]; then
 fi
 make_once "$RUN/train/stage.json" train
 make_once "$RUN/gqa" "$PYTHON" 06_export.py --run "$RUN"
+HELDOUT=$RUN/train/heldout.npy
+[ -e "$HELDOUT" ] || HELDOUT=none  # the text was too short to hold any of it out
 make_once "$RUN/eval.json" "$PYTHON" 07_eval.py --run "$RUN" --tasks "${TASKS:-none}" \
-  --text "$RUN/train/heldout.npy" --prompts "${PROMPTS:-pipelines/prompts.txt}"
+  --text "$HELDOUT" --prompts "${PROMPTS:-pipelines/prompts.txt}"
 "$PYTHON" -m pipelines.report --run "$RUN"
 cat "$RUN/eval.md"

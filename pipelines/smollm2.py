@@ -81,6 +81,7 @@ def measure_all(args, source: str) -> dict[str, dict]:
     for directory, name in STARTS.items():
         paths[name] = os.path.join(args.run, directory, "merged")
         read_record(paths[name], "04_align.py")  # refuses one that is missing
+    paths["closed form + attention refit, trained"] = os.path.join(args.run, "attention-refit", "gqa")
     results = {}
     for name, path in paths.items():
         results[name] = measure(path, tokens)
@@ -137,7 +138,7 @@ def main():
     print(f"\n{text}\n")
     name = os.path.basename(os.path.normpath(model["name"])).removesuffix(".gguf")
     kv_heads = [figures["kv_heads"] for figures in results.values()]
-    title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads, no training"
+    title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads"
     perplexities = {start: figures["perplexity"] for start, figures in results.items()}
     losses_above_source(os.path.join(args.run, "starts.png"), perplexities, title)
     write_json(os.path.join(args.run, "starts.json"), results)

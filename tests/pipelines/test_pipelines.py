@@ -11,7 +11,7 @@ import pytest
 
 from common.data.tasks import TASKS
 from common.training.defaults import epochs_to_steps
-from conftest import ROOT
+from conftest import ROOT, save_tiny
 from pipelines import table6
 from pipelines.smollm2 import STARTS
 
@@ -193,8 +193,13 @@ def test_small_recipes_scale_the_kv_heads_to_the_demo_model(recorded, tmp_path):
 
 def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
     run = f"{tmp_path}/it's a [1] run *"
+    Path(run, "attention-refit").mkdir(parents=True)
+    Path(run, "attention-refit", "eval.md").write_text("answers")
     commands = recorded("smollm2.sh", RUN=run, MODEL="a model", TEXT="my text.txt", KV_HEADS=2, SEQUENCES=6)
-    text, calibration, similarity, *stages, table = commands
+    text, calibration, similarity, *stages, train, export, evaluation, table = commands
+    assert all(after("--run", words) == f"{run}/attention-refit" for words in (train, export, evaluation))
+    assert after("--text", train) == f"{run}/text/calibration.txt" != after("--heldout-text", train)
+    assert after("--text", evaluation) == after("--heldout-text", train) == f"{run}/text/heldout.txt"
     assert after("--text", text) == "my text.txt" and after("--model", calibration) == "a model"
     assert after("--text", calibration) == f"{run}/text/calibration.txt"
     assert after("--sequences", calibration) == "6" and after("--sequences", table) == "2"
@@ -210,6 +215,53 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
     assert [words[words.index("--calibration") + 2:] for words in merges] == [
         ["--rotate", "none"], ["--rotate", "dist"], closed, [*closed, "--refit", "output"],
         [*closed, "--refit", "attention"]]
+
+
+CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 more.txt", "TOKENS": 5000,
+             "CHAT": "generated"}
+
+
+def test_convert_takes_the_recommended_road(recorded, tmp_path):
+    run = f"{tmp_path}/it's a [1] run *"
+    Path(run, "train").mkdir(parents=True)
+    Path(run, "eval.md").write_text("table")
+    Path(run, "train", "heldout.npy").touch()
+    commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **CONVERTED)
+    machine, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
+    assert after("--model", calibration) == "a model.gguf" and after("--length", calibration) == "128"
+    assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
+    assert (after("--by", grouping), after("--kv-heads", grouping)) == ("energy", "2")
+    assert "--energy" in similarity
+    assert (after("--merge", merge), after("--refit", merge)) == ("closed-form", "attention")
+    assert train[train.index("--text") :][:3] == ["--text", "c4", "more.txt"]
+    for flag, value in (("--nproc-per-node", "3"), ("--tasks", "none"), ("--text-tokens", "5000"),
+                        ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
+        assert after(flag, train) == value
+    assert after("--text", evaluation) == f"{run}/train/heldout.npy"
+    assert after("--prompts", evaluation) == "pipelines/prompts.txt" and "--plan" not in train
+    for words in (calibration, similarity, grouping, merge, export, evaluation, report):
+        assert run in words
+
+
+def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
+    *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
+    assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB"
+    done = recipe("convert.sh")
+    assert done.returncode == 2 and done.stderr.startswith("error: MODEL: expected a directory")
+
+
+@pytest.mark.slow
+def test_convert_end_to_end_on_text_of_its_own(tmp_path):
+    settings = {"MODEL": save_tiny(tmp_path / "model"), "RUN": tmp_path / "a run", "KV_HEADS": 2,
+                "SEQUENCES": 8, "LENGTH": 64, "TOKENS": 6000}
+    done = recipe("convert.sh", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (tmp_path / "a run" / "eval.md").read_text()
+    assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
+    again = recipe("convert.sh", **settings)
+    assert again.stdout.endswith(table)
+    assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
 
 
 @pytest.mark.release

@@ -81,7 +81,7 @@ def test_without_pypi_the_pipeline_names_the_way_out(tmp_path):
 def check_results(run) -> dict:
     """The table's figures, whatever the model."""
     results = json.loads((run / "starts.json").read_text())
-    assert list(results) == ["source", *smollm2.STARTS.values()]
+    assert list(results) == ["source", *smollm2.STARTS.values(), "closed form + attention refit, trained"]
     source = results["source"]
     for name in smollm2.STARTS.values():
         share = results[name]["cache_bytes_per_token"] / source["cache_bytes_per_token"]
@@ -95,14 +95,16 @@ def check_results(run) -> dict:
 def test_pipeline_on_a_tiny_model(tmp_path):
     run, model = tmp_path / "a [1] run", save_tiny(tmp_path / "model")
     settings = {"RUN": run, "MODEL": model, "TEXT": random.__file__, "SEQUENCES": 8, "LENGTH": 64,
-                "KV_HEADS": 4}
+                "KV_HEADS": 4, "TOKENS": 2000}
     done = pipeline(**settings)
     assert done.returncode == 0, done.stdout + done.stderr
     results = check_results(run)
     assert {figures["kv_heads"] for figures in results.values()} == {8, 4}
     made = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     again = pipeline(**settings)  # everything exists: the table is shown again
-    assert again.returncode == 0 and again.stdout == (run / "starts.md").read_text()
+    texts = [(run / name).read_text() for name in ("starts.md", "attention-refit/eval.md")]
+    assert again.returncode == 0 and again.stdout == "".join(texts)
+    assert all(line in texts[1] for line in (ROOT / "pipelines" / "prompts.txt").read_text().splitlines())
     assert made == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
@@ -114,4 +116,4 @@ def test_pipeline(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     source, *starts = (figures["perplexity"] for figures in check_results(run).values())
     assert starts == sorted(starts, reverse=True)
-    assert source < starts[-1] < 1.5 * source
+    assert source < starts[-1] < starts[-2] < 1.5 * source
