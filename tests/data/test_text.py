@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 from tokenizers import processors
 
 from common.cli import UserError
@@ -343,3 +344,19 @@ def test_training_text_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, 
     assert "\n" not in str(error.value)
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
     assert bool(calls) == (sources[-1] in ("t.jsonl", "bad.jsonl"))
+
+
+def test_tokens_are_read_as_they_were_written(tmp_path):
+    """As many as there are, at most as many as asked for; of anything else a line."""
+    path, rows = str(tmp_path / "heldout.npy"), np.arange(12, dtype="<i4").reshape(3, 4)
+    text.write_array(path, rows)
+    for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
+        tokens, _ = load_tokens(path, byte_tokenizer(), *asked)
+        assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
+    for wrong in (rows.ravel(), rows.astype("<i8"), rows[:0], rows - 1):
+        np.save(path, wrong)
+        with pytest.raises(UserError, match="expected rows of tokens, int32, found"):
+            load_tokens(path, byte_tokenizer(), 1, 4)
+    Path(path).write_bytes(b"nothing")
+    with pytest.raises(UserError, match="expected a .npy file of tokens"):
+        load_tokens(path, byte_tokenizer(), 1, 4)
