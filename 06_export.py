@@ -39,7 +39,7 @@ from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import empty_model, fingerprint, geometry, load_config, merged_modules, weight_dtype
+from common.models import empty_model, geometry, load_config, merged_modules, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
 from common.training.checkpoints import (
@@ -82,11 +82,10 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
         raise UserError(f"{training}: expected {expected} kv heads as in {aligned}, found {kv_heads}")
     verify_files(training, trained)
     verify_files(aligned, alignment)
-    found = trained["summary"] | {"aligned": fingerprint(aligned)}
     for name, expected in read_settings(os.path.join(training, SETTINGS)).items():
-        if found.get(name) != expected:
-            raise UserError(f"{training}: expected {name} {expected} as in its {SETTINGS}, "
-                            f"found {found.get(name)}")
+        found = trained["summary"].get(name)
+        if found != expected:
+            raise UserError(f"{training}: expected {name} {expected} as in its {SETTINGS}, found {found}")
     return trained, alignment
 
 

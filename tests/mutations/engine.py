@@ -22,7 +22,7 @@ MUTANTS = [
      "if False:",
      "test_checkpoints::test_damage_is_noticed_and_the_checkpoint_before_is_used"),
     ("all stages", "common/training/checkpoints.py",
-     'sorted({".metadata", *digests})',
+     'sorted({".metadata", ORIGIN, *digests})',
      "sorted(digests)",
      "test_checkpoints::test_the_description_of_the_shards_must_have_a_digest"),
     ("all stages", "common/training/checkpoints.py",

@@ -15,6 +15,7 @@ from common.artifacts import digest, write_record
 from common.files import sha256
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
+from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
 from conftest import byte_tokenizer, copy_run, expect_error, run
 from tiny_run import digests
@@ -110,10 +111,11 @@ def test_merged_is_exported_as_it_is(finished_run, tmp_path):
     expect_error("config.json", "06_export.py", "--run", home, "--untrained", "--force", "--name", "merged")
 
 
-def test_the_best_checkpoint_is_exported(finished_run, tmp_path):
+def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
     """By the held-out KL in metrics.jsonl; the last one where nothing was measured."""
     home, stage = copy_run(finished_run, tmp_path / "run"), importlib.import_module("06_export")
     training = str(home / "train")
+    monkeypatch.setattr(checkpoints, "origin", lambda path: {})  # other metrics than it was saved with
     saved = [step_of(path) for path in saved_checkpoints(training)]
     assert len(saved) >= 2
     for measured, expected in (({}, saved[-1]), ({saved[0]: 0.1, saved[-1]: 0.2}, saved[0])):
@@ -162,6 +164,8 @@ def untrained_run(finished_run, home, config, kv_heads: int):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     state = {f"weights.net.{name}": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
     dcp.save(state, checkpoint_id=step, no_dist=True)
+    (home / "train" / checkpoints.SETTINGS).write_text("{}")
+    (step / checkpoints.ORIGIN).write_text(json.dumps(checkpoints.origin(str(step))))
     recorded = {path.name: sha256(str(path)) for path in step.iterdir()}
     (step / DIGESTS).write_text(json.dumps(recorded))
     records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
