@@ -17,7 +17,6 @@ relative to the largest; of a search, the share of the objective by which the pr
 0, 1 if a row is off, 2 for bad input.
 """
 
-import common.waiting  # noqa: F401 - before torch
 import itertools
 import math
 

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 
-SCRIPTS = [*sorted(path.name for path in ROOT.glob("0*_*.py")), "paper.py",
+SCRIPTS = [*sorted(path.name for path in ROOT.glob("0*_*.py")),
            *(f"pipelines/{path.name}" for path in sorted((ROOT / "pipelines").glob("*.py"))
              if "import torch" in path.read_text())]
 
