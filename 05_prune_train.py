@@ -16,7 +16,7 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --tasks none --text c4 \\
-        --text-tokens 100000000 --masks off                                 # the source is the teacher
+        --text-tokens 100000000                                             # the source is the teacher
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
@@ -25,9 +25,10 @@ student and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
-Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. --start DIR
-starts from a student that stage 6 exported, which so trains on, with another text or more of it.
 --masks off trains merged/ directly, without masks or L0 term; use it if merged/ is already near the source.
+
+Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. To train a
+finished student further, export it and start from there: --name more --start RUN/gqa.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
@@ -38,7 +39,7 @@ train.old-1/, ...) and starts over, once: the same command then resumes what it 
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
-authors' code), or for the demo model to values that suit its size.
+authors' code), with --tasks none to values for text, or for the demo model to values that suit its size.
 """
 
 import argparse
