@@ -32,7 +32,6 @@ from common.data.demo import resolve_model
 from common.data.generate import Origin, calibration_tokens
 from common.data.text import sequence_length
 from common.files import write_directory
-from common.gguf_files import dequantize
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
@@ -140,6 +139,8 @@ def main():
     claim("01_calibrate.py", args, output)
 
     if args.model.endswith(".gguf"):
+        from pipelines.gguf_files import dequantize
+
         path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)
