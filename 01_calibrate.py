@@ -13,11 +13,10 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 3 GiB of memory
 
 By default 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper: random ones),
-shorter if the model has fewer positions.
-The KV cache is never stored: a 7B model's statistics take 7 GiB, its 16-bit cache would take 128. The text
-passes through the model layer by layer; with --layerwise only the current layer is in memory, and the hidden
-states are kept in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both modes write the same
-bytes.
+shorter if the model has fewer positions. The KV cache is never stored: a 7B model's statistics take 7 GiB,
+its 16-bit cache would take 128. The text passes through the model layer by layer; with --layerwise only the
+current layer is in memory, and the hidden states are kept in a temporary file in RUN (sequences x length x
+hidden x 4 bytes). Both modes write the same bytes.
 """
 
 import common.waiting  # noqa: F401 - before torch

@@ -15,8 +15,7 @@ Exact match, as in the authors' code: greedy generation, stripped, equals the te
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
-(top-1 agreement). As in training, prompts and text have
-no begin-of-sequence token, unless --bos adds one.
+(top-1 agreement). As in training, prompts and text have no begin-of-sequence token, unless --bos adds one.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -42,13 +41,12 @@ from common.data.tasks import (
     select_questions,
     size_note,
 )
-from common.data.text import load_tokens, sequence_length
+from common.data.text import NONE, load_tokens, sequence_length
 from common.files import write_json, write_text
 from common.layers import Layers
 from common.records import SOURCE
 from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
 
-NONE = "none"  # --tasks, --text: no such data
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
