@@ -13,11 +13,10 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 3 GiB of memory
 
 By default 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper: random ones),
-shorter if the model has fewer positions.
-The KV cache is never stored: a 7B model's statistics take 7 GiB, its 16-bit cache would take 128. The text
-passes through the model layer by layer; with --layerwise only the current layer is in memory, and the hidden
-states are kept in a temporary file in RUN (sequences x length x hidden x 4 bytes). Both modes write the same
-bytes.
+shorter if the model has fewer positions. The KV cache is never stored: a 7B model's statistics take 7 GiB,
+its 16-bit cache would take 128. The text passes through the model layer by layer; with --layerwise only the
+current layer is in memory, and the hidden states are kept in a temporary file in RUN (sequences x length x
+hidden x 4 bytes). Both modes write the same bytes.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -32,7 +31,6 @@ from common.data.demo import resolve_model
 from common.data.generate import Origin, calibration_tokens
 from common.data.text import sequence_length
 from common.files import write_directory
-from common.gguf_files import dequantize
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
@@ -140,6 +138,8 @@ def main():
     claim("01_calibrate.py", args, output)
 
     if args.model.endswith(".gguf"):
+        from pipelines.gguf_files import dequantize
+
         path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)

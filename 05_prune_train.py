@@ -58,7 +58,7 @@ from common.models import fingerprint, load_config
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, students
-from common.training.budget import must_recompute, print_plan
+from common.training.budget import must_recompute
 from common.training.defaults import FEWEST_STEPS, TEXT_LENGTH, make_schedules, with_defaults
 from common.training.distill import (
     MASKS,
@@ -374,6 +374,8 @@ def prune_train(args, clock: Clock, ranks) -> int:
         run = replace(run, execution=replace(execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if args.plan:
+        from pipelines.training_cost import print_plan
+
         print_plan(run, schedules)
         return 0
     if args.force:

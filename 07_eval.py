@@ -9,15 +9,13 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
-    python 07_eval.py --harness runs/harness     # also write the questions as tasks for lm_eval
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation, stripped, equals the text of the right answer.
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
-(top-1 agreement). As in training, prompts and text have
-no begin-of-sequence token, unless --bos adds one.
+(top-1 agreement). As in training, prompts and text have no begin-of-sequence token, unless --bos adds one.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -43,14 +41,12 @@ from common.data.tasks import (
     select_questions,
     size_note,
 )
-from common.data.text import load_tokens, sequence_length
+from common.data.text import NONE, load_tokens, sequence_length
 from common.files import write_json, write_text
 from common.layers import Layers
 from common.records import SOURCE
-from common.reporting import harness
 from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
 
-NONE = "none"  # --tasks, --text: no such data
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
@@ -96,19 +92,14 @@ def parse():
                         help="of the forward passes (default: bfloat16 on GPUs, float32 on CPUs)")
     parser.add_argument("--register", nargs="+", default=None, metavar="MODULE",
                         help="modules that register more model types, e.g. related.dha.modeling")
-    parser.section("other outputs")
-    parser.add_argument("--harness", default=None, metavar="DIR",
-                        help="also write the questions as lm_eval tasks to DIR, with lm_eval.sh to run them")
     args = parser.parse_args()
     if not args.dtype:
         args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
-    if args.layerwise and (args.tasks or args.limit or args.harness or args.prompts):
-        raise UserError("--layerwise: expected no --tasks, --limit, --harness or --prompts, because it "
-                        "answers no questions")
-    if args.tasks == NONE and args.harness:
-        raise UserError("--harness: expected --tasks with it, found --tasks none")
+    if args.layerwise and (args.tasks or args.limit or args.prompts):
+        raise UserError("--layerwise: expected no --tasks, --limit or --prompts, because it answers no "
+                        "questions")
     return args
 
 
@@ -298,8 +289,7 @@ def main():
     args, clock = parse(), Clock()
     register(args.register or ())
     output, table_file, answers = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
-    exported = harness.outputs(args.harness, args.only) if args.harness else []
-    claim("07_eval.py", args, output, table_file, answers, *exported)
+    claim("07_eval.py", args, output, table_file, answers)
 
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
@@ -312,9 +302,6 @@ def main():
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
     reference, device = next(iter(checkpoints)), models.pick_device(args.device)
-    if args.harness:
-        print(harness.write_tasks(args.harness, tasks, tokenized[reference].tokenizer))
-        harness.write_command(args.harness, checkpoints, args.batch, device, args.dtype, args.bos)
 
     results, outcomes, predictions = {}, [], None
     for name in checkpoints:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from common.reporting.tables import markdown_table
 from common.training import budget
 from common.training.hardware import parse_hardware
+from pipelines import training_cost
 
 MODELS = {  # hidden, intermediate, layers, heads, kv heads
     "7B": (4096, 11008, 32, 32, 32),
@@ -47,7 +48,7 @@ def row(model: str, machine: str, train: str) -> list[str]:
         need, usable = budget.peak_memory(work, student, schedule, cluster)
         if need["total"] <= usable:
             break
-    step = budget.step_cost(work, student, schedule, cluster)
+    step = training_cost.step_cost(work, student, schedule, cluster)
     hours = TOKENS / LENGTH / batch * step.seconds / 3600
     note = ", too much" if need["total"] > usable else ", recomputed" if recompute else ""
     cells = [f"{need['total'] / 2**30:.0f}{note}", f"{usable / 2**30:.0f}", f"{step.seconds:.2g}",

@@ -8,6 +8,7 @@ import torch
 from common.method import masks
 from common.training import budget
 from common.training.hardware import HARDWARE, Cluster, peak_flops
+from pipelines import training_cost
 
 STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
 
@@ -39,7 +40,7 @@ def expected(config, samples: list, rows: list, args, world: int) -> dict[str, f
         hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
         schedule = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                reduce="step")
-        cost = budget.step_cost(work, student, schedule, Cluster(world, hardware))
+        cost = training_cost.step_cost(work, student, schedule, Cluster(world, hardware))
         figures["step_seconds"] = round(cost.seconds, 4)
     return figures
 

@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 
 from common import cli
 from common.cli import UserError
-from common.files import files_in, read_json, refuse_overwrite, sha256, temporary_name, write_json
+from common.files import files_in, read_json, refuse_overwrite, sha256, write_file, write_json
 from common.method.stats import LayerGrams
 from common.records import find_fault, layer_file, shown
 from common.weights import check_finite
@@ -139,13 +139,9 @@ def source_commit() -> str | None:
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
     """Write tensors, then their sidecar with the sha256."""
-    with temporary_name(path) as aside:
-        content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        with open(aside, "wb") as file:  # save_file would leave it unreadable to others
-            file.write(content)
-        sidecar = sidecar | {"sha256": sha256(aside)}
-        os.rename(aside, path)
-    write_json(sidecar_path(path), sidecar)
+    with write_file(path) as file:  # save_file would leave it unreadable to others
+        file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+    write_json(sidecar_path(path), sidecar | {"sha256": sha256(path)})
 
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,6 +1,4 @@
-"""Evaluation: perplexity, tasks by generation and by likelihood with averages and standard errors, KV cache
-size and speed.
-"""
+"""Evaluation: perplexity, tasks by generation and by likelihood, KV cache size and speed."""
 
 import itertools
 import math
@@ -15,13 +13,6 @@ from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
 REPEATS = 3  # runs of `speed`, of which the fastest counts
-
-
-@torch.no_grad()
-def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab], float32 on the CPU."""
-    rows = (row[None].to(model.device) for row in tokens)
-    return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
 
 
 def mean_nll(logits, tokens: torch.Tensor) -> float:

@@ -21,9 +21,7 @@ def sha256(path: str) -> str:
 
 
 def known_sha256(path: str) -> str:
-    """sha256(path). That of a large file is kept in the user's cache, by what changes with the file: inode,
-    size and times.
-    """
+    """sha256(path); that of a large file is kept in the user's cache under its inode, size and times."""
     status = os.stat(path)
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -49,14 +47,19 @@ def refuse_overwrite(path: str, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def temporary_name(path: str):
-    """PATH.tmp for a file to be written, removed again if the block ends with an error."""
+def write_file(path: str):
+    """Context manager: an open file PATH.tmp, renamed to PATH if the block succeeds, removed if it fails."""
+    aside = path + ".tmp"
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
-        yield path + ".tmp"
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
+            os.remove(aside)
         raise
 
 
@@ -71,12 +74,8 @@ def read_text(path: str) -> str:
 
 def write_text(path: str, text: str) -> None:
     """Write text to a temporary file, then rename it."""
-    with temporary_name(path) as aside:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
+    with write_file(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: str, value: dict) -> None:

@@ -14,7 +14,8 @@ PYTHON=$(command -v "${PYTHON:-python}") CHECKPOINT=$(realpath "$1") TASKS=$2
 cd "$(dirname "$0")/.."
 RUN=${RUN:-runs/harness}
 
-"$PYTHON" 07_eval.py --run "$RUN" --model model="$CHECKPOINT" --tasks "$TASKS" --text none --harness "$RUN/tasks" --force \
+"$PYTHON" 07_eval.py --run "$RUN" --model model="$CHECKPOINT" --tasks "$TASKS" --text none --force \
   --dtype "${DTYPE:-float32}" ${LIMIT:+--limit "$LIMIT"}
+"$PYTHON" -m pipelines.harness_tasks --run "$RUN" --output "$RUN/tasks" --force
 PATH=$(dirname "$PYTHON"):$PATH bash "$RUN/tasks/lm_eval.sh"
 "$PYTHON" -m pipelines.harness_check "$RUN" "$RUN/tasks"

@@ -1,6 +1,7 @@
 """Comparing lm_eval's answers with 07_eval.py's.
 
-    python 07_eval.py --run RUN --harness DIR
+    python 07_eval.py --run RUN
+    python -m pipelines.harness_tasks --run RUN --output DIR
     bash DIR/lm_eval.sh
     python -m pipelines.harness_check RUN DIR
 
@@ -18,7 +19,7 @@ import sys
 from common.artifacts import read_record
 from common.cli import UserError, run_stage
 from common.data.jsonl import read_objects
-from common.reporting.harness import GROUP, output_directory
+from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
 

@@ -274,7 +274,7 @@ def choice_samples(example: Example, tokenizer, bos: bool = False) -> list[Sampl
 def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
     """Raise UserError for a sample that exceeds the model's positions or has an empty answer.
 
-    samples: (row index from 0, sample) pairs. positions: the model's max_position_embeddings. source: name of
+    samples: (row number, sample) pairs. positions: the model's max_position_embeddings. source: name of
     the data in error messages.
     """
     for index, sample in samples:

@@ -12,7 +12,7 @@ from numpy.lib.format import write_array_header_1_0
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.samples import Sample
-from common.files import read_text, temporary_name
+from common.files import read_text, write_file
 from common.models import DEMO, DEMO_HOME, bos_prefix
 from common.progress import Progress
 from common.weights import first_line
@@ -106,12 +106,8 @@ def read_token_rows(path: str) -> np.ndarray:
 
 def write_array(path: str, array: np.ndarray) -> None:
     """Write a .npy file to a temporary name, then rename it."""
-    with temporary_name(path) as aside:
-        with open(aside, "wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
+    with write_file(path) as file:
+        np.save(file, array)
 
 
 def evenly_spaced(samples: int, count: int) -> range:
@@ -171,24 +167,20 @@ def write_text_tokens(
         _check_source(source)
         if source == "c4" and tokens is None:
             raise UserError("--text c4: expected --text-tokens N, the tokens to take of it, found none")
-    lines, written = [], 0
-    with temporary_name(path) as aside:
-        with open(aside, "wb") as file:
-            _write_header(file, 0)
-            for source in sources:
-                count = _append_tokens(file, source, tokenizer, tokens)
-                lines.append(f"{source if isinstance(source, str) else GENERATED}: {count} tokens")
-                written += count
-            if written < length:
-                raise UserError(f"--text {' '.join(sources)}: expected at least one sequence of {length} "
-                                f"tokens, found {written}")
-            written -= written % length
-            file.seek(0)
-            _write_header(file, written)
-            file.truncate(file.tell() + written * TOKEN.itemsize)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
+    names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
+    with write_file(path) as file:
+        _write_header(file, 0)
+        for name, source in zip(names, sources, strict=True):
+            count = _append_tokens(file, source, tokenizer, tokens)
+            lines.append(f"{name}: {count} tokens")
+            written += count
+        if written < length:
+            raise UserError(f"--text {' '.join(names)}: expected at least one sequence of {length} tokens, "
+                            f"found {written}")
+        written -= written % length
+        file.seek(0)
+        _write_header(file, written)
+        file.truncate(file.tell() + written * TOKEN.itemsize)
     return lines
 
 

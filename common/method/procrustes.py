@@ -171,11 +171,10 @@ def best_phases(gram: torch.Tensor, phase=unit_phase) -> torch.Tensor:
     """u [..., D, d/2] that make sum_ij conj(u_i) c[i, j] u_j large, separately for each RoPE pair.
 
     gram: c [..., D, D, d/2], complex for any u of modulus 1, real for signs. phase: a number -> the closest u
-    that is allowed. For each head, start from the
-    phases that turn the others towards it; then each in turn takes the phase that best agrees with the rest,
-    until none changes by PHASE_TOLERANCE; the best of the D results is kept. Algorithm 1 would never flip a
-    sign: a head's own share of the mean outweighs the pull towards the opposite sign. The first head of a
-    group gets 1.
+    that is allowed. For each head, start from the phases that turn the others towards it; then each in turn
+    takes the phase that best agrees with the rest, until none changes by PHASE_TOLERANCE; the best of the D
+    results is kept. Algorithm 1 would never flip a sign: a head's own share of the mean outweighs the pull
+    towards the opposite sign. The first head of a group gets 1.
     """
     gram = gram.movedim(-1, -3)  # [..., d/2, D, D]
     units = phase(gram).mT.clone()  # [..., d/2, starts, D]

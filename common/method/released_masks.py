@@ -41,9 +41,7 @@ LEAST_WEIGHT = 0.002  # of the copy in its average with log_alpha
 
 
 def start(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Initial log_alpha, float32: z is 1 to within 2e-3 in the mean. Its spread decides which masks close
-    first.
-    """
+    """Initial log_alpha, float32: the mean z is 1 to within 2e-3; the spread decides which close first."""
     return START + START_SPREAD * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

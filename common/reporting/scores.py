@@ -2,8 +2,7 @@
 
 import os
 
-from common.cli import UserError
-from common.files import write_text
+from common.files import read_text, write_text
 from common.reporting.tables import markdown_table
 
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
@@ -100,9 +99,7 @@ def caption(
 
 
 def summary_line(results: dict[str, dict]) -> str:
-    """One line: micro averages, or perplexities where there are none, and the last checkpoint's cache size
-    relative to the first's.
-    """
+    """One line: micro averages, or else perplexities, and the last KV cache relative to the first."""
     scores = []
     for name, figures in results.items():
         if figures["tasks"]:
@@ -123,11 +120,7 @@ def write_scores(directory: str, scores: str) -> bool:
     path = os.path.join(directory, "README.md")
     if not os.path.exists(path):
         return False
-    try:
-        with open(path, encoding="utf-8") as file:
-            before, opening, rest = file.read().partition(SCORES)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    before, opening, rest = read_text(path).partition(SCORES)
     _, closing, after = rest.partition(END_OF_SCORES)
     if closing:
         escaped = scores.replace("<!--", "&lt;!--")

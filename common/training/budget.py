@@ -1,4 +1,4 @@
-"""The cost of training, from configs alone: memory per rank, FLOPs per step, time on given hardware.
+"""The cost of training, from configs alone: memory per rank and FLOPs per step.
 
 Weights, gradients and optimizer state are counted exactly, activations tensor by tensor for a Llama layer as
 transformers computes it. Buffers of the allocator, NCCL and CUDA are not counted, hence USABLE.
@@ -12,16 +12,12 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.cli import UserError
 from common.method import masks
 from common.models import geometry, load_config
 from common.training.hardware import Cluster, cluster_of, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
-EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
-REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
-HOST = 0.004  # seconds to launch a layer's forward pass with FSDP's hooks, a backward pass twice; on a Xeon
 BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 
 
@@ -167,114 +163,6 @@ def peak_memory(work: Workload, student: Student | None, schedule, cluster: Clus
     return need, USABLE * cluster.device.memory * 2**30
 
 
-def seconds(flops: float, traffic: float, network: float, cluster: Cluster, launches: int = 0) -> float:
-    """Expected seconds per step: the longest of four that overlap.
-
-    They are compute at EFFICIENCY of peak, the bytes per rank within a node and between nodes at REACHED of
-    the links' rates, and the host's launches of a layer's pass at HOST each.
-    """
-    device = cluster.device
-    compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)
-    links = traffic / device.link_bytes_per_s, network / device.network_bytes_per_s
-    return max(compute, max(links) / REACHED, launches * HOST)
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """The cost of one training step on a cluster."""
-
-    rows: int  # per rank
-    row: int  # tokens in the longest row
-    flops: float  # without recomputation
-    traffic: float  # bytes moved per rank within its node
-    network: float  # bytes moved per rank between nodes
-    seconds: float
-    mfu: float  # expected model FLOPs utilization
-
-
-def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluster) -> StepCost:
-    """The cost of a step of fine-tuning (student None) or distillation.
-
-    schedule: an object with batch, tokens_per_microbatch and reduce.
-    """
-    count, ranks = len(work.lengths), cluster.ranks_per_node * cluster.nodes
-    tokens = schedule.batch * sum(work.lengths) / count
-    predicted = tokens if student else schedule.batch * sum(work.answers) / count
-    attended = schedule.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
-    forward = forward_flops(work.config, tokens, attended, predicted)
-    useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
-    if student:
-        useful += forward  # the teacher's
-    rows, row = work.rows(schedule, ranks)
-    student_size, source = size(work.config, student), size(work.config).whole
-    trained, _ = student_size.trained(student)
-    gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
-    reductions = rows if schedule.reduce == "row" else 1
-    sharded = cluster.ranks_per_node > 1
-    traffic = (rows * gathered + reductions * 4 * trained) * sharded  # gradients are reduced in float32
-    # a rank's shard of the gradients, once a step: a ring passes it round twice
-    network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.ranks_per_node
-    launches = rows * work.config.num_hidden_layers * (3 + work.recompute + bool(student))
-    expected = seconds(useful + forward * work.recompute, traffic, network, cluster, launches)
-    mfu = useful / (expected * ranks * cluster.device.flops_per_s)
-    return StepCost(rows, row, useful, traffic, network, expected, mfu)
-
-
-def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:
-    """The cost of a phase: (lines to print, hours, whether it fits in memory)."""
-    step = step_cost(work, student, schedule, cluster)
-    need, limit = peak_memory(work, student, schedule, cluster)
-    fits, hours = need["total"] <= limit, schedule.steps * step.seconds / 3600
-    mean = sum(work.lengths) / len(work.lengths)
-    gib = " | ".join(f"{name} {number / 2**30:.3g}" for name, number in need.items())
-    moved = f"{step.traffic / 2**30:.3g} GiB moved per rank"
-    if cluster.nodes > 1:
-        moved += f", {step.network / 2**30:.3g} GiB between nodes"
-    lines = [
-        f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each; "
-        f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}",
-        f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
-        f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
-        f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {hours:.2g} h in total",
-    ]
-    if fits:
-        return [*lines, "  fits"], hours, True
-    if need["total"] - need["activations"] - need["loss"] > limit:
-        advice = "more ranks, devices with more memory, or --reduce row"
-    else:
-        advice = "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
-    excess = (need["total"] - limit) / 2**30
-    return [*lines, f"  does NOT fit: {excess:.1f} GiB too much; try {advice}"], hours, False
-
-
-def print_phases(phases: list[tuple], hardware: str) -> float:
-    """Print the cost of each (title, work, student, schedule) on hardware like "8xA100-80GB".
-
-    Returns the hours. Raises UserError if one does not fit.
-    """
-    cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
-    for title, work, student, schedule in phases:
-        lines, phase_hours, fits = report(title, work, student, schedule, cluster)
-        print("\n".join(lines))
-        hours, all_fit = hours + phase_hours, all_fit and fits
-    if not all_fit:
-        raise UserError(f"--plan: expected all phases to fit on {hardware}, found that not all do; see above")
-    return hours
-
-
-def print_heldout(work: Workload, times: int, hardware: str) -> float:
-    """Print the cost of measuring `times` times on all samples of `work`; return the hours.
-
-    An upper bound: a student has fewer kv heads than its teacher, and not every token is predicted.
-    """
-    tokens, attended = sum(work.lengths), sum(length * (length + 1) // 2 for length in work.lengths)
-    flops = 2 * forward_flops(work.config, tokens, attended, tokens)  # of the student and the teacher
-    hours = times * seconds(flops, 0, 0, parse_hardware(hardware)) / 3600
-    print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
-          f"{hours:.2g} h in total")
-    return hours
-
-
 def workload(run, samples) -> Workload:
     """That of a stage-5 run on some samples. run: a training.run.Run."""
     execution = run.execution.recompute, run.execution.compute.itemsize
@@ -302,13 +190,3 @@ def must_recompute(run, schedules: dict) -> bool:
     peaks = [peak_memory(*phase, cluster) for _, *phase in phases_of(run, schedules)]
     too_much = any(need["total"] > limit for need, limit in peaks)
     return run.args.attention == "eager" or too_much  # eager's matrices are not counted
-
-
-def print_plan(run, schedules: dict) -> None:
-    """Print what a stage-5 run needs on --plan's hardware. Raises UserError if a phase does not fit."""
-    args, phases = run.args, phases_of(run, schedules)
-    hours = print_phases(phases, args.plan)
-    if run.heldout.sets:
-        work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
-        hours += print_heldout(work, run.heldout.measurements(schedules["student"].steps), args.plan)
-    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(phases) > 1)}")

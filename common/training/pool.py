@@ -13,7 +13,7 @@ from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.samples import Sample
-from common.data.tasks import load_task, size_note, tokenize
+from common.data.tasks import check_lengths, load_task, size_note, tokenize
 from common.data.text import NONE, TextSamples, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
@@ -76,14 +76,12 @@ def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) 
     samples = []
     for task in tasks:
         examples, origin = load_task(task, "train", source)
-        for number, example in enumerate(examples, 1):
-            sample = tokenize(example, tokenizer)
+        tokenized = [tokenize(example, tokenizer) for example in examples]
+        check_lengths(enumerate(tokenized, 1), positions, origin)
+        for number, sample in enumerate(tokenized, 1):
             if not sample.prompt:
                 raise UserError(f"{origin} row {number}: expected a prompt, found none")
-            if len(sample) > positions:
-                raise UserError(f"{origin} row {number}: expected at most {positions} tokens (the model's "
-                                f"positions), found {len(sample)}")
-            samples.append(sample)
+        samples += tokenized
         note = size_note(task, "train", origin, len(examples))
         ranks.say(f"reads   {origin}: {len(examples)} samples{note}")
     return samples

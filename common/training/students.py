@@ -91,9 +91,7 @@ def masked_student(
 
 
 def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True) -> Trainee:
-    """The student as a GQA model, from merged/ or pair.exported. Unless fresh, its weights are left to
-    checkpoints.load.
-    """
+    """The student as a GQA model, from merged/ or pair.exported; unless fresh, left to checkpoints.load."""
     sources = (lambda name: (pair.exported or pair.merged, name)) if fresh else None
     return build(load_config(pair.merged), ranks, execution, sources)
 

@@ -33,7 +33,7 @@ from common.artifacts import (
 )
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
-from common.evaluate import all_logits, mean_kl
+from common.evaluate import mean_kl
 from common.files import write_directory
 from common.layers import Layers
 from common.method.closed_form import key_fit, merging_loss
@@ -47,6 +47,7 @@ from common.models import check_kv_heads, key_context, load_config, load_tokeniz
 from common.progress import Progress
 from related.dha import export
 from related.dha.records import CLOSED_FORM, SEARCH, read, row_name
+from related.dha.training import all_logits
 
 KINDS = ("key", "value")
 RESTARTS, SWAPS = 50, 1000  # of Algorithm 2, whose scores are those of pairs

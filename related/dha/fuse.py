@@ -37,7 +37,7 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, stage_parser
-from common.evaluate import all_logits, max_difference, mean_kl, mean_nll
+from common.evaluate import max_difference, mean_kl, mean_nll
 from common.files import sha256, write_directory
 from common.models import load_config, load_tokenizer
 from common.training.engine import STOPPED
@@ -98,10 +98,10 @@ def compare_models(config, weights: dict, operators: dict, groups: dict, fused, 
     """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     model.load_state_dict(weights)
-    ended = all_logits(fusion.with_operators(model, operators, groups), tokens)
+    ended = training.all_logits(fusion.with_operators(model, operators, groups), tokens)
     averages = {name: fusion.averaged(operator) for name, operator in operators.items()}
-    averaged = all_logits(fusion.with_operators(model, averages, groups), tokens)
-    actual = all_logits(fused, tokens)
+    averaged = training.all_logits(fusion.with_operators(model, averages, groups), tokens)
+    actual = training.all_logits(fused, tokens)
     return {
         "averaged_to_fused": training.relative_difference(
             averaged, actual, "fused/ against averaged operators"

@@ -29,7 +29,6 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, run_stage, stage_parser
-from common.evaluate import all_logits
 from common.files import write_directory, write_json
 from common.method.align import align_layer
 from common.method.fuse import fuse_layer
@@ -78,12 +77,12 @@ def main():
     print(f"reads   {search_path}, {source}, {calibration}")
     model, groups = load_model(source), search["groups"]
     tokens = torch.randint(model.config.vocab_size, CHECKED, generator=torch.Generator().manual_seed(0))
-    expected = all_logits(model, tokens)
+    expected = training.all_logits(model, tokens)
     for index, layer in enumerate(model.model.layers):
         grams = read_grams(calibration, model.config.num_key_value_heads, "cpu", index)
         rotate_layer(layer.self_attn, grams, groups["key"][index], groups["value"][index])
     name = "rotated/searched/ against searched/"
-    difference = training.relative_difference(expected, all_logits(model, tokens), name)
+    difference = training.relative_difference(expected, training.all_logits(model, tokens), name)
     rotated = os.path.join(home, "searched")
     with write_directory(rotated) as aside:
         model.save_pretrained(aside)

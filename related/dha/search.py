@@ -31,7 +31,6 @@ from transformers import AutoModelForCausalLM
 from common.artifacts import claim, input_digests, make_record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
-from common.evaluate import all_logits
 from common.files import write_directory, write_json
 from common.models import (
     DEMO,
@@ -198,9 +197,9 @@ def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tupl
     ended = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     ended.load_state_dict(weights)
     tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    expected = all_logits(fusion.with_operators(ended, operators, groups), tokens)
+    expected = training.all_logits(fusion.with_operators(ended, operators, groups), tokens)
     name = "searched/ against the model at the end of search"
-    return folded, training.relative_difference(expected, all_logits(folded, tokens), name)
+    return folded, training.relative_difference(expected, training.all_logits(folded, tokens), name)
 
 
 def print_choice(choice: dict, budget: Budget) -> None:

@@ -19,12 +19,13 @@ import related.dha.modeling  # noqa: F401  registers DHA checkpoints
 from common.artifacts import claim, input_digests, make_record
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.text import load_tokens
-from common.evaluate import all_logits, cache_bytes_per_token, mean_kl, mean_nll
+from common.evaluate import cache_bytes_per_token, mean_kl, mean_nll
 from common.files import write_json, write_text
 from common.models import load_model, load_tokenizer
 from common.reporting.tables import markdown_table
 from related.dha.export import head_counts
 from related.dha.records import SEARCH, STARTS_TABLE, read
+from related.dha.training import all_logits
 
 
 def parse():

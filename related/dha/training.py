@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common.cli import UserError, positive, probability
 from common.data.samples import Sample
 from common.data.text import load_tokens
-from common.evaluate import all_logits, max_difference
+from common.evaluate import max_difference
 from common.models import load_config, load_model
 from common.training import checkpoints, engine
 from common.training.distill import next_token_loss
@@ -251,6 +251,13 @@ def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
             f"{name}: expected a relative logit difference <= {LOGIT_TOLERANCE:.0e}, found {difference:.2e}"
         )
     return difference
+
+
+@torch.no_grad()
+def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab], float32 on the CPU."""
+    rows = (row[None].to(model.device) for row in tokens)
+    return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
 
 
 @torch.no_grad()

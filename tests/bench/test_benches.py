@@ -35,6 +35,7 @@ from common.models import load_model, load_tokenizer
 from common.training import budget
 from common.training.hardware import parse_hardware
 from conftest import copy_run, expect_error, run, save_tiny, tiny_model
+from pipelines import training_cost
 
 
 def last_line(completed) -> dict:
@@ -88,7 +89,7 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     need = budget.memory(work, student, 1, longest, len(rows) > 1)["total"] / 2**30
     assert figures["memory_gib"] == pytest.approx(need, abs=0.006)
     plan = argparse.Namespace(**vars(args), reduce="step")
-    cost = budget.step_cost(work, student, plan, parse_hardware("1xH200-141GB"))
+    cost = training_cost.step_cost(work, student, plan, parse_hardware("1xH200-141GB"))
     assert figures["step_seconds"] == pytest.approx(cost.seconds, abs=1e-4)
 
 

@@ -360,3 +360,10 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     Path(path).write_bytes(b"nothing")
     with pytest.raises(UserError, match="expected a .npy file of tokens"):
         load_tokens(path, byte_tokenizer(), 1, 4)
+
+
+def test_too_few_generated_tokens_are_one_line(tmp_path):
+    message = "--text generated: expected at least one sequence of 120 tokens, found 114"
+    with pytest.raises(UserError, match=message):
+        write_text_tokens([np.zeros(114, "<i4")], byte_tokenizer(), 120, None, str(tmp_path / "tokens.npy"))
+    assert not list(tmp_path.iterdir())

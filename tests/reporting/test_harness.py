@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from common.cli import UserError
 from common.data.tasks import example_from_row
-from common.reporting import harness
 from conftest import ROOT, byte_tokenizer, copy_run, expect_error, run, save_tiny, task_rows
+from pipelines import harness_tasks as harness
 
+WRITE, COMPARE = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
 QUESTIONS = {}
 for _task, _rows in task_rows(5, 5).items():
     QUESTIONS[_task] = {index: example_from_row(_task, row) for index, row in enumerate(_rows)}
@@ -101,7 +102,8 @@ def evaluated(inputs, tmp_path_factory):
     """RUN of one model with lm_eval's answers, imitated, in RUN/tasks."""
     home = tmp_path_factory.mktemp("harness") / "run"
     run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
-        "--text", "none", "--harness", home / "tasks")
+        "--text", "none")
+    run(WRITE, "--run", home, "--output", home / "tasks")
     outcomes = [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
     imitate(home, json.loads((home / "eval.json").read_text())["results"], outcomes)
@@ -113,7 +115,45 @@ def pair(evaluated, tmp_path):
     return copy_run(evaluated, tmp_path / "run")
 
 
-COMPARE = "pipelines/harness_check.py"
+def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
+    """Those that 07_eval.py drew, of the tasks that it was given, with its settings."""
+    home, tasks = tmp_path / "run", tmp_path / "tasks"
+    run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
+        "--text", "none", "--only", "piqa", "siqa", "--limit", 2, "--seed", 3, "--batch", 5)
+    answered = {(row["task"], row["question"])
+                for row in map(json.loads, (home / "eval.jsonl").read_text().splitlines())}
+    run(WRITE, "--run", home, "--output", tasks)
+    written = {(path.stem, json.loads(line)["question"])
+               for path in tasks.glob("*.jsonl") for line in path.read_text().splitlines()}
+    assert written == answered and len(written) == 4
+    names = [f"{task}.{kind}" for task in ("piqa", "siqa") for kind in ("jsonl", "yaml")]
+    assert sorted(path.name for path in tasks.iterdir()) == sorted([*names, "table5.yaml", "lm_eval.sh"])
+    script = (tasks / "lm_eval.sh").read_text()
+    assert "--batch_size 5 " in script and "--device cpu " in script and ",dtype=float32," in script
+    assert f"pretrained={inputs['model']}," in script and "add_bos_token=False" in script
+
+
+@pytest.mark.parametrize("name", ["piqa.jsonl", "boolq.yaml", "table5.yaml", "lm_eval.sh"])
+def test_no_task_is_replaced_unless_forced(evaluated, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    expect_error(f"{name} already exists; pass --force to replace it", WRITE, "--run", evaluated,
+                 "--output", tmp_path)
+    assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    run(WRITE, "--run", evaluated, "--output", tmp_path, "--force")
+    assert (tmp_path / name).read_text() != "mine"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"tasks": "none"}, "eval.json: expected an evaluation with questions, found none"),
+    ({"layerwise": True}, "eval.json: expected an evaluation with questions, found none"),
+    ({"limit": "all"}, "eval.json: arguments.limit: expected an integer of at least 1, found 'all'"),
+])
+def test_an_evaluation_without_questions_is_one_line(pair, tmp_path, arguments, message):
+    record = json.loads((pair / "eval.json").read_text())
+    record["arguments"] |= arguments
+    (pair / "eval.json").write_text(json.dumps(record))
+    expect_error(message, WRITE, "--run", pair, "--output", tmp_path / "tasks")
+    assert not (tmp_path / "tasks").exists()
 
 
 def test_agreement_is_one_line(evaluated):

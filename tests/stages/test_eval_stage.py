@@ -106,15 +106,13 @@ def test_the_table_is_kept_unless_forced(evaluation):
     expect_error("eval.json already exists; pass --force", "07_eval.py", *arguments)
 
 
-@pytest.mark.parametrize("name", ["eval.md", "eval.jsonl", "tasks/piqa.jsonl", "tasks/boolq.yaml",
-                                  "tasks/table5.yaml", "tasks/lm_eval.sh"])
+@pytest.mark.parametrize("name", ["eval.md", "eval.jsonl"])
 def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     expect_error(f"{name} already exists; pass --force to replace it", "07_eval.py", "--run",
-                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs),
-                 "--harness", tmp_path / "run" / "tasks")
+                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs))
     assert path.read_text() == "mine" and sum(path.is_file() for path in tmp_path.rglob("*")) == 1
 
 
@@ -138,7 +136,7 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
     (["--register", ".."], "--register ..: cannot be imported"),
     (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
-    (["--layerwise"], "--layerwise: expected no --tasks, --limit, --harness or --prompts"),
+    (["--layerwise"], "--layerwise: expected no --tasks, --limit or --prompts"),
 ])
 def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):
     home, defaults = tmp_path / "run", ["--model", inputs["model"], *evaluate_arguments(inputs)]
@@ -146,10 +144,10 @@ def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, argumen
     assert not home.exists()
 
 
-@pytest.mark.parametrize("flags", [["--limit", 1], ["--harness", "h"]])
+@pytest.mark.parametrize("flags", [["--limit", 1], ["--prompts", "p"]])
 def test_layer_by_layer_answers_no_questions(inputs, tmp_path, flags):
     arguments = ["--run", tmp_path / "run", "--model", inputs["model"], "--layerwise", *flags]
-    message = "--layerwise: expected no --tasks, --limit, --harness or --prompts"
+    message = "--layerwise: expected no --tasks, --limit or --prompts"
     expect_error(message, "07_eval.py", *arguments)
 
 

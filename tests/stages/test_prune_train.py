@@ -317,8 +317,9 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     tasks.mkdir()
     row = {"goal": "word " * 100, "sol1": "a", "sol2": "b", "label": 0}
     (tasks / "piqa.train.jsonl").write_text(json.dumps(row) + "\n")
-    message = "piqa.train.jsonl row 1: expected at most 256 tokens (the model's positions), found 591"
-    expect_error(message, STAGE, *train_arguments(home, inputs, "--tasks", tasks, "--only", "piqa"))
+    message = "row 1: expected at most 256 tokens (the model's max_position_embeddings), found 591"
+    expect_error(f"piqa.train.jsonl {message}", STAGE,
+                 *train_arguments(home, inputs, "--tasks", tasks, "--only", "piqa"))
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 

@@ -1,14 +1,33 @@
-"""Writing the evaluated questions as lm_eval tasks, and the command that runs them (07_eval.py --harness)."""
+"""The questions that 07_eval.py has answered, as tasks for lm_eval, and the command that runs them.
 
+Reads   RUN/eval.json, the same questions, and the tokenizer of the first checkpoint
+Writes  DIR: TASK.jsonl and TASK.yaml, a group of all tasks (table5.yaml), and lm_eval.sh
+
+    python 07_eval.py --run RUN
+    python -m pipelines.harness_tasks --run RUN --output DIR
+    bash DIR/lm_eval.sh
+    python -m pipelines.harness_check RUN DIR
+"""
+
+import argparse
+import importlib
 import json
 import os
 import shlex
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from common.cli import UserError
-from common.data.tasks import Example, choice_samples
-from common.files import write_text
+from common.artifacts import read_record
+from common.cli import UserError, run_stage, stage_parser
+from common.data.tasks import TASKS, Example, choice_samples
+from common.files import refuse_overwrite, write_text
+from common.models import load_tokenizer
+from common.records import COUNT, SIZE, STRING, Optional, mismatch
+
+ARGUMENTS = {  # of 07_eval.py, as recorded, that say which questions it has answered and how
+    "tasks": Optional(STRING), "text": Optional(STRING), "only": [TASKS], "limit": Optional(COUNT),
+    "seed": Optional(SIZE), "bos": bool, "layerwise": bool, "batch": COUNT, "dtype": STRING,
+}
 
 GROUP = "table5"  # prefix that distinguishes these tasks from lm_eval's
 TASK = """\
@@ -99,8 +118,8 @@ def write_command(
     commands = ["set -e\n"]
     for model, path in models.items():
         if "," in path:
-            raise UserError(f"--harness: expected a checkpoint path without a comma, found {path}; "
-                            "lm_eval splits its arguments there")
+            raise UserError(f"expected a checkpoint path without a comma, found {path}; lm_eval splits its "
+                            "arguments there")
         output = shlex.quote(output_directory(directory, model))
         commands.append(COMMAND.format(
             path=shlex.quote(os.path.abspath(path)), dtype=dtype, device=device, group=GROUP, batch=batch,
@@ -111,3 +130,37 @@ def write_command(
 def output_directory(directory: str, model: str) -> str:
     """Where lm_eval writes a model's answers: one directory, with the model's name percent-encoded."""
     return os.path.join(directory, "samples", quote(model, safe="").replace(".", "%2E"))
+
+
+def read_arguments(record: dict, run: str) -> argparse.Namespace:
+    """The arguments with which 07_eval.py wrote RUN/eval.json. Raises UserError if it asked no questions."""
+    fault = mismatch(record["arguments"], ARGUMENTS, "arguments")
+    if fault:
+        raise UserError(f"{run}/eval.json: {fault}; run 07_eval.py again with --force")
+    arguments = argparse.Namespace(**record["arguments"] | {"run": run})
+    if arguments.layerwise or arguments.tasks == "none":
+        raise UserError(f"{run}/eval.json: expected an evaluation with questions, found none; run 07_eval.py "
+                        "with --tasks")
+    return arguments
+
+
+def main():
+    parser = stage_parser(__doc__)
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory for the tasks")
+    args = parser.parse_args()
+    record = read_record(os.path.join(args.run, "eval.json"), "07_eval.py")
+    evaluated = read_arguments(record, args.run)
+    for path in outputs(args.output, evaluated.only):
+        refuse_overwrite(path, args.force)
+    stage7 = importlib.import_module("07_eval")
+    source, _ = stage7.choose_sources(evaluated)
+    tasks = stage7.read_questions(evaluated, source)
+    checkpoints = {name: figures["path"] for name, figures in record["results"].items()}
+    tokenizer = load_tokenizer(next(iter(checkpoints.values())))
+    print(write_tasks(args.output, tasks, tokenizer))
+    settings = evaluated.batch, record["device"], evaluated.dtype, evaluated.bos
+    write_command(args.output, checkpoints, *settings)
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from common import gguf_files
 from common.models import geometry, load_model, load_tokenizer
 from conftest import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
+from pipelines import gguf_files
 
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
