@@ -10,12 +10,13 @@ import torch
 
 from common.artifacts import read_grams
 from common.cli import UserError
-from common.evaluate import all_logits, max_difference
+from common.evaluate import max_difference
 from common.layers import Layers
 from common.models import load_model
 from conftest import byte_tokenizer, expect_error, run, tiny_model
 from dha_models import GROUPS, SMALL, tokens
 from related.dha import closed_form, rotate
+from related.dha.training import all_logits
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
