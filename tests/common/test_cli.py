@@ -343,6 +343,7 @@ import os, shutil, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from common import cli, files
 remove = shutil.rmtree
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 
 def impatient(path, **options):
     if os.path.exists(path):

@@ -56,7 +56,7 @@ COPIES = [
     *(((*SMOLLM2, name, SHORT), (*RECOVERY, f"| {name} |  |", "perplexity")) for name in CONVERTED[1:]),
     ((*SMOLLM2, "the paper", DEFAULT), (*RECOVERY, "the paper: rotations and mean |  |", "perplexity")),
     *(((README, copy), (*SMALL_STEPS, row, column)) for copy, row, column in (
-        ("in steps of 2 x 512 the paper's start has perplexity {} (",
+        ("in steps of 2 x 512 the paper's merge has perplexity {} (",
          "| the paper: rotations and mean | 2e-4 | 0.5 M", "perplexity"),
         ("has perplexity 34.9 ({} % agree)", "| the paper: rotations and mean | 2e-4 | 0.5 M", "top-1"),
         ("the attention refit {} (77.5 %)", f"| {CONVERTED[2]} | 2e-4 | 0.5 M", "perplexity"),
