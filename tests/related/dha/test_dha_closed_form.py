@@ -3,6 +3,7 @@
 import itertools
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,7 +118,10 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     """From one search: what its groups cost in steps, refits, and fusion of heads that were aligned."""
     expect_error("expected --counts search with it, found measured", "related/dha/closed_form.py", "--run",
                  tmp_path, "--groups", "search")
-    run("related/dha/search.py", "--run", tmp_path, "--model", inputs["model"], *SMALL)
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text(Path(json.__file__).read_text())
+    source = ["--model", inputs["model"], "--text", inputs["text"], "--heldout", heldout]
+    run("related/dha/search.py", "--run", tmp_path, *source, *SMALL)
     search = json.loads((tmp_path / "search.json").read_text())
     text, length = search["summary"]["data"]["text"], search["summary"]["data"]["length"]
     calibrate = ["--text", text, "--length", length, "--sequences", 8]
