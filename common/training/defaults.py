@@ -35,10 +35,9 @@ TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many posit
 
 def defaults_of(pair: Pair, tasks: str | None) -> dict:
     """Flag -> its value where it is left out: as published, without tasks, or the demo model's."""
-    without_tasks = {"masks": "off"} if tasks == NONE and pair.blended == WHOLE_HEAD else {}
-    if pair.model["name"] == DEMO:
-        return OF_DEMO | without_tasks
-    return PUBLISHED if tasks != NONE else WITHOUT_TASKS | without_tasks
+    if tasks == NONE:
+        return WITHOUT_TASKS | ({"masks": "off"} if pair.blended == WHOLE_HEAD else {})
+    return OF_DEMO if pair.model["name"] == DEMO else PUBLISHED
 
 
 def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:

@@ -119,10 +119,9 @@ def test_defaults_without_tasks():
     """Rates of their own, and a start near the source is trained directly."""
     words = ["--tasks", "none", "--text", "a.txt"]
     for pair, chosen in ((pair_of(4), "l0-released"), (pair_of(4, blended=masks.WHOLE_HEAD), "off"),
-                         (pair_of(4, True), "l0"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
+                         (pair_of(4, True), "l0-released"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
         args = with_defaults(flags(*words), pair, positions=2048)
-        table = OF_DEMO if pair.model["name"] == DEMO else WITHOUT_TASKS
-        assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, table["lr"], table["rest_lr_factor"])
+        assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
         assert with_defaults(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
     with_tasks = [with_defaults(flags(), pair_of(4, demo, masks.WHOLE_HEAD), 2048) for demo in (False, True)]
     assert [args.masks for args in with_tasks] == ["l0-released", "l0"]
@@ -140,7 +139,7 @@ def test_the_batch_without_tasks_follows_from_the_samples():
 def test_the_demo_without_tasks_passes_once_over_its_texts():
     args = with_defaults(flags("--tasks", "none"), pair_of(4, True), positions=2048)
     schedules = make_schedules(args, pair_of(4, True), Pool([], [Sample((1, 2))] * 160), False, True)
-    assert schedules["student"].steps == 10
+    assert (schedules["student"].steps, schedules["student"].batch) == (80, 2)
 
 
 def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
