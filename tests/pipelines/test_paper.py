@@ -105,7 +105,9 @@ def test_large_models_are_compared_by_one_layer(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(paper_check, "LARGE", 48)
     assert paper_check.choose_layers(None, held) == [1]
     assert not missing(home)
-    assert [len(network.model.layers) for network in paper_check.networks(held)] == [1, 1, 1]
+    networks = paper_check.networks(held)
+    assert [len(network.model.layers) for network in networks] == [1, 1, 1]
+    assert [len(network.config.layer_types) for network in networks] == [1, 1, 1]
 
 
 def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path):
