@@ -28,7 +28,7 @@ from common import models
 from common.artifacts import claim, make_record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.demo import resolve_model
-from common.data.generate import Origin, calibration_tokens
+from common.data.generate import Origin, read_sequences
 from common.data.text import sequence_length
 from common.files import write_directory
 from common.layers import Layers
@@ -153,7 +153,7 @@ def main():
     if args.text is None:  # resolved here because stage 4 takes it from the record
         _, args.text = models.default_sources(args.model == models.DEMO)
     origin = Origin(path, args.run, compute_device, layerwise=args.layerwise)
-    tokens, text = calibration_tokens(args.text, args.chat, origin, args.sequences, length, bos=args.bos)
+    tokens, text = read_sequences(args.text, args.chat, origin, args.sequences, length, bos=args.bos)
     print(f"reads   {text}; {tokens.numel()} tokens")
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
 

@@ -44,7 +44,7 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.generate import Origin, calibration_tokens
+from common.data.generate import Origin, read_sequences
 from common.data.text import sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
@@ -130,8 +130,9 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     bos = calibration["arguments"].get("bos") is True
     checked, checked_chat = (args.text, None) if args.text else (text, chat)
-    origin = Origin(path, args.run, models.pick_device(args.device), layerwise=args.layerwise)
-    tokens, description = calibration_tokens(
+    home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
+    origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
+    tokens, description = read_sequences(
         checked, checked_chat, origin, args.sequences, length, "heldout", bos)
     print(f"reads   {description}, for the equivalence check")
     if os.path.isfile(checked) and checked == text:
@@ -139,7 +140,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
-        refit_tokens, description = calibration_tokens(
+        refit_tokens, description = read_sequences(
             text, chat, origin, sequences, calibrated["length"], bos=bos)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)

@@ -42,7 +42,7 @@ from common.data.tasks import (
     size_note,
 )
 from common.data.text import NONE, load_tokens, sequence_length
-from common.files import write_json, write_text
+from common.files import read_text, write_json, write_text
 from common.layers import Layers
 from common.records import SOURCE
 from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
@@ -75,8 +75,9 @@ def parse():
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, or "
-                             "none to skip perplexity (default: c4; demo for the demo)")
+                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, a "
+                             ".npy file of tokens (RUN/train/heldout.npy of stage 5), or none to skip "
+                             "perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
@@ -97,7 +98,7 @@ def parse():
         args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
-    if args.layerwise and (args.tasks or args.limit or args.prompts):
+    if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts):
         raise UserError("--layerwise: expected no --tasks, --limit or --prompts, because it answers no "
                         "questions")
     return args
@@ -231,10 +232,9 @@ def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        with open(path, encoding="utf-8") as file:
-            prompts = [line.strip() for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path}: expected a text file, a prompt a line: {error}") from error
+        prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"--prompts {path}: cannot be read: {error.strerror}") from error
     if not prompts:
         raise UserError(f"--prompts {path}: expected a prompt a line, found none")
     return prompts
@@ -288,8 +288,9 @@ def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized
 def main():
     args, clock = parse(), Clock()
     register(args.register or ())
-    output, table_file, answers = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
-    claim("07_eval.py", args, output, table_file, answers)
+    files = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
+    output, table_file, outcomes_file = files
+    claim("07_eval.py", args, output, table_file, outcomes_file)
 
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
@@ -317,8 +318,7 @@ def main():
     table = results_table(results) + answers_section(prompts, results)
     hardware = f"{device}, {args.dtype}"
     note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
-    lines = "".join(json.dumps(outcome) + "\n" for outcome in outcomes)
-    write_text(answers, lines)
+    write_text(outcomes_file, "".join(json.dumps(outcome) + "\n" for outcome in outcomes))
     write_text(table_file, f"{note}\n\n{table}\n")
     memory = cli.peak_memory()
     written = make_record("07_eval.py", args, described[reference], {}, {"peak_memory_gib": memory}, clock())

@@ -23,15 +23,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import paper
 from common.artifacts import RECORD, read_layer, read_record, read_tensors
 from common.cli import Clock, StageParser, UserError, non_negative
+from common.data.generate import Origin, read_sequences
 from common.data.samples import Sample
-from common.data.text import load_tokens
 from common.files import write_text
 from common.layers import return_freed_memory
 from common.method import masks
 from common.method.align import align_layer, key_overlap, layer_similarity, value_overlap
 from common.method.rope import to_matrix
 from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, to_unit
-from common.models import load_config, load_tokenizer, source_model
+from common.models import load_config, source_model
 from common.reporting.tables import markdown_table
 from common.training.distill import distillation_loss
 from common.training.metrics import METRICS, read_metrics
@@ -94,8 +94,6 @@ SQUARED = f"the distance squared ({line_of_audit('| Eq. 22 | mean distance |')})
 OPEN = f"P(z > 0) for z ({line_of_audit('| Eq. 29, z |')})"
 TOKENS = f"KL on prompt tokens, BiLD on answer tokens ({line_of_audit('| Eq. 30 | KL + BiLD')})"
 FLIPPED = f"keys between q_norm and k_norm may only be flipped ({line_of_audit('Qwen3 puts an RMS norm')})"
-
-
 CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
 
 
@@ -131,8 +129,9 @@ class Run:
         """The calibration's tokens; of C4, the first document's. Raises UserError if there are too few."""
         arguments, summary = self.calibration["arguments"], self.calibration["summary"]
         sequences = 1 if arguments["text"] == "c4" else summary["sequences"]
-        tokenizer, bos = load_tokenizer(self.path("source")), arguments.get("bos") is True
-        tokens, _ = load_tokens(arguments["text"], tokenizer, sequences, summary["length"], bos=bos)
+        origin, bos = Origin(self.path("source"), self.directory, "cpu"), arguments.get("bos") is True
+        text, chat = arguments["text"], arguments.get("chat")
+        tokens, _ = read_sequences(text, chat, origin, sequences, summary["length"], bos=bos)
         if tokens.numel() < BATCH:
             raise UserError(f"expected at least {BATCH} tokens, found {tokens.numel()}")
         return tokens.flatten()

@@ -137,5 +137,6 @@ def print_plan(run, schedules: dict) -> None:
     hours = print_phases(phases, args.plan)
     if run.heldout.sets:
         work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
-        hours += print_heldout(work, run.heldout.measurements(schedules["student"].steps), args.plan)
+        times = run.heldout.measurements(schedules["student"].steps) + (args.masks == "off")  # and merged/
+        hours += print_heldout(work, times, args.plan)
     print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(phases) > 1)}")

@@ -49,8 +49,10 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
 
 
 def fixed_template(tokenizer, path: str) -> str:
-    """The tokenizer's chat template, with a fixed date, for the chats at `path`. Raises UserError if it has
-    none."""
+    """The tokenizer's chat template, with a fixed date, for the chats at `path`.
+
+    Raises UserError if it has none.
+    """
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # none, or several without a default

@@ -24,7 +24,16 @@ from transformers.cache_utils import DynamicLayer
 from common.cli import UserError
 from common.data.chat import fixed_template, load_chats, render
 from common.data.samples import Sample
-from common.data.text import GENERATED, NONE, TOKEN, is_generated, load_tokens, read_documents, write_array
+from common.data.text import (
+    GENERATED,
+    NONE,
+    TOKEN,
+    is_generated,
+    load_tokens,
+    read_documents,
+    read_token_rows,
+    write_array,
+)
 from common.files import sha256, write_json
 from common.method.losses import product
 from common.models import bos_prefix, fingerprint, geometry, load_config, load_model, load_tokenizer
@@ -192,8 +201,9 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
                 write_json(os.path.join(directory, "record.json"), record)
                 write_array(paths[piece], tokens[:, -length:])  # a text without its start token
     if rank == 0:
-        print(f"reads   {directory}: {source}, {sequences} x {length} tokens", flush=True)
-    return np.concatenate([np.load(path) for path in paths.values()])
+        verb = "wrote" if missing else "reads"
+        print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
+    return np.concatenate([read_token_rows(path) for path in paths.values()])
 
 
 def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]]:
@@ -219,8 +229,8 @@ def as_samples(chats: np.ndarray) -> list[Sample]:
     return [sample for sample in samples if sample.answer_tokens]
 
 
-def calibration_tokens(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
-                       split="train", bos=False) -> tuple[torch.Tensor, str]:
+def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
+                   split="train", bos=False) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
     after another; all of them if text is none.
     """

@@ -68,6 +68,8 @@ def load_tokens(
     length -= len(prefix)  # tokens of text per sequence
     if source.endswith(".npy"):
         rows = read_token_rows(source)[:sequences, :length].astype(np.int64)
+        if rows.min() < 0:
+            raise UserError(f"text {source}: expected token ids, found {rows.min()}")
         tokens = torch.from_numpy(np.concatenate((np.tile(prefix, (len(rows), 1)).astype(np.int64), rows), 1))
         return tokens, f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
     whole, packed, documents = [], [], 0
@@ -93,12 +95,12 @@ def load_tokens(
 
 
 def read_token_rows(path: str) -> np.ndarray:
-    """[n, length] int32 token ids of a .npy file. Raises UserError for one of anything else."""
+    """[n, length] int32 tokens of a .npy file. Raises UserError for one of anything else."""
     try:
         rows = np.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"text {path}: expected a .npy file of tokens: {first_line(error)}") from error
-    if rows.ndim != 2 or rows.dtype != TOKEN or not rows.size or rows.min() < 0:
+    if rows.ndim != 2 or rows.dtype != TOKEN or not rows.size:
         raise UserError(f"text {path}: expected rows of tokens, {TOKEN}, found {rows.dtype} of shape "
                         f"{list(rows.shape)}")
     return rows

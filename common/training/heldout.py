@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
-from common.data.generate import Origin, calibration_tokens
+from common.data.generate import Origin, read_sequences
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
 from common.data.text import TOKEN, write_array
@@ -21,7 +21,6 @@ from common.training.pool import NONE, SPLIT, Pool
 QUESTIONS = 16  # of each task, where it has a validation split
 TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of figures
 START = "start"  # prefix of the figures before the first step
-HELDOUT_TOKENS = "heldout.npy"
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
 
 
@@ -50,7 +49,7 @@ class Heldout:
         """Write the texts, if any, to heldout.npy, [n, length] int32, which 07_eval.py --text reads."""
         if TEXT_SET in self.sets:
             rows = [sample.prompt for sample in self.sets[TEXT_SET]]
-            write_array(os.path.join(directory, HELDOUT_TOKENS), np.array(rows, TOKEN))
+            write_array(os.path.join(directory, "heldout.npy"), np.array(rows, TOKEN))
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
@@ -138,7 +137,7 @@ def heldout_texts(args, model: str, ranks) -> list[Sample]:
     if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
-    tokens, description = calibration_tokens(
+    tokens, description = read_sequences(
         source, None, origin, args.heldout_sequences, args.text_length, "heldout")
     ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]

@@ -56,6 +56,9 @@ def load_pool(args, model: str, ranks) -> Pool:
     for source in args.chat:
         if is_generated(source):
             samples, description = as_samples(generate(source, args, model, ranks, chats=True)), source
+            if not samples:
+                raise UserError(f"--chat {source}: expected answers within --text-length {args.text_length} "
+                                "tokens, found none")
         else:
             samples, description = load_chats(source, tokenizer, positions)
         ranks.say(f"reads   {description}")

@@ -16,10 +16,10 @@ from common.data.chat import load_chats
 from common.data.generate import (
     Origin,
     as_samples,
-    calibration_tokens,
     chat_form,
     chat_row,
     generated,
+    read_sequences,
     sample,
     text_row,
 )
@@ -155,7 +155,7 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
 
     for rank in (1, 0):  # as ranks without the others: the last one finds all pieces
         ranks = SimpleNamespace(rank=rank, world=2, waiting=contextlib.nullcontext)
-        with contextlib.suppress(FileNotFoundError) if rank else contextlib.nullcontext():
+        with contextlib.suppress(UserError) if rank else contextlib.nullcontext():
             tokens = generated("generated", origin(model, tmp_path / "d", ranks=ranks), **arguments)
         assert len(calls) == (5 if rank else 7)  # pieces of 2 rows; of 2 and of 1
     assert (tokens == expected).all()
@@ -195,21 +195,29 @@ def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
         generated("generated", origin(model, tmp_path), 2, 10)
 
 
+def test_a_damaged_piece_is_one_line(model, tmp_path):
+    generated("generated", origin(model, tmp_path), 2, 10)
+    (piece,) = tmp_path.glob("**/0-2.npy")
+    piece.write_bytes(piece.read_bytes()[:-1])
+    with pytest.raises(UserError, match="0-2.npy: expected a .npy file of tokens"):
+        generated("generated", origin(model, tmp_path), 2, 10)
+
+
 def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     place, text = origin(model, tmp_path), tmp_path / "text.txt"
     text.write_text("some words " * 100)
     path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
-    tokens, description = calibration_tokens(str(text), path, place, 5, 64)
+    tokens, description = read_sequences(str(text), path, place, 5, 64)
     assert (tokens[:3] == load_tokens(str(text), load_tokenizer(model), 3, 64)[0]).all()
     rendered = load_tokenizer(model).decode(tokens[3:].flatten())
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
-    chats, _ = calibration_tokens("none", "generated", place, 3, 64)
+    chats, _ = read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
-        calibration_tokens("none", path, place, 100, 64)
+        read_sequences("none", path, place, 100, 64)
 
 
 @pytest.mark.slow
@@ -222,6 +230,7 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     heldout = set((home / "tokens").iterdir()) - calibration
     assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
+    assert "no calibration text" not in run("paper.py", "--run", home).stdout
     flags = ["--tasks", "none", *both, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
              "--steps", 2, "--batch", 2, "--warmup", 1]
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
@@ -237,3 +246,5 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     assert summaries[0]["texts"] == 8900 // 128 and summaries[0]["samples"] > summaries[0]["texts"]
     for piece in sorted(home.glob("tokens/generated-*/*.npy")):
         assert piece.read_bytes() == (other / piece.relative_to(home)).read_bytes()
+    expect_error("--chat generated: expected answers within --text-length 2 tokens, found none",
+                 "05_prune_train.py", "--run", other, "--name", "short", *flags, "--text-length", 2)

@@ -353,9 +353,12 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
         tokens, _ = load_tokens(path, byte_tokenizer(), *asked)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
-    for wrong in (rows.ravel(), rows.astype("<i8"), rows[:0], rows - 1):
+    line = "expected rows of tokens, int32, found"
+    wrong_rows = [(rows.ravel(), line), (rows.astype("<i8"), line), (rows[:0], line),
+                  (rows - 1, "expected token ids, found -1")]
+    for wrong, message in wrong_rows:
         np.save(path, wrong)
-        with pytest.raises(UserError, match="expected rows of tokens, int32, found"):
+        with pytest.raises(UserError, match=message):
             load_tokens(path, byte_tokenizer(), 1, 4)
     Path(path).write_bytes(b"nothing")
     with pytest.raises(UserError, match="expected a .npy file of tokens"):

@@ -178,7 +178,7 @@ MUTANTS = [
      "[each.text for each in tokenized.values() if each.text]",
      "test_eval_stage::test_a_text_that_checkpoints_share_is_named_once"),
     ("evaluation, layer by layer", "07_eval.py",
-     "if args.layerwise and (args.tasks or args.limit or args.prompts):",
+     "if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts):",
      "if args.layerwise and args.tasks:",
      "test_eval_stage::test_layer_by_layer_answers_no_questions"),
     ("evaluation", "07_eval.py",

@@ -404,4 +404,6 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)
     assert f"held-out measurement: 4 of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | " in printed
+    direct = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2", "--masks", "off").stdout
+    assert f"held-out measurement: 5 of {tokens} tokens" in direct  # merged/ before the first step, too
     assert "held-out" not in run(STAGE, *words, "--heldout-questions", "0").stdout
