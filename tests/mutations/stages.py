@@ -368,7 +368,7 @@ MUTANTS = [
      "",
      "test_mixture::test_tokens_are_written_once_and_again_when_the_text_changes"),
     ("files of the user", "07_eval.py",
-     "claim(\"07_eval.py\", args, output, table_file, answers)",
+     "claim(\"07_eval.py\", args, output, table_file, outcomes_file)",
      "claim(\"07_eval.py\", args, output)",
      "test_eval_stage::test_no_file_is_replaced_unless_forced"),
     ("files of the user", "pipelines/report.py",
