@@ -38,13 +38,8 @@ def suggest(name: str, known) -> str:
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
-def number_type(
-    kind: type,
-    description: str,
-    at_least: float = -math.inf,
-    at_most: float = math.inf,
-    above: float = -math.inf,
-):
+def number_type(kind: type, description: str, at_least: float = -math.inf, at_most: float = math.inf,
+                above: float = -math.inf):
     """An argparse type: a finite `kind` from at_least to at_most, and greater than `above`."""
 
     def parse(text: str):

@@ -44,14 +44,8 @@ def sequence_length(
     return requested
 
 
-def load_tokens(
-    source: str,
-    tokenizer,
-    sequences: int,
-    length: int,
-    split: str = "train",
-    bos: bool = False,
-) -> tuple[torch.Tensor, str]:
+def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = "train",
+                bos: bool = False) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
@@ -98,7 +92,7 @@ def read_token_rows(path: str) -> np.ndarray:
     """[n, length] int32 tokens of a .npy file. Raises UserError for one of anything else."""
     try:
         rows = np.load(path)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise UserError(f"text {path}: expected a .npy file of tokens: {first_line(error)}") from error
     if rows.ndim != 2 or rows.dtype != TOKEN or not rows.size:
         raise UserError(f"text {path}: expected rows of tokens, {TOKEN}, found {rows.dtype} of shape "
@@ -151,13 +145,8 @@ class TextSamples(Sequence):
         return digest.hexdigest()
 
 
-def write_text_tokens(
-    sources: list[str | np.ndarray],
-    tokenizer,
-    length: int,
-    tokens: int | None,
-    path: str,
-) -> list[str]:
+def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, tokens: int | None,
+                      path: str) -> list[str]:
     """Write the tokens of the sources to a .npy file (int32), for TextSamples. Returns a line per source.
 
     sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by

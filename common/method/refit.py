@@ -171,9 +171,8 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimiz
     return [muon, torch.optim.AdamW(vectors, weight_decay=0)] if vectors else [muon]
 
 
-def best_fit(
-    weight: torch.Tensor, fit: Moments, judge: Moments
-) -> tuple[torch.Tensor, float | None, float, float]:
+def best_fit(weight: torch.Tensor, fit: Moments,
+             judge: Moments) -> tuple[torch.Tensor, float | None, float, float]:
     """The best on `judge` of W [hidden, heads * d] and its ridge regressions on `fit`.
 
     Returns the best weight, its ridge strength (None: W itself), the error of W, and that of the best weight.

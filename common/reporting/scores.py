@@ -74,9 +74,8 @@ def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
     return "".join(f"\n\n{part}" for part in parts)
 
 
-def caption(
-    reference: dict, source: str, limit: int | None, seed: int | None, hardware: str, bos: bool
-) -> str:
+def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str,
+            bos: bool) -> str:
     """One line that says what the figures are and how they were measured.
 
     reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they

@@ -71,9 +71,8 @@ def start_of_masked(aligned: str, merged: str):
     return source
 
 
-def masked_student(
-    pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int, fresh: bool = True
-) -> Trainee:
+def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int,
+                   fresh: bool = True) -> Trainee:
     """The student that masks blend, from aligned/ and merged/ with every mask open.
 
     kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load.

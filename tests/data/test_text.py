@@ -360,9 +360,10 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         np.save(path, wrong)
         with pytest.raises(UserError, match=message):
             load_tokens(path, byte_tokenizer(), 1, 4)
-    Path(path).write_bytes(b"nothing")
-    with pytest.raises(UserError, match="expected a .npy file of tokens"):
-        load_tokens(path, byte_tokenizer(), 1, 4)
+    for content in (b"nothing", b""):
+        Path(path).write_bytes(content)
+        with pytest.raises(UserError, match="expected a .npy file of tokens"):
+            load_tokens(path, byte_tokenizer(), 1, 4)
 
 
 def test_too_few_generated_tokens_are_one_line(tmp_path):
