@@ -63,8 +63,8 @@ STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "closed form + attention": ("energy", [*ROPE, "--refit", "attention"]),
 }
 GROUPINGS = ("closed form, adjacent heads", "closed form, value groups")  # merged, but not distilled
-# --masks of stage 5 -> its name in the tables
-MASKS = {"off": "no masks", "l0": "masks", "l0-released": "released masks"}
+# --masks of stage 5, or follow -> its name in the tables
+MASKS = {"off": "no masks", "l0": "masks", "l0-released": "released masks", "follow": "masks at T"}
 SAMPLES, HELDOUT = 2048, 32  # sequences to distil on, and of the held-out loss
 FREE = ("out", "name", "kv_heads", "starts", "masks", "budgets", "seeds")  # may change between runs
 
@@ -83,7 +83,8 @@ def parse():
     parser.add_argument("--distil-kv-heads", type=int, help="which of them is distilled (default: a quarter)")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS),
                         help="(default: all; the groupings are only merged)")
-    parser.add_argument("--masks", choices=MASKS, default="off", help="as --masks of 05_prune_train.py")
+    parser.add_argument("--masks", choices=MASKS, default="off",
+                        help="as --masks of 05_prune_train.py; follow: every mask is T of Eq. 29, not learnt")
     parser.add_argument("--budgets", type=int, nargs="+", default=[15, 40, 150], help="distillation steps")
     parser.add_argument("--seeds", type=int, default=3, help="distillations of each start and budget")
     parser.add_argument("--batch", type=int, default=4, help="samples of --length tokens per step")
@@ -127,10 +128,23 @@ def merged_model(out: str, kv_heads: int, name: str):
 
 def mask_settings(name: str, steps: int) -> dict[str, float]:
     """Rate and weight of the masks: the released ones take the published values at any number of steps."""
+    if name == "follow":
+        return {"mask_lr": 0.0, "l0_weight": 0.0}
     if name == "l0-released":
         return {"mask_lr": 1e-2, "l0_weight": 1.0}
     # these travel 15 units of log alpha at mask_lr a step, so a short budget needs a larger rate
     return {"mask_lr": max(0.5, 20 / steps), "l0_weight": 30.0}
+
+
+class FollowingMasks(distill.Masks):
+    """Masks that follow T of Eq. 29 exactly: each is T. log_alpha, which stage 5's step trains, is unused."""
+
+    def draw(self, step: int) -> torch.Tensor:
+        self.z = torch.full_like(self.log_alpha, self.target(step))
+        return self.z + 0 * self.log_alpha
+
+    def noiseless(self) -> torch.Tensor:
+        return self.z
 
 
 @dataclass(frozen=True)
@@ -154,9 +168,10 @@ class Distiller:
                             save_minutes=1e9, print_every=10**9)
         pair, rates = read_pair(run, self.ranks), students.Rates(args.lr, beta2=0.999, weight_decay=0.0)
         if args.masks != "off":
-            student = students.masked_student(pair, self.ranks, Execution(), args.masks, seed)
-            optimizer = students.masked_optimizer(student, rates, args.masks, options.mask_lr)
-            masks = distill.MASKS[args.masks](student.replicated, count, seed)
+            kind = args.masks if args.masks in distill.MASKS else "l0"  # what a checkpoint holds of them
+            student = students.masked_student(pair, self.ranks, Execution(), kind, seed)
+            optimizer = students.masked_optimizer(student, rates, kind, options.mask_lr)
+            masks = distill.MASKS.get(args.masks, FollowingMasks)(student.replicated, count, seed)
             job = Job(student, optimizer, directory, self.ranks)
             for step in self.steps(job, schedule, distill.switch_step(count)):
                 stage5.masked_step(step, masks, self.teacher, options)

@@ -319,6 +319,20 @@ def test_merging_bench(inputs, tmp_path):
     assert len(set(first["distilled"]["mean-pool, no masks"]["2"].values())) == 2  # the seeds differ
     assert list(both["distilled"]["mean-pool, masks"]["2"]) == ["0"]
     assert "mean-pool, masks" in (tmp_path / "out/merging.md").read_text()
+    run(*words, "--seeds", 1, "--masks", "follow")
+    assert "mean-pool, masks at T" in (tmp_path / "out/merging.md").read_text()
+
+
+def test_following_masks_are_the_target():
+    """In every step, whatever log alpha is, and no gradient reaches it."""
+    log_alpha = torch.randn(2, 3, requires_grad=True)
+    following = merging.FollowingMasks({"log_alpha": log_alpha}, 20, seed=0)
+    for step, expected in ((0, 1.0), (3, 0.5), (6, 0.0), (15, 0.0)):
+        z = following.draw(step)
+        assert z.shape == (2, 3) and z.tolist() == [[pytest.approx(expected)] * 3] * 2
+        assert torch.equal(following.noiseless(), z)
+    z.sum().backward()
+    assert not log_alpha.grad.any()
 
 
 def test_the_recovery_table():
