@@ -70,7 +70,7 @@ from common.training.distill import (
 )
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.hardware import HARDWARE
-from common.training.heldout import QUESTIONS, load_heldout
+from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.pool import load_pool
 from common.training.run import STAGE, Run, start_anew, was_forced
@@ -360,8 +360,9 @@ def prune_train(args, clock: Clock, ranks) -> int:
     pair = students.read_pair(args.run, ranks, args.start)
     source = pair.model["path"]
     args = with_defaults(args, pair, load_config(source).max_position_embeddings)
+    texts = heldout_texts(args, source, ranks)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(args, source, ranks)
-    heldout = load_heldout(args, source, pool, ranks)
+    heldout = load_heldout(args, source, pool, texts, ranks)
     cuda = ranks.device.type == "cuda" or bool(args.plan)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,

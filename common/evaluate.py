@@ -12,6 +12,7 @@ from common.data.samples import Sample
 from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
+LARGEST_LOSS = 700  # nats per token: beyond it perplexity overflows
 REPEATS = 3  # runs of `speed`, of which the fastest counts
 
 
@@ -23,8 +24,11 @@ def mean_nll(logits, tokens: torch.Tensor) -> float:
 
 
 def perplexity_of(logits, tokens: torch.Tensor) -> float:
-    """exp of the mean next-token loss of these logits."""
-    return math.exp(mean_nll(logits, tokens))
+    """exp of the mean next-token loss of these logits. Raises UserError if that overflows or is NaN."""
+    loss = mean_nll(logits, tokens)
+    if not loss <= LARGEST_LOSS:
+        raise UserError(f"perplexity: expected a loss of at most {LARGEST_LOSS} nats, found {loss:.3g}")
+    return math.exp(loss)
 
 
 def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:

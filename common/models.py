@@ -28,6 +28,7 @@ DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
 DOWNLOADED = ("*.json", "*.model", "*.txt", "*.safetensors", "*.bin")
+OUTPUTS = {"output_attentions": False, "return_dict": True}  # of models, whatever a config says
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings")
 
@@ -86,12 +87,13 @@ def load_config(path: str):
         name = os.path.join(path, "config.json") if os.path.isdir(path) else path
         with open(name, encoding="utf-8") as file:
             fault = mismatch(json.load(file), {name: Optional(COUNT) for name in SIZES}, "config.json")
-        config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False, **OUTPUTS)
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
     if fault:
         raise UserError(f"{path}: {fault}")
+    config._attn_implementation = "sdpa"  # whatever it says: without a mask no other is causal
     return config
 
 
@@ -298,12 +300,12 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     spread: over all GPUs, layer by layer, by accelerate; its device is then the first layer's. Raises
     UserError for missing, unexpected, mis-shaped or non-finite weights, or if the GPUs are too small.
     """
-    load_config(path)
+    config = load_config(path)
     weight_files(path)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map="auto" if spread else None, ignore_mismatched_sizes=True,
-            output_loading_info=True, trust_remote_code=False,
+            path, config=config, dtype=dtype, device_map="auto" if spread else None,
+            ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
         )
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "

@@ -37,6 +37,8 @@ read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 source pipelines/functions.sh
+SETTINGS="MODEL=$MODEL KV_HEADS=${KV_HEADS:-} TEXT=${TEXT[*]} CHAT=${CHAT[*]} ${SHAPE[*]}"
+same_settings "$SETTINGS"
 
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
@@ -46,6 +48,7 @@ train() {
 
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" --text "${TEXT[0]}" \
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
+keep_settings "$SETTINGS"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
 make_once "$RUN/groups.json" "$PYTHON" 03_group.py --run "$RUN" --by energy \
   ${KV_HEADS:+--kv-heads "$KV_HEADS"}
@@ -54,7 +57,7 @@ if [ -n "${PLAN:-}" ]; then
   train --plan "$PLAN"
   exit
 fi
-make_once "$RUN/train/stage.json" train
+train  # a finished training is left as it is; other flags are refused
 make_once "$RUN/gqa" "$PYTHON" 06_export.py --run "$RUN"
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # the text was too short to hold any of it out

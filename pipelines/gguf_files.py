@@ -21,6 +21,15 @@ from common.weights import check_names, fingerprint, first_line
 
 ORIGIN = "gguf.json"  # in the checkpoint: the file it was made from
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral models are stored as llama
+# metadata under the architecture's name that the config takes over, and what changes nothing at this value
+KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+         "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "tensor_data_layout")
+NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0}
+# tokenizer.ggml.pre of byte-level BPE: splits of text that transformers makes as llama.cpp does
+PRE = "tokenizer.ggml.pre"
+SPLITS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "qwen2",
+          "deepseek-r1-qwen")
 MODULES = {  # module of the model -> tensor of the file, without .weight or .bias
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -91,6 +100,8 @@ class GgufFile:
         if self.architecture not in ARCHITECTURES:
             raise UserError(f"{file}: expected general.architecture in {list(ARCHITECTURES)}, "
                             f"found {self.architecture!r}")
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        self.require_known_metadata()
         try:
             self.config = AutoConfig.from_pretrained(self.home, gguf_file=self.name, trust_remote_code=False)
         except Exception as error:
@@ -101,10 +112,31 @@ class GgufFile:
             raise UserError(f"{file}: {fault}")
         require_convertible(file, self.config)
         self.require_plain_rope()
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         self.check_tensors()
+
+    def require_known_metadata(self) -> None:
+        """Raise UserError for metadata that transformers ignores, or that is too large to be true."""
+        fields = {key: field.contents() for key, field in self.reader.fields.items()
+                  if not key.startswith("tokenizer.ggml.") or key in ("tokenizer.ggml.model", PRE)}
+        if fields.get("split.count", 1) > 1:
+            raise UserError(f"{self.file}: expected a whole model, "
+                            f"found one of {fields['split.count']} files")
+        layers = fields.get(f"{self.architecture}.block_count", 0)
+        if layers > len(self.tensors):
+            raise UserError(f"{self.file}: expected tensors of {layers} layers, "
+                            f"found {len(self.tensors)} in all")
+        for key, value in fields.items():
+            architecture, _, name = key.partition(".")
+            if architecture != self.architecture or name in KNOWN or name.startswith("rope.scal"):
+                continue
+            if name not in NEUTRAL or value != NEUTRAL[name]:
+                raise UserError(f"{self.file}: expected only metadata that a checkpoint takes over, "
+                                f"found {key} {value}")
+        split = fields.get(PRE, "default")
+        if fields.get("tokenizer.ggml.model") == "gpt2" and split not in SPLITS:
+            raise UserError(f"{self.file}: expected {PRE} in {list(SPLITS)}, found {split!r}")
 
     def require_plain_rope(self) -> None:
         """Raise UserError if RoPE is scaled or partial: transformers ignores such metadata."""

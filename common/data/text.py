@@ -156,8 +156,6 @@ def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, t
     """
     for source in [source for source in sources if isinstance(source, str)]:
         _check_source(source)
-        if source == "c4" and tokens is None:
-            raise UserError("--text c4: expected --text-tokens N, the tokens to take of it, found none")
     names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
     with write_file(path) as file:
         _write_header(file, 0)

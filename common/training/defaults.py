@@ -6,7 +6,7 @@ import math
 from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
-from common.data.text import sequence_length
+from common.data.text import is_generated, sequence_length
 from common.method.masks import WHOLE_HEAD
 from common.models import DEMO, default_sources
 from common.records import SOURCE
@@ -61,6 +61,9 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
         filled.steps = DEMO_STEPS
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         filled.teacher_steps = DEMO_TEACHER_STEPS
+    endless = [source for source in [*filled.text, *args.chat] if source == "c4" or is_generated(source)]
+    if endless and not args.text_tokens:
+        raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
     if args.start and filled.masks != "off":
         raise UserError(f"--start: expected --masks off with it, found {filled.masks}")
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():

@@ -112,18 +112,14 @@ def compare(
     return student(row, sums_of)
 
 
-def load_heldout(args, model: str, pool: Pool, ranks) -> Heldout:
+def load_heldout(args, model: str, pool: Pool, texts: list[Sample], ranks) -> Heldout:
     """What stage 5's flags hold out, tokenized for the checkpoint `model`, and what was kept out of the pool.
 
-    Raises UserError for data that cannot be read, is too short, or is trained on.
+    texts: heldout_texts. Raises UserError for questions that cannot be read or are too long.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
-    sets = {}
-    if args.heldout_text == SPLIT:
-        sets[TEXT_SET] = pool.texts.heldout_samples() if pool.texts else []
-    elif args.heldout_text != NONE:
-        sets[TEXT_SET] = heldout_texts(args, model, ranks)
-    sets[CHAT_SET] = pool.heldout_chats
+    split = pool.texts.heldout_samples() if pool.texts and args.heldout_text == SPLIT else []
+    sets = {TEXT_SET: texts or split, CHAT_SET: pool.heldout_chats}
     questions = heldout_questions(args, tokenizer, positions)
     if questions:
         ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
@@ -132,8 +128,13 @@ def load_heldout(args, model: str, pool: Pool, ranks) -> Heldout:
 
 
 def heldout_texts(args, model: str, ranks) -> list[Sample]:
-    """--heldout-sequences texts of --text-length tokens. Raises UserError if --text has the same file."""
+    """--heldout-sequences texts of --text-length tokens, unless they are split off --text.
+
+    Raises UserError for text that cannot be read, is too short, or is a file in --text, too.
+    """
     source = args.heldout_text
+    if source in (SPLIT, NONE):
+        return []
     if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))

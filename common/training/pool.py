@@ -113,8 +113,6 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
 
 def generate(source: str, args, model: str, ranks, chats: bool = False) -> np.ndarray:
     """What stage 5's flags ask the model to generate: --text-tokens in rows of --text-length."""
-    if not args.text_tokens:
-        raise UserError(f"{source}: expected --text-tokens N, the tokens to generate, found none")
     rows = -(-args.text_tokens // args.text_length)
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
     return generated(source, origin, rows, args.text_length, chats=chats)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from common import evaluate
+from common.cli import UserError
 from common.data.samples import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
 from common.layers import Layers
@@ -29,6 +30,13 @@ def model():
 def test_perplexity_is_transformers_loss(model):
     losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]
     assert evaluate.perplexity(model, TOKENS) == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e6, math.nan])
+def test_a_perplexity_that_overflows_is_refused(model, scale):
+    logits = [model(row[None]).logits[0].detach() * scale for row in TOKENS]
+    with pytest.raises(UserError, match="perplexity: expected a loss of at most 700 nats, found"):
+        evaluate.perplexity_of(logits, TOKENS)
 
 
 @torch.no_grad()

@@ -55,6 +55,23 @@ def checkpoints(tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.parametrize("setting", [
+    {"output_attentions": True}, {"return_dict": False}, {"_attn_implementation": "eager"},
+    {"_attn_implementation": "flash_attention_2"},
+], ids=lambda setting: next(iter(setting)))
+def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
+    """Layer by layer no mask is passed, which is causal for sdpa alone."""
+    path, tokens = save_tiny(tmp_path / "model"), torch.arange(40)[None] % 26
+    expected = tiny_model()(tokens).logits[0]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | setting))
+    model = load_model(path)
+    for logits in (model(tokens).logits[0], *Layers(path, torch.float32, "cpu").logits(tokens),
+                   *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens, str(tmp_path))):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert hasattr(model.model(input_ids=tokens), "last_hidden_state")
+
+
 @pytest.mark.parametrize(("device", "gpus", "filled", "expected"), [
     ("cuda", 2, 0.72, True), ("cuda", 2, 0.68, False), ("cuda", 1, 2, False), ("cuda:1", 2, 2, False),
     ("cpu", 2, 2, False),

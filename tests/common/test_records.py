@@ -48,7 +48,9 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
                     "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
                     "perplexity_aligned": 9.0, "perplexity_merged": 12.0},
     },
-    "05_prune_train.py": {"files": {"step-00000003/.metadata": SHA}, "summary": TRAINED | STUDENT},
+    "05_prune_train.py": {
+        "arguments": {"tasks": "hub", "only": ["piqa"], "seed": 0},
+        "files": {"step-00000003/.metadata": SHA}, "summary": TRAINED | STUDENT},
     "06_export.py": {
         "files": {"model.safetensors": SHA},
         "summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM",
@@ -245,6 +247,14 @@ def test_sizes_beyond_any_memory_are_refused():
         assert "groups of 2 heads" in find_fault(record, "03_group.py")
     calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**18)
     assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
+
+
+def test_a_training_names_its_data():
+    record = valid("05_prune_train.py")
+    wrong = {"tasks": 3, "only": "piqa", "text": "c4", "chat": [5], "teacher": 5, "seed": "0"}
+    for name, value in wrong.items():
+        fault = find_fault(changed(record, ("arguments", name), value), "05_prune_train.py")
+        assert f"record.arguments.{name}" in fault and ": expected" in fault
 
 
 def test_a_calibration_names_its_text():

@@ -42,17 +42,18 @@ def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None, more: dict | None = None,
-               without: tuple = (), rotated: int = 0) -> str:
+               without: tuple = (), rotated: int = 0, layers: int = 0, split: str = "gpt-2") -> str:
     """A GGUF file as llama.cpp's converter writes it; matrices as `kind`.
 
     more: further tensors. without: what to leave out. rotated: coordinates that RoPE rotates, if not all.
+    layers: what the metadata says, if not the truth. split: the tokenizer's rule of splitting text.
     """
     config, name = model.config, model.config.model_type
     architecture = "llama" if name == "mistral" else name
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(layers or config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
@@ -63,8 +64,10 @@ def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
-    add_tokenizer(writer, config.vocab_size)
+        adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32,
+                  bool: writer.add_bool}
+        adders[type(value)](key, value)
+    add_tokenizer(writer, config.vocab_size, split)
     for name, parameter in model.named_parameters():
         values, stored = parameter.detach().numpy(), stored_name(name)
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -93,13 +96,13 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
                                    eos_token="<eos>", pad_token="<eos>")
 
 
-def add_tokenizer(writer, vocabulary: int) -> None:
+def add_tokenizer(writer, vocabulary: int, split: str = "gpt-2") -> None:
     tokens = merging_tokenizer().convert_ids_to_tokens(range(END + 3))
     tokens += [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
     kinds = [gguf.TokenType.CONTROL if token.startswith("<") and len(token) > 1 else gguf.TokenType.NORMAL
              for token in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
@@ -252,14 +255,23 @@ def test_damaged_files_are_refused(keep, inputs, tmp_path):
      "expected only the tensors of its config, found also 'rope_freqs.weight'"),
     ({"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "found also 'blk.0.attn_q.bias'"),
     ({"without": ("blk.2.ffn_up.weight",)}, "expected a tensor blk.2.ffn_up.weight, found none"),
+    ({"metadata": {"llama.expert_count": 8}},
+     "expected only metadata that a checkpoint takes over, found llama.expert_count 8"),
+    ({"metadata": {"llama.attention.scale": 0.5}}, "found llama.attention.scale 0.5"),
+    ({"metadata": {"llama.attention.causal": False}}, "found llama.attention.causal False"),
+    ({"metadata": {"llama.attn_logit_softcapping": 50.0}}, "found llama.attn_logit_softcapping 50.0"),
+    ({"metadata": {"split.count": 3}}, "expected a whole model, found one of 3 files"),
+    ({"split": "deepseek-llm"}, "expected tokenizer.ggml.pre in ['default', "),
+    ({"layers": 100_000}, "expected tensors of 100000 layers, found 30 in all"),
 ])
 def test_what_the_checkpoint_would_lose_is_refused(options, message, inputs, tmp_path):
     file = write_gguf(tmp_path / "a.gguf", tiny_model(), **options)
     assert message in refusal(file, tmp_path, inputs)
 
 
-def test_rope_scaling_of_type_none_is_accepted(tmp_path):
-    file = write_gguf(tmp_path / "a.gguf", tiny_model(), metadata={"llama.rope.scaling.type": "none"})
+def test_metadata_that_changes_nothing_is_accepted(tmp_path):
+    neutral = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.attention.causal": True}
+    file = write_gguf(tmp_path / "a.gguf", tiny_model(), metadata=neutral, split="smollm")
     gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
 
 

@@ -250,6 +250,20 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: MODEL: expected a directory")
 
 
+@pytest.mark.parametrize("name", ["convert.sh", "smollm2.sh"])
+def test_other_settings_need_another_run_directory(recorded, tmp_path, name):
+    run = f"{tmp_path}/a run"
+    Path(run, "attention-refit").mkdir(parents=True)
+    for table in (Path(run, "eval.md"), Path(run, "attention-refit", "eval.md")):
+        table.write_text("table")
+    once = recorded(name, RUN=run, **CONVERTED)
+    assert recorded(name, RUN=run, **CONVERTED) == 2 * once  # the log has both
+    for other in ({"MODEL": "b"}, {"KV_HEADS": 4}, {"SEQUENCES": 9}):
+        done = recipe(name, RUN=run, **(CONVERTED | other))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: {run}: expected the settings it was begun with (MODEL=a model")
+
+
 @pytest.mark.slow
 def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     settings = {"MODEL": save_tiny(tmp_path / "model"), "RUN": tmp_path / "a run", "KV_HEADS": 2,
@@ -260,7 +274,7 @@ def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
     again = recipe("convert.sh", **settings)
-    assert again.stdout.endswith(table)
+    assert again.stdout.endswith(table) and "is complete" in again.stdout
     assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
 
 

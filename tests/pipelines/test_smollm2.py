@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from common.cli import UserError
 from conftest import ROOT, expect_error, save_tiny
 from pipelines import smollm2
 
@@ -39,6 +40,11 @@ def test_a_file_is_halved(tmp_path):
     smollm2.write_halves(str(tmp_path), str(tmp_path / "text.txt"))
     halves = [(tmp_path / "text" / f"{name}.txt").read_text() for name in ("calibration", "heldout")]
     assert halves == ["première moitié", ", seconde moitié"]
+    smollm2.write_halves(str(tmp_path), str(tmp_path / "text.txt"))  # again
+    (tmp_path / "text.txt").write_text("corrected")
+    with pytest.raises(UserError, match=f"{tmp_path}/text: expected the halves of .*; pass another RUN"):
+        smollm2.write_halves(str(tmp_path), str(tmp_path / "text.txt"))
+    assert halves == [(tmp_path / "text" / f"{name}.txt").read_text() for name in ("calibration", "heldout")]
 
 
 def test_the_manual_is_long_enough_and_repeats_nothing():

@@ -103,7 +103,7 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         alive.append(reference())
         return True
 
-    for name in ("load_config", "load_pool", "load_heldout", "find_teacher"):
+    for name in ("load_config", "heldout_texts", "load_pool", "load_heldout", "find_teacher"):
         monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
     monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
     args = MagicMock(plan=None, force=False, dtype="float32")

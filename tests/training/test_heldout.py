@@ -30,7 +30,7 @@ from common.training import budget, checkpoints
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.defaults import with_defaults
 from common.training.engine import steps
-from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, load_heldout
+from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, heldout_texts, load_heldout
 from common.training.metrics import METRICS, Metrics, read_metrics
 from common.training.packing import build_row
 from common.training.pool import NONE, SPLIT, Pool
@@ -308,7 +308,8 @@ def test_what_is_held_out(group_of_one, inputs):
     """Texts as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
     args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
-    heldout = load_heldout(args, inputs["model"], Pool([]), group_of_one)
+    texts = heldout_texts(args, inputs["model"], group_of_one)
+    heldout = load_heldout(args, inputs["model"], Pool([]), texts, group_of_one)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 3, 64, "heldout")
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens.tolist()]
@@ -323,7 +324,7 @@ def test_what_is_held_out(group_of_one, inputs):
 ])  # fmt: skip
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
-    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], Pool([]), group_of_one)
+    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], Pool([]), [], group_of_one)
     assert count == len(heldout.sets.get(TASK_SET, ()))
 
 
@@ -331,9 +332,9 @@ def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
     args = arguments(inputs, tasks=str(tmp_path))
-    assert len(load_heldout(args, inputs["model"], Pool([]), group_of_one).sets[TASK_SET]) == 5
+    assert len(load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert not load_heldout(args, inputs["model"], Pool([]), group_of_one).sets
+    assert not load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets
 
 
 @pytest.mark.parametrize("demo, text, expected", [
@@ -369,6 +370,13 @@ def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs,
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
+def test_held_out_text_is_read_before_the_text_to_train_on(aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    words = ["--tasks", "none", "--text", inputs["text"], "--heldout-text", "missing.txt"]
+    expect_error("text missing.txt: not found", STAGE, "--run", home, *TRAINING_FLAGS, *words)
+    assert not list(home.glob("tokens/*.npy"))
+
+
 def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run, inputs, tmp_path):
     """The held-out loss of the last line is what the exported checkpoint has on the same tokens."""
     home = copy_run(aligned_run, tmp_path / "run")
@@ -399,7 +407,7 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
     args = arguments(inputs, only=TASKS, heldout_questions=2)
-    samples = load_heldout(args, inputs["model"], Pool([]), RANKS).sets[TASK_SET]
+    samples = load_heldout(args, inputs["model"], Pool([]), [], RANKS).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

@@ -100,7 +100,7 @@ def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_
     numbers = [number for number in range(len(whole.texts)) if number not in (0, third, 2 * third)]
     assert list(pool.texts) == [whole.texts[number] for number in numbers]
     args = SimpleNamespace(**vars(args), heldout_questions=None, heldout_every=5)
-    sets = load_heldout(args, model, pool, group_of_one).sets
+    sets = load_heldout(args, model, pool, [], group_of_one).sets
     assert sets == {TEXT_SET: heldout, CHAT_SET: pool.heldout_chats}
 
 
@@ -255,7 +255,8 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
     short = [*base, "--text", inputs["text"], "--text-length", "40", "--steps", "4"]
     expect_error(message, STAGE, *short, "--teacher", missing)
     shutil.rmtree(home / "tokens")
-    expect_error("c4: expected --text-tokens", STAGE, *base, "--text", "c4", "--steps", "4")
+    for flag, source in (("--text", "c4"), ("--text", "generated"), ("--chat", "generated:FILE")):
+        expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, "--steps", "4")
     expect_error("nothing.txt: not found", STAGE, *base, "--text", "nothing.txt", "--steps", "4")
     expect_error("expected a tokenizer with a chat template", STAGE, *base, "--chat", inputs["tasks"] +
                  "/piqa.train.jsonl", "--steps", "4")
