@@ -114,11 +114,9 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
                     "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE,
                     "perplexity_merged": POSITIVE},
     },
-    "05_prune_train.py": {
-        "files": FILES, "summary": TRAINED,
-        "arguments": {"tasks": STRING, "only": [STRING], "text": Optional([STRING]),
-                      "chat": Optional([STRING]), "teacher": Optional(STRING), "seed": SIZE},
-    },
+    "05_prune_train.py": {"files": FILES, "summary": TRAINED, "arguments": {
+        "tasks": STRING, "only": [STRING], "text": Optional([STRING]), "chat": Optional([STRING]),
+        "teacher": Optional(STRING), "seed": SIZE}},
     "06_export.py": {
         "files": FILES,
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,

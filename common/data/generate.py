@@ -180,8 +180,7 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
               "temperature": 1, "length": length, "rows_at_once": at_once, "device": device}
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
     directory = os.path.join(origin.run, "tokens", f"generated-{key}")
-    rows = range(sequences)
-    pieces = [rows[first : first + at_once] for first in range(0, sequences, at_once)]
+    pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
     paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}.npy") for piece in pieces}
     rank, world = (origin.ranks.rank, origin.ranks.world) if origin.ranks else (0, 1)
     missing = [piece for piece in pieces[rank::world] if not os.path.exists(paths[piece])]
