@@ -346,7 +346,8 @@ def test_default_held_out_text(demo, text, expected):
     pair = Pair("a", "m", {"kv_heads": 8, "name": DEMO if demo else "other"}, 2, "mean", ())
     for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(sys, "argv", [STAGE, *(["--text", *text] if text else []), *words])
+            flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
+            patched.setattr(sys, "argv", [STAGE, *flags])
             args = with_defaults(parse(), pair, positions=2048)
         assert args.heldout_text == chosen
 
