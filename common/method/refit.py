@@ -42,7 +42,7 @@ class Tap:
 
 @dataclass
 class Moments:
-    """Sufficient statistics of the least squares: sums over tokens, float64."""
+    """Sufficient statistics of the least squares: sums over tokens, float64, on the weights' device."""
 
     inputs: torch.Tensor  # sum h h^T [heads * d, heads * d]
     cross: torch.Tensor  # sum y h^T [hidden, heads * d]
@@ -51,8 +51,8 @@ class Moments:
     def add(self, h: torch.Tensor, y: torch.Tensor) -> None:
         """Add tokens: h [..., heads * d], y [..., hidden]; products in float32."""
         h, y = h.flatten(0, -2).float(), y.flatten(0, -2).float()
-        self.inputs += (h.T @ h).double().cpu()
-        self.cross += (y.T @ h).double().cpu()
+        self.inputs += (h.T @ h).double()
+        self.cross += (y.T @ h).double()
         self.energy += float(y.double().square().sum())
 
     def error(self, weight: torch.Tensor) -> float:
@@ -118,7 +118,7 @@ class Refit:
         """Refit o_proj in place. Returns the ridge strength, and the held-out error before and after."""
         projection = merged.self_attn.o_proj
         fit, judge = (self._moments(merged, outputs, numbers) for numbers in (self.fitted, self.held_out))
-        weight, ridge, before, after = best_fit(projection.weight.double().cpu(), fit, judge)
+        weight, ridge, before, after = best_fit(projection.weight.double(), fit, judge)
         projection.weight.copy_(weight.to(projection.weight.dtype))
         return ridge, before, after
 
@@ -126,7 +126,7 @@ class Refit:
         """The statistics of o_proj over some batches; its bias is not W_O's to fit."""
         projection = merged.self_attn.o_proj
         tap, bias = Tap(projection), 0 if projection.bias is None else projection.bias
-        cross = torch.zeros(projection.weight.shape, dtype=torch.float64)
+        cross = torch.zeros_like(projection.weight, dtype=torch.float64)
         moments = Moments(cross.new_zeros(cross.shape[1], cross.shape[1]), cross)
         for number in numbers:
             self._attend(merged, number)
@@ -184,7 +184,7 @@ def best_fit(weight: torch.Tensor, fit: Moments,
     if unit == 0:
         return best, best_ridge, before, least
     for ridge in RIDGE_STRENGTHS:
-        damped = fit.inputs + ridge * unit * torch.eye(len(fit.inputs), dtype=torch.float64)
+        damped = fit.inputs + ridge * unit * torch.eye(len(fit.inputs)).to(fit.inputs)
         candidate = torch.linalg.solve(damped, (fit.cross + ridge * unit * weight).T).T
         error = judge.error(candidate)
         if error < least:
