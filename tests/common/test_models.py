@@ -70,6 +70,7 @@ def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
                    *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens, str(tmp_path))):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert hasattr(model.model(input_ids=tokens), "last_hidden_state")
+    model.save_pretrained(tmp_path / "again")  # transformers refuses attentions as outputs of sdpa
 
 
 @pytest.mark.parametrize(("device", "gpus", "filled", "expected"), [
