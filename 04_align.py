@@ -211,13 +211,13 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dic
     if "rotated" in logits:  # in two steps: rotation in float32, then rounding to the stored dtype
         pairs = [(source, logits["rotated"]), (logits["rounded"], aligned)]
     difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # propagates NaN
+    require_close("the aligned model is not the source model", difference, allowed)
     figures = {"max_logit_difference": difference, "kl": mean_kl(source, aligned),
                "perplexity_source": perplexity_of(source, inputs.tokens),
                "perplexity_aligned": perplexity_of(aligned, inputs.tokens)}
     print(f"check   aligned/ loaded back as {inputs.dtype}: max |logit difference| {difference:.2e} (allowed "
           f"{allowed:.0e}), KL {figures['kl']:.2e}, perplexity {figures['perplexity_source']:.5f} -> "
           f"{figures['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
-    require_close("the aligned model is not the source model", difference, allowed)
     if "rotated" in logits and not figures["kl"] <= STORED_KL:
         raise UserError(f"aligned/ as {inputs.dtype}: expected a KL of at most {STORED_KL} from the source, "
                         f"found {figures['kl']:.2e}; nothing was written; pass --dtype float32")

@@ -31,7 +31,7 @@ def starts(
     """Held-out loss against distillation, one line per merging method; bars of one standard error.
 
     Names that differ only after their last comma are variants of a method: same colour, the second dashed,
-    the third dotted.
+    the third dotted, the fourth both.
     """
     figure, axis = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
     budgets = sorted(set().union(*losses.values()))
@@ -39,7 +39,7 @@ def starts(
     for name, by_steps in losses.items():
         method = name.rpartition(",")[0]
         variants[method] = variants.get(method, 0) + 1
-        colour, style = f"C{list(variants).index(method)}", ("-", "--", ":")[variants[method] - 1]
+        colour, style = f"C{list(variants).index(method)}", ("-", "--", ":", "-.")[variants[method] - 1]
         means = [statistics.mean(seeds) for seeds in by_steps.values()]
         errors = [standard_error(seeds) if len(seeds) > 1 else 0.0 for seeds in by_steps.values()]
         axis.errorbar([budgets.index(steps) for steps in by_steps], means, errors, color=colour,
