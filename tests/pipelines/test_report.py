@@ -352,8 +352,8 @@ def test_the_command_reproduces_the_arguments(tmp_path):
                           "--limit": {"type": int}, "--chat": {"nargs": "+", "default": []}, "--tasks": {},
                           "--seed": {"type": int}}.items():
         parser.add_argument(name, **options)
-    arguments = {"tasks": "it's <a> $text", "seed": 3, "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5, "refit": True,
-                 "steps": 0, "limit": None}
+    arguments = {"tasks": "it's <a> $text", "seed": 3, "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5,
+                 "refit": True, "steps": 0, "limit": None}
     for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
         save(tmp_path, artifact, **arguments)
         report.write(str(tmp_path))
