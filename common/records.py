@@ -109,10 +109,9 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
                     "merge": MERGES, "refit": Optional(("output", "attention")),
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
-                    "calibration_tokens": COUNT,
-                    "within_group_cosine": [COSINES], "max_logit_difference": POSITIVE, "kl": NUMBER,
-                    "perplexity_source": POSITIVE, "perplexity_aligned": POSITIVE,
-                    "perplexity_merged": POSITIVE},
+                    "calibration_tokens": COUNT, "within_group_cosine": [COSINES],
+                    "max_logit_difference": POSITIVE, "kl": NUMBER, "perplexity_source": POSITIVE,
+                    "perplexity_aligned": POSITIVE, "perplexity_merged": POSITIVE},
     },
     "05_prune_train.py": {"files": FILES, "summary": TRAINED, "arguments": {
         "tasks": STRING, "only": [STRING], "text": Optional([STRING]), "chat": Optional([STRING]),

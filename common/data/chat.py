@@ -4,12 +4,15 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 
+from jinja2 import sandbox
+
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, abbreviated, column, read_rows, text_column
 from common.data.samples import Sample
 from common.progress import Progress
 from common.weights import first_line
 
+sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 

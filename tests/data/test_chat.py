@@ -283,3 +283,13 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
     slow = SimpleNamespace(name_or_path="somewhere", is_fast=False, get_chat_template=lambda: CHATML)
     with pytest.raises(UserError, match="somewhere: expected a fast tokenizer .*, found SimpleNamespace"):
         load_chats(path, slow, 100)
+
+
+def test_a_template_that_loops_is_refused(tmp_path):
+    """At once: a hundred million rounds would take minutes."""
+    tokenizer = chatml_tokenizer()
+    loops = "{% for i in range(10000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = loops + tokenizer.chat_template
+    path = save_chats(tmp_path / "chats.jsonl", messages(("user", "Hi"), ("assistant", "Yes")))
+    with pytest.raises(UserError, match="refused by the tokenizer's chat template: Range too big"):
+        load_chats(path, tokenizer, 100)
