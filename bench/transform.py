@@ -306,11 +306,12 @@ def refit(args) -> dict:
     width = args.heads * args.head_dim
     inputs, outputs = (random_cache(args.refit_tokens, args.heads, args.head_dim, seed, args.device)
                        .flatten(1) for seed in (2, 3))
-    empty = torch.zeros(width, width, dtype=torch.float64)
+    empty = torch.zeros(width, width, dtype=torch.float64, device=args.device)
     fit, judge = (Moments(empty.clone(), empty.clone()) for _ in range(2))
     _, adding = timed(args.device, fit.add, inputs, outputs)
     judge.add(inputs[:512], outputs[:512])
-    _, solving = timed(args.device, best_fit, torch.eye(width, dtype=torch.float64), fit, judge)
+    identity = torch.eye(width).to(empty)
+    _, solving = timed(args.device, best_fit, identity, fit, judge)
     return {"refit_s_per_7b_layer": round(adding + solving, 3), "refit_sums_s": round(adding, 3)}
 
 
