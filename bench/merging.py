@@ -168,7 +168,7 @@ class Distiller:
                             save_minutes=1e9, print_every=10**9)
         pair, rates = read_pair(run, self.ranks), students.Rates(args.lr, beta2=0.999, weight_decay=0.0)
         if args.masks != "off":
-            kind = args.masks if args.masks in distill.MASKS else "l0"  # what a checkpoint holds of them
+            kind = "l0" if args.masks == "follow" else args.masks  # FollowingMasks have l0's parameters
             student = students.masked_student(pair, self.ranks, Execution(), kind, seed)
             optimizer = students.masked_optimizer(student, rates, kind, options.mask_lr)
             masks = distill.MASKS.get(args.masks, FollowingMasks)(student.replicated, count, seed)

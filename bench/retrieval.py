@@ -81,7 +81,7 @@ def recalls(model, row: list[int], answer: int) -> bool:
     return torch.equal(model.lm_head(hidden).argmax(-1), ids[0, -answer:])
 
 
-def shares(path: str, dtype: torch.dtype, texts: dict) -> dict:
+def measure(path: str, dtype: torch.dtype, texts: dict) -> dict:
     """{(keys, length, depth): share of its texts whose key the checkpoint recalls}.
 
     texts: {(keys, length, depth): [(row, answer), ...]}.
@@ -130,7 +130,8 @@ def main():
     doublings = (SHORTEST << number for number in range(positions.bit_length()))
     lengths = args.lengths or [length for length in doublings if length <= positions]
     if not lengths or max(lengths) > positions:
-        raise UserError(f"--lengths: expected lengths of at most {positions} tokens, the model's positions")
+        raise UserError(f"--lengths: expected lengths of at most the model's {positions} positions, "
+                        f"found {max(lengths, default=SHORTEST)}")
     fillers, description = load_tokens(args.text, tokenizer, args.samples, max(lengths))
     print(description, flush=True)
     draw = random.Random(0)
@@ -138,7 +139,7 @@ def main():
                                      for filler in fillers.tolist()]
              for keys in KEYS for length in lengths for depth in DEPTHS}
     dtype = getattr(torch, args.dtype)
-    recalled = {name: shares(path, dtype, texts) for name, path in directories.items()}
+    recalled = {name: measure(path, dtype, texts) for name, path in directories.items()}
     text = table(recalled, lengths)
     os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "retrieval.md"), text)

@@ -26,8 +26,8 @@ KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_leng
          "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
          "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "tensor_data_layout")
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0}
-# tokenizer.ggml.pre of byte-level BPE: splits of text that transformers makes as llama.cpp does
-PRE = "tokenizer.ggml.pre"
+PRE = "tokenizer.ggml.pre"  # how byte-level BPE splits text
+# its values for which transformers splits as llama.cpp does
 SPLITS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "qwen2",
           "deepseek-r1-qwen")
 MODULES = {  # module of the model -> tensor of the file, without .weight or .bias

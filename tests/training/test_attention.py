@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import library
 from torch.nn.attention.varlen import varlen_attn
 
 from common.models import load_config
@@ -142,7 +143,7 @@ def test_a_kernel_without_fewer_kv_heads_gets_repeated_ones(kernel_of_torch):
     torch.testing.assert_close(kernel_of_torch(older)(*arguments, scale=0.3, enable_gqa=True), expected)
 
 
-@torch.library.custom_op("tests::varlen", mutates_args={})
+@library.custom_op("tests::varlen", mutates_args={})
 def opaque_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
                    longest: int, scale: float, before: int) -> torch.Tensor:
     """varlen_formula that torch.compile does not look into, as it does not into torch's kernel."""
