@@ -21,28 +21,26 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
-from common.artifacts import RECORD, read_layer, read_record, read_tensors
+from common.artifacts import read_layer
 from common.cli import Clock, StageParser, UserError, non_negative
-from common.data.generate import Origin, read_sequences
 from common.data.samples import Sample
 from common.files import write_text
 from common.layers import return_freed_memory
 from common.method import masks
 from common.method.align import align_layer, key_overlap, layer_similarity, value_overlap
 from common.method.rope import to_matrix
-from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, to_unit
-from common.models import load_config, source_model
+from common.method.stats import CRITERIA, group_blocks, to_unit
 from common.reporting.tables import markdown_table
 from common.training.distill import distillation_loss
 from common.training.metrics import METRICS, read_metrics
 from common.training.packing import build_row
 from common.training.sharding import Trainee
 from common.weights import open_checkpoint
+from pipelines.paper_run import BATCH, Layer, Run
 
 FLOAT32 = 1e-5  # sums of float32 products and float32 forward passes, relative to the largest number
 BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: local optima differ by as much
 ROUNDS, GAIN, STARTS = 50, 1e-6, 10  # of Algorithm 1; of Algorithm 2, whose 200 starts take minutes
-BATCH = 64  # tokens
 STEP, STEPS = 10, 100  # of the masks' noise and target: T = 2/3
 SMALL = 2e7  # layers x (heads x head_dim)^2 of models whose layers take less than a minute together
 LARGE = 2048  # hidden size from which Eq. 30 and 31 are computed with the first layer alone
@@ -94,90 +92,6 @@ SQUARED = f"the distance squared ({line_of_audit('| Eq. 22 | mean distance |')})
 OPEN = f"P(z > 0) for z ({line_of_audit('| Eq. 29, z |')})"
 TOKENS = f"KL on prompt tokens, BiLD on answer tokens ({line_of_audit('| Eq. 30 | KL + BiLD')})"
 FLIPPED = f"keys between q_norm and k_norm may only be flipped ({line_of_audit('Qwen3 puts an RMS norm')})"
-CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
-
-
-class Run:
-    """A run directory after stage 4 or later."""
-
-    def __init__(self, directory: str):
-        self.directory = directory
-        self.calibration = read_record(self.path("calibration"), "01_calibrate.py")
-        self.model = source_model(self.calibration)
-        self.similarity, _ = read_tensors(self.path("similarity.safetensors"), "02_similarity.py")
-        self.grouping = read_record(self.path("groups.json"), "03_group.py", self.model)
-        self.alignment = read_record(self.path("aligned"), "04_align.py", self.model)
-        trained = os.path.exists(os.path.join(self.path("train"), RECORD))
-        self.training = read_record(self.path("train"), "05_prune_train.py", self.model) if trained else None
-        self.masks = self.training["summary"]["masks"] if trained else "l0"
-        self.config = load_config(self.path("source"))
-        if self.config.model_type not in CHECKED:
-            raise UserError(f"{directory}: expected model_type in {list(CHECKED)}, "
-                            f"found {self.config.model_type!r}, to compare with the printed equations")
-        self.heads, self.size = self.model["kv_heads"], self.model["head_dim"]
-        self.groups = torch.tensor(self.alignment["groups"])  # [layers, G, D]
-        self.kv_heads, self.members = self.groups.shape[1:]
-
-    def path(self, name: str) -> str:
-        return self.model["path"] if name == "source" else os.path.join(self.directory, name)
-
-    def rounding(self, name: str) -> float:
-        """The relative error of a checkpoint's weights, which are rounded from float64 once."""
-        return torch.finfo(load_config(self.path(name)).dtype).eps
-
-    def tokens(self) -> torch.Tensor:
-        """The calibration's tokens; of C4, the first document's. Raises UserError if there are too few."""
-        arguments, summary = self.calibration["arguments"], self.calibration["summary"]
-        sequences = 1 if arguments["text"] == "c4" else summary["sequences"]
-        origin, bos = Origin(self.path("source"), self.directory, "cpu"), arguments.get("bos") is True
-        text, chat = arguments["text"], arguments.get("chat")
-        tokens, _ = read_sequences(text, chat, origin, sequences, summary["length"], bos=bos)
-        if tokens.numel() < BATCH:
-            raise UserError(f"expected at least {BATCH} tokens, found {tokens.numel()}")
-        return tokens.flatten()
-
-    def attention(self, name: str, layer: int) -> dict[str, list[torch.Tensor]]:
-        """W_Q, W_K, W_V [d_H, d] and W_O [d, d_H] of each key/value head by letter, float64.
-
-        A bias is one more column, but for that of W_O, which belongs to no head. Query heads that share a
-        key/value head are side by side: W_Q [d_H, 2 d], W_O [2 d, d_H].
-        """
-        stored, heads = open_checkpoint(self.path(name)), {}
-        for letter in "qkvo":
-            prefix, axis = f"model.layers.{layer}.self_attn.{letter}_proj.", int(letter == "o")
-            weight = stored[prefix + "weight"][:].double()
-            if letter != "o" and prefix + "bias" in stored:
-                weight = torch.cat((weight, stored[prefix + "bias"][:].double()[:, None]), dim=1)
-            parts = weight.split(self.size, axis)
-            sharing = self.model["heads"] // self.heads if letter in "qo" else 1
-            starts = range(0, len(parts), sharing)
-            heads[letter] = [torch.cat(parts[start : start + sharing], 1 - axis) for start in starts]
-        return heads
-
-
-class Layer:
-    """A layer's sampled vectors, its heads in the source and in aligned/, and the rotations between them."""
-
-    def __init__(self, run: Run, index: int):
-        tensors = read_layer(run.path("calibration"), index)
-        self.index, self.groups, self.theta = index, run.groups[index], tensors["rope.frequencies"]
-        self.keys, self.values = tensors["sample.key"], tensors["sample.value"]  # [N, H, d_H]
-        caches = (vectors.double().flatten(1).T for vectors in (self.keys, self.values))
-        self.K, self.V = (paper.eq_1(cache, run.heads) for cache in caches)  # [d_H, N] of each head
-        stats = LayerStats(run.heads, run.size)
-        stats.update_keys(self.keys)
-        stats.update_values(self.values)
-        self.sampled = LayerGrams(stats.tensors() | {"key.free": tensors["key.free"]}, run.heads)
-        self.whole = LayerGrams(tensors, run.heads)  # of all tokens
-        source, self.new = (run.attention(name, index) for name in ("source", "aligned"))
-        self.old = {letter: [heads[i] for i in self.groups.flatten()] for letter, heads in source.items()}
-        self.Q, self.R = [], []
-        for i in range(run.heads):
-            old, new = ({letter: heads[letter][i] for letter in "qkvo"} for heads in (self.old, self.new))
-            Phi, _, Psi = paper.eq_5(*(torch.cat((head["v"], head["o"].T), dim=1) for head in (old, new)))
-            keys_and_queries = (torch.cat((head["k"], head["q"]), dim=1) for head in (new, old))
-            self.Q.append(paper.minimizer(Phi, Psi))
-            self.R.append(paper.key_rotation(*keys_and_queries))
 
 
 def all_rows(run: Run, layers: list[int]) -> list[Row]:

@@ -338,7 +338,7 @@ MUTANTS = [
      "    restore_buffers(model, ranks.device)",
      "    pass",
      "test_families::test_loaded_part_by_part_or_sharded_it_is_the_model"),
-    ("models", "pipelines/paper_check.py",
+    ("models", "pipelines/paper_run.py",
      "if self.config.model_type not in CHECKED:",
      "if False:",
      "test_paper::test_bad_input_is_one_line"),

@@ -469,7 +469,7 @@ MUTANTS = [
      "            if not samples:\n",
      "            if False:\n",
      "test_generate::test_a_conversion_without_any_text_in_one_process_and_in_two"),
-    ("generated text and chats", "pipelines/paper_check.py",
+    ("generated text and chats", "pipelines/paper_run.py",
      "read_sequences(text, chat, origin",
      "read_sequences('c4', None, origin",
      "test_generate::test_a_conversion_without_any_text_in_one_process_and_in_two"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import paper
 from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
-from pipelines import paper_check
+from pipelines import paper_check, paper_run
 
 ALIGNED = [
     "Eq. 1:", "Eq. 2:", "Eq. 3:", "Eq. 4-6:", "Algorithm 1: values", "Algorithm 1: keys", "Eq. 7, 8:",
@@ -59,7 +59,7 @@ def test_rows_are_all_there_in_the_papers_order(aligned_table):
 
 
 def test_every_equation_has_a_function_that_is_compared():
-    sources = [Path(module.__file__).read_text() for module in (paper, paper_check)]
+    sources = [Path(module.__file__).read_text() for module in (paper, paper_check, paper_run)]
     for name in [*(f"eq_{number}" for number in range(1, 32)), "algorithm_1", "algorithm_2"]:
         assert getattr(paper, name).__doc__
         assert re.search(rf"(?<!def ){name}\b", "".join(sources)), name
@@ -244,7 +244,7 @@ def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
     shutil.move(home / "aligned", tmp_path / "aligned")
     expect_error("aligned not found; run 04_align.py", "paper.py", "--run", home)
     shutil.move(tmp_path / "aligned", home / "aligned")
-    monkeypatch.setattr("pipelines.paper_check.CHECKED", ("mistral",))
+    monkeypatch.setattr("pipelines.paper_run.CHECKED", ("mistral",))
     expect_error("expected model_type in ['mistral'], found 'llama'", "paper.py", "--run", home)
     monkeypatch.undo()
     (home / "similarity.safetensors").write_bytes(b"")
