@@ -44,7 +44,7 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.generate import Origin, read_sequences
+from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
@@ -83,7 +83,7 @@ def parse():
                         help="sequences of the calibration text, at its length; one in eight is held out to "
                              "choose the ridge strength and the epoch")
     parser.section("the equivalence check")
-    parser.add_argument("--text", help="as in 01_calibrate.py (default: the calibration's text)")
+    parser.add_argument("--text", help="as in 01_calibrate.py (default: more of the calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help="tokens per sequence (default: 512, or the calibration's length if shorter)")
@@ -129,14 +129,13 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     text, chat = calibration["arguments"]["text"], calibration["arguments"].get("chat")
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     bos = calibration["arguments"].get("bos") is True
-    checked, checked_chat = (args.text, None) if args.text else (text, chat)
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
     origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
-    tokens, description = read_sequences(
-        checked, checked_chat, origin, args.sequences, length, "heldout", bos)
+    if args.text:
+        tokens, description = read_sequences(args.text, None, origin, args.sequences, length, "heldout", bos)
+    else:
+        tokens, description = read_unread(calibration, origin, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")
-    if os.path.isfile(checked) and checked == text:
-        print("note    the calibration text: perplexity on other text (--text) may be higher")
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)

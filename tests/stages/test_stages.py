@@ -1,6 +1,7 @@
 """Stages 1 to 4 on a tiny model with biases: artifacts against definitions."""
 
 import itertools
+import json
 import runpy
 import sys
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import artifacts, layers
 from common.artifacts import read_layer
+from common.data.generate import Origin, read_unread
 from common.data.text import load_tokens
 from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
@@ -329,7 +331,7 @@ def test_alignment_does_not_change_the_model(aligned_run, inputs):
 def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(aligned_run, inputs):
     summary = read(aligned_run / "merged" / "stage.json")["summary"]
     tokenizer = AutoTokenizer.from_pretrained(inputs["model"])
-    tokens, _ = load_tokens(inputs["text"], tokenizer, 4, 64, split="heldout")
+    tokens = load_tokens(inputs["text"], tokenizer, 12, 64)[0][8:]  # after those of the calibration
     paths = {"source": inputs["model"], "aligned": aligned_run / "aligned", "merged": aligned_run / "merged"}
     logits = {name: AutoModelForCausalLM.from_pretrained(path)(tokens).logits for name, path in paths.items()}
     for name, rows in logits.items():
@@ -349,12 +351,40 @@ def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
 
 
+def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
+    """Four sequences of a text of which the calibration has read 8 of 60 tokens."""
+    record = {"arguments": {"text": str(path)}, "summary": {"sequences": 8, "length": 60}}
+    return read_unread(record, Origin(model, str(path.parent), "cpu"), 4, length)
+
+
+def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path):
+    """Of a file, what follows its sequences: of one text, or of several documents."""
+    lines = [f"{number} is a number, and {7 * number} is seven times as much. " * 2 for number in range(30)]
+    text, documents = tmp_path / "text.txt", tmp_path / "documents.jsonl"
+    text.write_text("".join(lines))
+    documents.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    of_text = AutoTokenizer.from_pretrained(inputs["model"])("".join(lines))["input_ids"]
+    of_documents = AutoTokenizer.from_pretrained(inputs["model"])(lines)["input_ids"]
+    expected = {text: [of_text[start : start + 50] for start in range(480, 720, 60)],
+                documents: [ids[:50] for ids in of_documents[8:12]]}
+    for path, rows in expected.items():
+        tokens, description = unread(path, inputs["model"], 50)
+        assert tokens.tolist() == rows and description.endswith("what follows the calibration's text")
+
+
 def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
-    other.write_text("Other text. " * 200)
-    for words, notes in (([], 1), (["--text", other], 0)):
+    """Also where the rest has no whole documents: packed, those of the calibration come again."""
+    short, documents = tmp_path / "short.txt", tmp_path / "documents.jsonl"
+    short.write_text("Some text. " * 50)
+    documents.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in [20] * 8 + [10] * 40))
+    for path in (short, documents):
+        tokens, description = unread(path, inputs["model"], 60)
+        assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
+    home = copy_run(aligned_run, tmp_path / "run")
+    for words in [], ["--text", short]:
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
-        assert printed.count("note    the calibration text: perplexity on other text (--text)") == notes
+        assert (f"reads   {inputs['text']}: what follows the calibration's text" in printed) == (not words)
+        assert "may be higher" not in printed
 
 
 def mean_distance(vectors: torch.Tensor, groups: list[list[int]]) -> float:
