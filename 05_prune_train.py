@@ -69,7 +69,7 @@ from common.training.distill import (
     switch_step,
 )
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
-from common.training.hardware import HARDWARE
+from common.training.hardware import CPU, HARDWARE, on_gpus
 from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.pool import load_pool
@@ -112,7 +112,7 @@ def parse():
     add_heldout_flags(parser)
     add_execution_flags(parser)
     args = parser.parse_args()
-    if args.plan and args.dtype == "float32":
+    if args.plan and args.dtype == "float32" and on_gpus(args.plan, None):
         raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
     return args
 
@@ -213,7 +213,8 @@ def add_execution_flags(parser) -> None:
     parser.add_argument("--print-every", type=cli.positive, default=1,
                         help="steps between printed lines; metrics.jsonl has every step")
     parser.add_argument("--plan", metavar="[NODESx]COUNTxDEVICE",
-                        help=f"only print memory, FLOPs and time on {', '.join(HARDWARE)}")
+                        help=f"only print memory, FLOPs and time on {', '.join(HARDWARE)} or, as 1x{CPU}, "
+                             "on this machine's")
 
 
 def distil(step: Step, teacher, args) -> None:
@@ -363,7 +364,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     texts = heldout_texts(args, source, ranks)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(args, source, ranks)
     heldout = load_heldout(args, source, pool, texts, ranks)
-    cuda = ranks.device.type == "cuda" or bool(args.plan)
+    cuda = on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute))
@@ -371,7 +372,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     args.force = args.force and not was_forced(run)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, pair, pool, cuda, has_teacher)
-    if args.recompute is None and must_recompute(run, schedules):
+    if args.recompute is None and cuda and must_recompute(run, schedules):
         run = replace(run, execution=replace(execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if args.plan:

@@ -12,7 +12,7 @@
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
 #   RUN        run directory (runs/NAME-KV_HEADS); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
-#   PLAN       e.g. 8xA100-80GB: stages 1 to 4, then the cost of training there; trains nothing
+#   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4 --dtype bfloat16"
 #   PYTHON     interpreter (python)
 #

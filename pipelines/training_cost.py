@@ -35,6 +35,13 @@ def seconds(flops: float, traffic: float, network: float, cluster: Cluster, laun
     return max(compute, max(links) / REACHED, launches * HOST)
 
 
+def duration(hours: float) -> str:
+    """Hours as one reads them: "12 s", "25 min", "4.1 h"."""
+    if hours >= 1:
+        return f"{hours:.1f} h" if hours < 10 else f"{hours:.0f} h"
+    return f"{60 * hours:.2g} min" if hours >= 1 / 60 else f"{3600 * hours:.2g} s"
+
+
 @dataclass(frozen=True)
 class StepCost:
     """The cost of one training step on a cluster."""
@@ -87,11 +94,12 @@ def report(title: str, work: Workload, student: Student | None, schedule, cluste
     if cluster.nodes > 1:
         moved += f", {step.network / 2**30:.3g} GiB between nodes"
     lines = [
-        f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each; "
+        f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each, "
+        f"{schedule.steps * schedule.batch * mean:,.0f} in all; "
         f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
-        f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {hours:.2g} h in total",
+        f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {duration(hours)} in total",
     ]
     if fits:
         return [*lines, "  fits"], hours, True
@@ -127,7 +135,7 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     flops = 2 * forward_flops(work.config, tokens, attended, tokens)  # of the student and the teacher
     hours = times * seconds(flops, 0, 0, parse_hardware(hardware)) / 3600
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
-          f"{hours:.2g} h in total")
+          f"{duration(hours)} in total")
     return hours
 
 
@@ -139,4 +147,4 @@ def print_plan(run, schedules: dict) -> None:
         work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
         times = run.heldout.measurements(schedules["student"].steps) + (args.masks == "off")  # and merged/
         hours += print_heldout(work, times, args.plan)
-    print(f"05_prune_train: {hours:.2g} h on {args.plan}{', including the teacher' * (len(phases) > 1)}")
+    print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}")

@@ -183,9 +183,7 @@ def phases_of(run, schedules: dict) -> list[tuple]:
 
 
 def must_recompute(run, schedules: dict) -> bool:
-    """Whether a run without it does not fit: on --plan's hardware, else on this; a CPU has the room."""
-    if not run.args.plan and run.ranks.device.type != "cuda":
-        return False
+    """Whether a run without it does not fit: on --plan's hardware, else on this machine's GPUs."""
     cluster = parse_hardware(run.args.plan) if run.args.plan else cluster_of(run.ranks)
     peaks = [peak_memory(*phase, cluster) for _, *phase in phases_of(run, schedules)]
     too_much = any(need["total"] > limit for need, limit in peaks)

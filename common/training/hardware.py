@@ -1,8 +1,10 @@
 """Accelerators and clusters of them: peak FLOP/s, memory and bandwidth, for --plan and for MFU."""
 
+import functools
 import math
 import os
 import re
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from common.cli import UserError
 class Hardware:
     """One accelerator. Bytes per second are those in one direction."""
 
-    flops_per_s: float  # dense, bf16
+    flops_per_s: float  # dense, bf16; of a CPU float32
     memory: float  # GiB
     link_bytes_per_s: float  # to the others of its node
     network_bytes_per_s: float  # to other nodes
@@ -29,6 +31,28 @@ HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a networ
     "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
     "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
 }
+
+CPU = "CPU"  # the device of --plan that is this machine's processor, shared by all ranks
+
+
+@functools.cache
+def processor(ranks: int) -> Hardware:
+    """A rank's share of this machine: the float32 FLOP/s of a large product, measured, and the memory.
+
+    Ranks exchange data through memory, which is no limit beside that.
+    """
+    matrix, fastest = torch.ones(1024, 1024), math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        matrix @ matrix
+        fastest = min(fastest, time.perf_counter() - began)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return Hardware(2 * 1024**3 / fastest / ranks, memory / ranks, math.inf, math.inf)
+
+
+def on_gpus(plan: str | None, ranks) -> bool:
+    """Whether a run is on GPUs: the planned one where there is a --plan, else that of these ranks."""
+    return not plan.endswith(f"x{CPU}") if plan else ranks.device.type == "cuda"
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -49,14 +73,16 @@ class Cluster:
 
 
 def parse_hardware(text: str) -> Cluster:
-    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes.
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here.
 
     Raises UserError for anything else.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
-    if not match or match[3] not in HARDWARE:
+    if not match or match[3] not in (*HARDWARE, CPU):
         raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
-                        f"{', '.join(HARDWARE)}, found {text!r}")
+                        f"{', '.join(HARDWARE)}, {CPU}, found {text!r}")
+    if match[3] == CPU:
+        return Cluster(int(match[2]), processor(int(match[2])), int(match[1] or 1))
     return Cluster(int(match[2]), HARDWARE[match[3]], int(match[1] or 1))
 
 

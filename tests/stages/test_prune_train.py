@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -161,6 +162,15 @@ def test_layers_are_recomputed_where_needed_or_asked_for(aligned_run, inputs, mo
     words = train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *([flag] if flag else []))
     printed = run(STAGE, *words).stdout
     assert ("tokens per rank, recomputed" in printed) == (needed if flag is None else flag == "--recompute")
+
+
+def test_a_plan_of_this_machine_computes_in_float32_and_recomputes_nothing(aligned_run, inputs, monkeypatch):
+    monkeypatch.setattr(budget, "must_recompute", lambda run, schedules: True)
+    words = train_arguments(aligned_run, inputs, "--plan", "2xCPU", "--dtype", "float32")
+    printed = run(STAGE, *words).stdout
+    assert re.search(r"^pruning.* tokens each, [\d,]+ in all; 1 row.* rank$", printed, re.M)  # not recomputed
+    assert re.search(r"^05_prune_train: [\d.]+ (s|min|h) on 2xCPU, including the teacher$", printed, re.M)
+    assert not (aligned_run / "train").exists()
 
 
 @pytest.mark.parametrize("step, number", [

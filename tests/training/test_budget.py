@@ -220,10 +220,11 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     assert budget.must_recompute(stage_5(plan, **changes), schedules) == expected
 
 
-def test_a_cpu_recomputes_nothing():
-    on_cpu = stage_5(None)
-    on_cpu.ranks = Ranks(0, 8, torch.device("cpu"))
-    assert not budget.must_recompute(on_cpu, {})
+@pytest.mark.parametrize("hours, words", [
+    (2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"), (4.13, "4.1 h"), (99.7, "100 h"),
+])
+def test_hours_as_one_reads_them(hours, words):
+    assert training_cost.duration(hours) == words
 
 
 def test_a_sample_longer_than_a_row_has_one_to_itself():

@@ -1,5 +1,6 @@
 """Devices by the names of --plan and of CUDA."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -12,10 +13,28 @@ from common.training.sharding import Ranks
 
 
 @pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB", "2x2x8xA100-80GB",
-                                  "0x8xA100-80GB", "x8xA100-80GB", ""])
+                                  "0x8xA100-80GB", "x8xA100-80GB", "CPU", "0xCPU", ""])
 def test_hardware_that_is_not_known(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         hardware.parse_hardware(text)
+
+
+def test_a_plan_of_this_machine_shares_it_among_its_ranks(monkeypatch):
+    """A product of 2 * 1024^3 operations in a quarter of a second at best, on a machine of 24 GiB."""
+    ends = itertools.accumulate([0, 0.5, 9, 0.25, 9, 1, 9, 0.25, 9, 2])
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(ends))
+    monkeypatch.setattr(hardware.os, "sysconf", {"SC_PHYS_PAGES": 6 * 2**20, "SC_PAGE_SIZE": 4096}.get)
+    hardware.processor.cache_clear()
+    cluster = hardware.parse_hardware("2xCPU")
+    hardware.processor.cache_clear()
+    assert (cluster.ranks_per_node, cluster.nodes) == (2, 1)
+    assert (cluster.device.flops_per_s, cluster.device.memory) == (4 * 2**30, 12)
+
+
+def test_a_plan_is_of_gpus_unless_it_names_the_cpu():
+    here, gpu = (Ranks(0, 1, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert hardware.on_gpus("8xA100-80GB", here) and not hardware.on_gpus("1xCPU", gpu)
+    assert hardware.on_gpus(None, gpu) and not hardware.on_gpus(None, here)
 
 
 def test_peak_of_a_device_by_the_name_cuda_gives():
