@@ -1,0 +1,53 @@
+"""Muon head by head, against singular value decompositions and torch's own Muon."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.method.muon import STEP, HeadMuon, orthogonalized
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", [(3, 8, 40), (2, 40, 8), (1, 16, 16)])
+def test_singular_values_become_one_and_directions_stay(shape, scale):
+    heads = scale * normal(*shape)
+    for head, result in zip(heads.numpy(), orthogonalized(heads).numpy(), strict=True):
+        U, S, Vt = np.linalg.svd(head, full_matrices=False)
+        middle = U.T @ result @ Vt.T
+        values = np.diagonal(middle)[S > 0.01 * S[0]]
+        assert 0.65 < values.min() and values.max() < 1.25
+        np.testing.assert_allclose(middle, np.diag(np.diagonal(middle)), atol=1e-4)
+        np.testing.assert_allclose(U @ middle @ Vt, result, atol=1e-4)  # nothing outside of its spaces
+
+
+def test_a_head_without_a_gradient_stays():
+    assert torch.equal(orthogonalized(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_each_head_takes_the_step_of_torchs_muon(columns):
+    """Five steps with gradients of other sizes, head by head; torch's multiplies in bfloat16."""
+    weight = torch.nn.Parameter(normal(24, 40) if not columns else normal(40, 24))
+    heads = [torch.nn.Parameter(head.detach().clone()) for head in weight.split(8, dim=int(columns))]
+    ours = HeadMuon([{"params": [weight], "lr": 0.1, "columns": columns}], head_dim=8)
+    torchs = torch.optim.Muon(heads, lr=0.1, momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        weight.grad = normal(*weight.shape, seed=step + 1) * 10.0**step
+        for head, gradient in zip(heads, weight.grad.split(8, dim=int(columns)), strict=True):
+            head.grad = gradient.clone()
+        ours.step()
+        torchs.step()
+    expected = torch.cat(list(heads), dim=int(columns))
+    torch.testing.assert_close(weight, expected, rtol=0, atol=0.02 * 5 * 0.1)
+
+
+def test_a_steps_elements_have_their_size():
+    """STEP at a rate of 1, if all singular values are 1; they are 0.7 to 1.2."""
+    weight = torch.nn.Parameter(torch.zeros(32, 64))
+    weight.grad = normal(32, 64)
+    HeadMuon([{"params": [weight], "lr": 1.0}], head_dim=8).step()
+    assert 0.7 * STEP < float(weight.detach().square().mean().sqrt()) < 1.2 * STEP
