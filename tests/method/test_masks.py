@@ -90,6 +90,28 @@ def test_blend_is_equations_27_and_28():
         torch.testing.assert_close(projection(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_in_16_bits_a_blend_is_as_exact_as_the_weights():
+    """Against float64: z and the blend are each rounded by 2^-8; gradients, some of them sums, by 2^-7."""
+    generator = torch.Generator().manual_seed(0)
+    original, merged, upward = (torch.randn(heads * 8, 48, generator=generator) for heads in (8, 2, 8))
+    z, blends, gradients = torch.rand(8, generator=generator), [], []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [part.bfloat16().to(dtype).requires_grad_() for part in (original, merged)]
+        leaves.append((z if dtype == torch.bfloat16 else z.double()).requires_grad_())
+        linear = torch.nn.Linear(1, 1)
+        projection = masks.BlendedProjection(linear, linear, 8)
+        projection.z = leaves[2]
+        blended = projection.blend(*leaves[:2])
+        assert blended.dtype == dtype
+        gradients.append(torch.autograd.grad(blended, leaves, upward.bfloat16().to(dtype)))
+        blends.append(blended.detach().double())
+    distance = (original - merged.view(2, 1, 8, 48).expand(2, 4, 8, 48).reshape(64, 48)).abs().double()
+    assert ((blends[0] - blends[1]).abs() <= 1.02 * 2**-8 * (blends[1].abs() + distance)).all()
+    for rounded, exact in zip(*gradients, strict=True):
+        assert rounded.dtype == (torch.bfloat16 if rounded.ndim == 2 else torch.float32)
+        torch.testing.assert_close(rounded.double(), exact, rtol=0, atol=2**-7 * float(exact.abs().max()))
+
+
 def test_a_whole_head_is_blended_where_merging_changed_it():
     """Rows of q_proj and columns of o_proj, head by head."""
     _, _, student = patched(names=masks.WHOLE_HEAD)
