@@ -256,8 +256,8 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
     saved: the checkpoint to resume from. Returns False if a signal stopped it.
     """
     args, pair, until = run.args, run.pair, switch_step(schedule.steps)
-    student = students.masked_student(pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved)
-    students.freeze(student, args.train)
+    student = students.masked_student(
+        pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved, train=args.train)
     optimizer = students.masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
     job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
     if saved:
@@ -282,8 +282,7 @@ def train_gqa(run: Run, schedule: Schedule, teacher, saved: str | None, switched
     it.
     """
     args, pair = run.args, run.pair
-    student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved)
-    students.freeze(student, args.train)
+    student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved, train=args.train)
     optimizer = students.gqa_optimizer(student, student_rates(args), pair.blended)
     job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
     if saved:

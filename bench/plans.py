@@ -33,7 +33,7 @@ def shape(name: str) -> LlamaConfig:
     hidden, inner, layers, heads, kv_heads = MODELS[name]
     return LlamaConfig(
         vocab_size=32000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, dtype="bfloat16",
     )  # fmt: skip
 
 

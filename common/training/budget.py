@@ -143,9 +143,11 @@ def memory(
     activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
     gathered = 2 if world > 1 else 1  # layers gathered at once: the current one and the next, prefetched
     gathered_weights = student_size.root + gathered * student_size.layer
+    stored = config.dtype.itemsize if config.dtype else 4  # bytes of a weight, kept where it is frozen
     teacher = compute * (source.whole / world + source.root + gathered * source.layer)
     parts = {
-        "parameters": 4 * student_size.whole / world + compute * gathered_weights,
+        "parameters": (4 * trained + stored * (student_size.whole - trained)) / world
+                      + compute * gathered_weights,
         # sharded, except for the one being reduced
         "gradients": 4 * trained / (1 if whole_gradients else world) + (compute + 4) * largest,
         "optimizer": 8 * trained / world,

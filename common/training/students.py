@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass, field
 
+import torch
+
 from common.artifacts import check_input, input_digests, read_record, verify_files
 from common.method import masks
 from common.models import load_config, merged_modules, source_model
@@ -72,16 +74,25 @@ def start_of_masked(aligned: str, merged: str):
 
 
 def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int,
-                   fresh: bool = True) -> Trainee:
+                   fresh: bool = True, train: str = "all") -> Trainee:
     """The student that masks blend, from aligned/ and merged/ with every mask open.
 
-    kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load.
+    kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load. train: what of
+    the model, as freeze.
     """
     shape = pair.model["layers"], pair.model["kv_heads"]
+
+    config = load_config(pair.aligned)
+    stored = config.dtype  # which build() changes
+
+    def prepare(model) -> None:
+        masks.patch(model, pair.kv_heads, pair.blended)
+        freeze(model, train, stored)
+
     student = build(
-        load_config(pair.aligned), ranks, execution,
+        config, ranks, execution,
         sources=start_of_masked(pair.aligned, pair.merged) if fresh else None,
-        prepare=lambda model: masks.patch(model, pair.kv_heads, pair.blended),
+        prepare=prepare,
         replicated=MASKS[kind].start(shape, seed),
     )
     for name, parameter in student.replicated.items():
@@ -89,17 +100,25 @@ def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, se
     return student
 
 
-def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True) -> Trainee:
+def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True,
+                train: str = "all") -> Trainee:
     """The student as a GQA model, from merged/ or pair.exported; unless fresh, left to checkpoints.load."""
+    config = load_config(pair.merged)
+    stored = config.dtype  # which build() changes
     sources = (lambda name: (pair.exported or pair.merged, name)) if fresh else None
-    return build(load_config(pair.merged), ranks, execution, sources)
+    return build(config, ranks, execution, sources, lambda model: freeze(model, train, stored))
 
 
-def freeze(student: Trainee, train: str) -> None:
-    """With train "attention", leave only the weights of the attention layers trainable."""
+def freeze(model, train: str, stored: torch.dtype | None) -> None:
+    """With train "attention", leave only the weights of the attention layers trainable.
+
+    The others are never updated, so they are kept as they are stored, not in float32.
+    """
     if train == "attention":
-        for name, parameter in student.net.named_parameters():
-            parameter.requires_grad_(".self_attn." in name)
+        for name, parameter in model.named_parameters():
+            if ".self_attn." not in name:
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(stored or parameter.dtype)
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,10 @@ def test_memory_is_that_of_the_weights_on_one_rank():
     trained = 2 * 4096**2 + 2 * 4096 * 1024  # of a layer
     assert attention["gradients"] == 4 * 32 * trained + 6 * trained
     assert attention["optimizer"] == 8 * 32 * trained
+    stored = replace(work, config=LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"}))
+    frozen = budget.size(LLAMA2_7B, budget.Student(8, ())).whole - 32 * trained
+    kept = budget.memory(stored, budget.Student(8, (), "attention"), 1, 100)
+    assert attention["parameters"] - kept["parameters"] == 2 * frozen
     teacher = budget.memory(work, budget.Student(8), 1, 100)["teacher"]
     assert teacher == 2 * (size.whole + size.root + size.layer)
 

@@ -8,14 +8,15 @@ import torch
 from common.cli import UserError
 from common.method import masks, released_masks
 from common.training import checkpoints, students
-from common.training.distill import ReleasedMasks, switch_step
+from common.training.distill import Masks, ReleasedMasks, switch_step
 from common.training.engine import Job
 from common.training.pool import Pool
 from common.training.run import Run
 from common.training.sharding import Execution, Trainee
 from common.training.students import Pair, Rates
+from common.weights import open_checkpoint
 from conftest import save_tiny, tiny_model
-from students import NOTHING, SCHEDULE, masked_student, rates, stage5
+from students import NOTHING, SCHEDULE, Student, masked_student, rates, stage5, teacher_of
 
 
 def test_each_kind_of_parameter_learns_at_its_rate():
@@ -62,7 +63,7 @@ def test_weights_outside_attention_have_a_rate_of_their_own():
 
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
-    mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
+    mha, grouped = (save_tiny(tmp_path / name, torch.bfloat16, num_key_value_heads=kv_heads)
                     for name, kv_heads in (("mha", 8), ("gqa", 2)))
     pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
     args = SimpleNamespace(run=str(tmp_path), name=None, train="attention", masks="l0-released", seed=3,
@@ -91,8 +92,43 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
             assert rate == (7.0 if name == "replicated.log_alpha" else factor), name
         frozen = {name for name, p in job.trainee.net.named_parameters() if not p.requires_grad}
         assert frozen and not any(".self_attn." in name for name in frozen)
+        for name, parameter in job.trainee.net.named_parameters():
+            assert parameter.dtype == (torch.bfloat16 if name in frozen else torch.float32), name  # as stored
         weights = job.optimizer.param_groups[0]
         assert (weights["betas"], weights["weight_decay"]) == ((0.9, 0.9), 0.5)
+
+
+@pytest.mark.parametrize("kind, dtype", [("l0", torch.bfloat16), ("off", torch.bfloat16),
+                                         ("off", torch.float16)])
+def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, kind, dtype):
+    """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
+    mha, grouped = (save_tiny(tmp_path / name, dtype, num_key_value_heads=kv_heads)
+                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
+    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    execution, freeze, trained = Execution(compute=torch.bfloat16), students.freeze, []
+    for kept in (dtype, torch.float32):
+        monkeypatch.setattr(students, "freeze", lambda *arguments, kept=kept: freeze(*arguments[:2], kept))
+        home, weights = tmp_path / str(kept), Rates(1e-2, 0.999, 0.1)
+        home.mkdir()
+        if kind == "off":
+            student = students.gqa_student(pair, group_of_one, execution, train="attention")
+            optimizer, masked = students.gqa_optimizer(student, weights, pair.blended), None
+        else:
+            student = students.masked_student(pair, group_of_one, execution, kind, seed=0, train="attention")
+            optimizer = students.masked_optimizer(student, weights, kind, mask_lr=1.0)
+            masked = Masks(student.replicated, SCHEDULE.steps, seed=0)
+        dtypes = {(name, parameter.dtype) for name, parameter in student.net.named_parameters()}
+        assert all(dtype == (torch.float32 if ".self_attn." in name else kept) for name, dtype in dtypes)
+        job = Job(student, optimizer, str(home), group_of_one)
+        assert Student(job, teacher_of(group_of_one, tmp_path, execution), masked).train()
+        trained.append(checkpoints.whole_weights(checkpoints.saved_checkpoints(str(home))[-1]))
+    first, second = trained
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.float(), second[name].float()), name
+    started = open_checkpoint(grouped if kind == "off" else mha)
+    moved = "model.layers.1.self_attn.q_proj.weight"
+    assert not torch.equal(first[moved], started[moved][:].float())
 
 
 def test_weights_decay_except_norms_biases_masks_and_shared_projections():
