@@ -26,7 +26,7 @@ from common.models import attention_input, merged_parameters
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
-RATE = 0.02  # learning rate at the start, relative to a tensor's root mean square; a cosine takes it to 0
+RATE = 0.03  # learning rate at the start, relative to a tensor's root mean square; a cosine takes it to 0
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
 
 

@@ -11,10 +11,10 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("shape", [(3, 8, 40), (2, 40, 8), (1, 16, 16)])
-def test_singular_values_become_one_and_directions_stay(shape, scale):
-    heads = scale * normal(*shape)
+@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 40, 8), (3, 16, 16)])
+def test_singular_values_become_one_and_directions_stay(shape):
+    """Of heads of any size, each by itself."""
+    heads = normal(*shape) * torch.tensor([1e-4, 1.0, 1e4]).view(3, 1, 1)
     for head, result in zip(heads.numpy(), orthogonalized(heads).numpy(), strict=True):
         U, S, Vt = np.linalg.svd(head, full_matrices=False)
         middle = U.T @ result @ Vt.T
@@ -30,24 +30,25 @@ def test_a_head_without_a_gradient_stays():
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_each_head_takes_the_step_of_torchs_muon(columns):
-    """Five steps with gradients of other sizes, head by head; torch's multiplies in bfloat16."""
+    """Twenty steps, head by head; torch's multiplies in bfloat16, which loses 2^-8 a product."""
     weight = torch.nn.Parameter(normal(24, 40) if not columns else normal(40, 24))
+    start = weight.detach().clone()
     heads = [torch.nn.Parameter(head.detach().clone()) for head in weight.split(8, dim=int(columns))]
     ours = HeadMuon([{"params": [weight], "lr": 0.1, "columns": columns}], head_dim=8)
     torchs = torch.optim.Muon(heads, lr=0.1, momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
-    for step in range(5):
-        weight.grad = normal(*weight.shape, seed=step + 1) * 10.0**step
+    for step in range(20):
+        weight.grad = normal(*weight.shape, seed=step + 1)
         for head, gradient in zip(heads, weight.grad.split(8, dim=int(columns)), strict=True):
             head.grad = gradient.clone()
         ours.step()
         torchs.step()
-    expected = torch.cat(list(heads), dim=int(columns))
-    torch.testing.assert_close(weight, expected, rtol=0, atol=0.02 * 5 * 0.1)
+    expected = torch.cat(list(heads), dim=int(columns)).detach()
+    assert float((weight.detach() - expected).norm()) < 0.02 * float((expected - start).norm())
 
 
 def test_a_steps_elements_have_their_size():
     """STEP at a rate of 1, if all singular values are 1; they are 0.7 to 1.2."""
-    weight = torch.nn.Parameter(torch.zeros(32, 64))
-    weight.grad = normal(32, 64)
-    HeadMuon([{"params": [weight], "lr": 1.0}], head_dim=8).step()
+    weight = torch.nn.Parameter(torch.zeros(200, 64))
+    weight.grad = normal(200, 64)
+    HeadMuon([{"params": [weight], "lr": 1.0}], head_dim=2).step()
     assert 0.7 * STEP < float(weight.detach().square().mean().sqrt()) < 1.2 * STEP

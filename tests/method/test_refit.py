@@ -191,7 +191,7 @@ def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options)
     names = [f"{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkvo"][:-1]
     names = names if attention.q_proj.bias is not None else names[:4]
     parameters = [attention.get_parameter(name) for name in names]
-    groups = [{"params": [parameter], "lr": 0.02 * float(parameter.detach().square().mean().sqrt())}
+    groups = [{"params": [parameter], "lr": 0.03 * float(parameter.detach().square().mean().sqrt())}
               for parameter in parameters]
     groups[3]["columns"] = True
     optimizers = [HeadMuon(groups[:4], head_dim=8)]
