@@ -22,7 +22,7 @@ closed-form computes the best shared heads (common/method/closed_form.py), a sta
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
-attention output, at the cost of seven in all.
+attention output, at the cost of six to nine in all.
 """
 
 import common.waiting  # noqa: F401 - before torch

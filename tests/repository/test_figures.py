@@ -51,7 +51,7 @@ COPIES = [
                                ("perplexity of code", "perplexity of code"))),
     ((*SMOLLM2, "| closed form |", SHORT), (CLOSED, "has perplexity {}, after the output refit")),
     ((*SMOLLM2, "output refit", SHORT), (CLOSED, "after the output refit {}, and after")),
-    ((*SMOLLM2, "attention refit", SHORT), (CLOSED, "after the attention refit {}. These")),
+    ((*SMOLLM2, "attention refit", SHORT), (CLOSED, "and after the attention refit {}.")),
     ((*SMOLLM2, "| closed form |", SHORT), (RESULTS, "without a refit ({})")),
     *(((*SMOLLM2, name, SHORT), (*RECOVERY, f"| {name} |  |", "perplexity")) for name in CONVERTED[1:]),
     ((*SMOLLM2, "the paper", DEFAULT), (*RECOVERY, "the paper: rotations and mean |  |", "perplexity")),
