@@ -70,7 +70,7 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
         useful += forward  # the teacher's
     rows, row = work.rows(schedule, ranks)
     student_size, source = size(work.config, student), size(work.config).whole
-    trained, _ = student_size.trained(student)
+    trained, *_ = student_size.trained(student)
     gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
     reductions = rows if schedule.reduce == "row" else 1
     sharded = cluster.ranks_per_node > 1

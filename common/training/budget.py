@@ -64,11 +64,11 @@ class Size:
     root: int
     attention: int  # of one layer
 
-    def trained(self, student: Student | None) -> tuple[int, int]:
-        """Trained parameters: of the model, and of its largest part (a layer, or what is outside them)."""
+    def trained(self, student: Student | None) -> tuple[int, int, int]:
+        """Trained parameters: of the model, of a layer, and of what is outside the layers."""
         if student and student.train == "attention":
-            return (self.whole - self.root) // self.layer * self.attention, self.attention
-        return self.whole, max(self.root, self.layer)
+            return (self.whole - self.root) // self.layer * self.attention, self.attention, 0
+        return self.whole, self.layer, self.root
 
 
 def size(config, student: Student | None = None) -> Size:
@@ -135,26 +135,37 @@ def memory(
     row: int,  # tokens in a row
     whole_gradients: bool = False,  # summed over several rows before they are reduced
 ) -> dict:
-    """Peak bytes per rank in a step, by purpose; "total" is their sum."""
+    """Bytes per rank at the fullest moment of a step, by purpose; "total" is their sum.
+
+    Embedding and head stay gathered from the forward pass to their own backward pass; of the layers, the
+    current one is, and in the backward pass of several ranks the next. Gradients are reduced in float32.
+    """
     config, layers, compute = work.config, work.config.num_hidden_layers, work.compute
     student_size, source = size(config, student), size(config)
-    trained, largest = student_size.trained(student)
+    trained, of_layer, of_root = student_size.trained(student)
+    stored = config.dtype.itemsize if config.dtype else 4  # bytes of a weight, kept where it is not trained
+    weights = (4 * trained + stored * (student_size.whole - trained)) / world + compute * student_size.root
+    layer = compute * student_size.layer
+    layers_backward = 2 * layer if world > 1 else layer
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
-    activations = layer_input * layers + per_layer if work.recompute else per_layer * layers
-    gathered = 2 if world > 1 else 1  # layers gathered at once: the current one and the next, prefetched
-    gathered_weights = student_size.root + gathered * student_size.layer
-    stored = config.dtype.itemsize if config.dtype else 4  # bytes of a weight, kept where it is frozen
-    teacher = compute * (source.whole / world + source.root + gathered * source.layer)
-    parts = {
-        "parameters": (4 * trained + stored * (student_size.whole - trained)) / world
-                      + compute * gathered_weights,
-        # sharded, except for the one being reduced
-        "gradients": 4 * trained / (1 if whole_gradients else world) + (compute + 4) * largest,
-        "optimizer": 8 * trained / world,
-        "activations": activations,
-        "teacher": teacher if student else 0,
-        "loss": 4 * config.vocab_size * (LOGIT_COPIES * min(work.chunk, row) + config.hidden_size),
-    }
+    saved = (layer_input if work.recompute else per_layer) * layers  # by the forward pass
+    recomputed = per_layer if work.recompute else 0
+    head = config.vocab_size * config.hidden_size if of_root else 0  # its gradient
+    logits = 4 * config.vocab_size * LOGIT_COPIES * min(work.chunk, row)
+    gradients = 4 * trained / (1 if whole_gradients else world)
+    earlier = gradients if whole_gradients else 0  # of the rows before
+    reduced = compute + 4  # bytes of a gradient while it is reduced
+    moments = (  # bytes of weights, gradients, activations, loss
+        # the last logits; backward, the last layer, the first one, and the embedding
+        (weights + layer, earlier, saved, logits + 4 * head),
+        (weights + layers_backward, earlier + reduced * of_layer, saved + recomputed, compute * head),
+        (weights + layer, gradients + reduced * of_layer, per_layer, compute * head),
+        (weights, gradients + reduced * of_root, 0, 0),
+    )
+    fullest = max(moments, key=sum)
+    parts = dict(zip(("parameters", "gradients", "activations", "loss"), fullest, strict=True))
+    parts["optimizer"] = 8 * trained / world
+    parts["teacher"] = compute * (source.whole / world + source.root) if student else 0
     return parts | {"total": sum(parts.values())}
 
 

@@ -209,8 +209,8 @@ def stage_5(plan: str | None, **changes) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("plan, memory, changes, expected", [
-    ("8xA100-80GB", None, {}, False), ("8xL40S-48GB", None, {}, True), ("4xA100-80GB", None, {}, True),
-    (None, 80, {}, False), (None, 48, {}, True), ("8xA100-80GB", None, {"attention": "eager"}, True),
+    ("8xA100-80GB", None, {}, False), ("8xRTX4090-24GB", None, {}, True), ("4xA100-80GB", None, {}, True),
+    (None, 80, {}, False), (None, 24, {}, True), ("8xA100-80GB", None, {"attention": "eager"}, True),
 ])  # fmt: skip
 def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, memory, changes, expected):
     monkeypatch.setattr(budget, "load_config", lambda path: LLAMA2_7B)
@@ -275,20 +275,40 @@ def test_memory_is_that_of_the_weights_on_one_rank():
     size = budget.size(LLAMA2_7B)
     need = budget.memory(work, None, 1, 100)
     assert need["parameters"] == 4 * size.whole + 2 * (size.root + size.layer)
-    assert need["gradients"] == 4 * size.whole + 6 * max(size.root, size.layer)
-    assert need["loss"] == 4 * 32000 * (8 * 100 + 4096)
     per_layer, layer_input = budget.activation_bytes(LLAMA2_7B, 100, 2)
-    assert need["activations"] == 32 * layer_input + per_layer
+    head = 32000 * 4096
+    assert need["gradients"] == 4 * size.whole + 6 * size.layer  # in the first layer's backward pass
+    assert need["activations"] == per_layer and need["loss"] == 2 * head
     attention = budget.memory(work, budget.Student(8, (), "attention"), 1, 100)
     trained = 2 * 4096**2 + 2 * 4096 * 1024  # of a layer
-    assert attention["gradients"] == 4 * 32 * trained + 6 * trained
+    assert attention["gradients"] == 4 * 32 * trained + 6 * trained and attention["loss"] == 0
     assert attention["optimizer"] == 8 * 32 * trained
     stored = replace(work, config=LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"}))
     frozen = budget.size(LLAMA2_7B, budget.Student(8, ())).whole - 32 * trained
     kept = budget.memory(stored, budget.Student(8, (), "attention"), 1, 100)
     assert attention["parameters"] - kept["parameters"] == 2 * frozen
     teacher = budget.memory(work, budget.Student(8), 1, 100)["teacher"]
-    assert teacher == 2 * (size.whole + size.root + size.layer)
+    assert teacher == 2 * (size.whole + size.root)
+
+
+@pytest.mark.parametrize("moment, vocabulary, row, recompute", [
+    ("logits", 128256, 4096, False), ("last layer", 32000, 32768, False), ("last layer", 32000, 32768, True),
+    ("first layer", 32000, 4096, True),
+])
+def test_the_fullest_moment_of_a_step(moment, vocabulary, row, recompute):
+    """The last logits, or the backward pass of the last or the first layer, on eight ranks."""
+    config = LlamaConfig(**LLAMA2_7B.to_dict() | {"vocab_size": vocabulary})
+    size, head = budget.size(config), vocabulary * 4096
+    need = budget.memory(budget.Workload(config, [100], [4], 512, recompute), None, 8, row)
+    per_layer, layer_input = budget.activation_bytes(config, row, 2)
+    saved = 32 * (layer_input if recompute else per_layer)
+    gathered, gradients, activations, loss = {
+        "logits": (1, 0, saved, 4 * vocabulary * 8 * 512 + 4 * head),
+        "last layer": (2, 6 * size.layer, saved + recompute * per_layer, 2 * head),
+        "first layer": (1, 4 * size.whole / 8 + 6 * size.layer, per_layer, 2 * head),
+    }[moment]
+    assert (need["gradients"], need["activations"], need["loss"]) == (gradients, activations, loss)
+    assert need["parameters"] == 4 * size.whole / 8 + 2 * (size.root + gathered * size.layer)
 
 
 def test_all_phases_must_fit(capsys):

@@ -86,11 +86,11 @@ def peak(ranks: Ranks, config, rows: int, recompute: bool) -> int:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_takes_no_more_memory_than_planned(ranks, shape, rows, recompute):
-    """Nor much less: the plan adds up parts whose peaks do not all coincide, most of them outside layers."""
+def test_a_step_takes_the_memory_that_is_planned(ranks, shape, rows, recompute):
+    """Within a tenth; the tracker sees every tensor, the plan the largest ones."""
     hidden, inner, heads = SHAPES[shape]
     config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=4,
                          num_attention_heads=heads, num_key_value_heads=heads, vocab_size=32000)
     work = budget.Workload.of(config, SAMPLES, CHUNK, recompute)
     planned = budget.memory(work, budget.Student(8), WORLD, TOKENS, rows > 1)["total"]
-    assert 1 <= planned / peak(ranks, config, rows, recompute) <= 1.65
+    assert 0.97 <= planned / peak(ranks, config, rows, recompute) <= 1.1
