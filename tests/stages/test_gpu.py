@@ -1,6 +1,8 @@
 """Every stage on a GPU against the same stage on the CPU: run by make gpu, skipped without a GPU.
 
-    GPU_TESTS_ON=cpu python -m pytest tests/stages/test_gpu.py     # tries the tests themselves, without a GPU
+    GPU_TESTS_ON=cpu python -m pytest tests/stages/test_gpu.py     # without a GPU, on one that is made up:
+
+then what runs on the device rounds differently from the same on the CPU, as a GPU does.
 
 Stage 5 has no --device: it takes the GPU wherever there is one. Its CPU runs are processes that see none.
 With --deterministic no kernel of a training step may depend on the order of atomic additions.
@@ -43,11 +45,10 @@ from conftest import (
     calibrate_arguments,
     copy_run,
     evaluate_arguments,
-    run,
-    run_in_process,
     save_tiny,
     tiny_model,
 )
+from stand_in import StandIn, run, run_in_process
 from students import SCHEDULE, gqa_student, half_masked_student
 from test_attention import varlen_formula
 from test_packing import random_samples
@@ -64,7 +65,7 @@ from training_runs import (
     with_teacher,
 )
 
-DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
+DEVICE = StandIn("cpu") if os.environ.get("GPU_TESTS_ON") == "cpu" else "cuda"
 GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two
 LAYERS = range(3)
 TOKENS = torch.randint(0, 256, (4, 60), generator=torch.Generator().manual_seed(5))
@@ -125,7 +126,7 @@ def aligned(inputs, tmp_path_factory):
 
 
 def train(home, inputs: dict[str, str], *flags, **options):
-    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **options)
+    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **{"device": DEVICE} | options)
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +142,14 @@ def taught(aligned, inputs, tmp_path_factory):
 
 def test_grams_are_those_of_the_cpu(calibrated):
     _, expected, home = calibrated
+    same = []
     for index in LAYERS:
         actual, grams = (read_layer(str(path / "calibration"), index) for path in (home, expected))
         assert actual.keys() == grams.keys()
         for name, tensor in grams.items():
             assert_near(actual[name].double(), tensor.double(), 1e-5)
+            same.append(torch.equal(actual[name], tensor))
+    assert not all(same)  # or both were computed by the same kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -355,7 +359,7 @@ def train_on_cpu(home, inputs: dict[str, str], *flags):
     """Stage 5 in a process that sees no GPU."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("CUDA_VISIBLE_DEVICES", "")
-        return train(home, inputs, *flags, fresh=True)
+        return train(home, inputs, *flags, fresh=True, device="cpu")
 
 
 FEW = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
@@ -421,9 +425,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_pat
     command = [str(word) for word in ("--run-dir", home, "--tasks", inputs["tasks"], *LONG)]
     with monkeypatch.context() as patched:
         interrupt(patched, 20)
-        done = run_in_process(STAGE, command)
+        done = run_in_process(STAGE, command, DEVICE)
     assert done.returncode == STOPPED, done.stdout + done.stderr
-    assert "after step 21 of 40" in run(STAGE, *command).stdout
+    assert "after step 21 of 40" in run(STAGE, *command, device=DEVICE).stdout
     assert_same_bits(home, taught)
 
 
@@ -491,7 +495,7 @@ def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned, inputs, tmp_path, monke
     with monkeypatch.context() as patched:
         interrupt(patched, 2)
         command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
-        assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+        assert run_in_process(STAGE, list(map(str, command)), DEVICE).returncode == STOPPED
     assert "resumes" in train(home, inputs, *flags, processes=GPUS).stdout
     assert_same_training(home, alone)
 
@@ -504,7 +508,7 @@ def test_a_run_of_the_device_goes_on_without_it(taught, aligned, inputs, tmp_pat
     with monkeypatch.context() as patched:
         interrupt(patched, 2)
         command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
-        assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
+        assert run_in_process(STAGE, list(map(str, command)), DEVICE).returncode == STOPPED
     assert "resumes" in train_on_cpu(home, inputs, *flags).stdout
     assert_same_training(home, whole)
 
