@@ -52,6 +52,7 @@ class StepCost:
     traffic: float  # bytes moved per rank within its node
     network: float  # bytes moved per rank between nodes
     seconds: float
+    by_host: bool  # whether the host's launches take the longest
     mfu: float  # expected model FLOPs utilization
 
 
@@ -80,7 +81,7 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     launches = rows * work.config.num_hidden_layers * (3 + work.recompute + bool(student))
     expected = seconds(useful + forward * work.recompute, traffic, network, cluster, launches)
     mfu = useful / (expected * ranks * cluster.device.flops_per_s)
-    return StepCost(rows, row, useful, traffic, network, expected, mfu)
+    return StepCost(rows, row, useful, traffic, network, expected, expected == launches * HOST, mfu)
 
 
 def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:
@@ -102,7 +103,8 @@ def report(title: str, work: Workload, student: Student | None, schedule, cluste
         f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {duration(hours)} in total",
     ]
     if fits:
-        return [*lines, "  fits"], hours, True
+        advice = "; the host limits it: try a larger --tokens-per-microbatch"
+        return [*lines, f"  fits{advice if step.by_host and step.rows > 1 else ''}"], hours, True
     if need["total"] - need["activations"] - need["loss"] > limit:
         advice = "more ranks, devices with more memory, or --reduce row"
     else:
