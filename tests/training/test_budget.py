@@ -174,7 +174,7 @@ def test_the_host_limits_a_small_model():
     lines, _, _ = training_cost.report("pruning", work, budget.Student(4), schedule(1, 64), cluster)
     assert f"{step.mfu:.0%} MFU" in lines[2] and lines[3] == "  fits"  # a row is all there is
     one, texts = hardware.parse_hardware("1xH200-141GB"), replace(work, lengths=[512])
-    for tokens, advice in ((4096, "; the host limits it: try a larger --tokens-per-microbatch"), (32768, "")):
+    for tokens, advice in ((4096, "; the host limits it: try a larger --tokens-per-microbatch"), (16384, "")):
         rows = replace(schedule(1, 64), tokens_per_microbatch=tokens)
         lines, _, _ = training_cost.report("", texts, budget.Student(4), rows, one)
         assert lines[3] == f"  fits{advice}"
