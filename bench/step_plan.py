@@ -1,5 +1,6 @@
 """What 05_prune_train.py --plan expects of the step that bench/train_step.py measures, and its memory."""
 
+import bisect
 import copy
 from types import SimpleNamespace
 
@@ -51,17 +52,18 @@ def fit_layers(config, samples: list, args, memory: float):
     Raises ValueError if not even one fits.
     """
     config = copy.deepcopy(config)
-    wanted, row = config.num_hidden_layers, max(args.tokens_per_microbatch, *map(len, samples))
-    needs = []
-    for layers in (1, 2):  # every layer needs as much as the second
+    row = max(args.tokens_per_microbatch, *map(len, samples))
+
+    def need(layers: int) -> float:
         config.num_hidden_layers = layers
         work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute)
-        need = budget.memory(work, student_of(config), 1, row)["total"]
-        needs.append(need + STATE * plain_and_gqa(config))
-    room = budget.USABLE * memory - needs[0]
-    if room < 0:
-        raise ValueError(f"one layer needs {needs[0] / 2**30:.0f} GiB, of {memory / 2**30:.0f}")
-    config.num_hidden_layers = min(wanted, 1 + int(room / (needs[1] - needs[0])))
+        return budget.memory(work, student_of(config), 1, row)["total"] + STATE * plain_and_gqa(config)
+
+    counts = range(1, config.num_hidden_layers + 1)
+    fitting = bisect.bisect_right(counts, budget.USABLE * memory, key=need)
+    if not fitting:
+        raise ValueError(f"one layer needs {need(1) / 2**30:.0f} GiB, of {memory / 2**30:.0f}")
+    config.num_hidden_layers = fitting
     return config
 
 
