@@ -44,7 +44,7 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.generate import Origin, read_sequences, read_unread
+from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
 from common.data.text import sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.files import write_directory
@@ -126,12 +126,11 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated, default = calibration["summary"], max(2, min(512, calibration["summary"]["length"]))
-    text, chat = calibration["arguments"]["text"], calibration["arguments"].get("chat")
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
-    bos = calibration["arguments"].get("bos") is True
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
     origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
     if args.text:
+        bos = calibration["arguments"].get("bos") is True
         tokens, description = read_sequences(args.text, None, origin, args.sequences, length, "heldout", bos)
     else:
         tokens, description = read_unread(calibration, origin, args.sequences, length)
@@ -139,8 +138,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     refit_tokens = None
     if args.refit:
         sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
-        refit_tokens, description = read_sequences(
-            text, chat, origin, sequences, calibrated["length"], bos=bos)
+        refit_tokens, description = read_calibrated(calibration, origin, sequences)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     return Inputs(calibration, grouping, groups, tokens, refit_tokens, dtype)

@@ -7,7 +7,7 @@ import torch
 import paper
 from common.artifacts import RECORD, read_layer, read_record, read_tensors
 from common.cli import UserError
-from common.data.generate import Origin, read_sequences
+from common.data.generate import Origin, read_calibrated
 from common.method.stats import LayerGrams, LayerStats
 from common.models import load_config, source_model
 from common.weights import open_checkpoint
@@ -46,11 +46,10 @@ class Run:
 
     def tokens(self) -> torch.Tensor:
         """The calibration's tokens; of C4, the first document's. Raises UserError if there are too few."""
-        arguments, summary = self.calibration["arguments"], self.calibration["summary"]
-        sequences = 1 if arguments["text"] == "c4" else summary["sequences"]
-        origin, bos = Origin(self.path("source"), self.directory, "cpu"), arguments.get("bos") is True
-        text, chat = arguments["text"], arguments.get("chat")
-        tokens, _ = read_sequences(text, chat, origin, sequences, summary["length"], bos=bos)
+        of_c4 = self.calibration["arguments"]["text"] == "c4"
+        sequences = 1 if of_c4 else self.calibration["summary"]["sequences"]
+        origin = Origin(self.path("source"), self.directory, "cpu")
+        tokens, _ = read_calibrated(self.calibration, origin, sequences)
         if tokens.numel() < BATCH:
             raise UserError(f"expected at least {BATCH} tokens, found {tokens.numel()}")
         return tokens.flatten()

@@ -12,7 +12,7 @@ from common.artifacts import read_layer
 from common.data.tasks import choice_samples, example_from_row
 from common.files import sha256
 from common.models import load_model
-from conftest import byte_tokenizer, expect_error, run, save_tiny
+from conftest import byte_tokenizer, copy_run, expect_error, run, save_tiny
 
 SEQUENCES, LENGTH = 6, 24
 
@@ -59,6 +59,16 @@ def test_alignment_and_refit_take_it_from_the_calibration(aligned):
         assert records[0]["summary"][name] == records[1]["summary"][name]
     shards = [sorted((out / "merged").glob("*.safetensors")) for out in aligned.values()]
     assert [sha256(str(shard)) for shard in shards[0]] == [sha256(str(shard)) for shard in shards[1]]
+
+
+def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):
+    perplexities = []
+    for name, out in aligned.items():
+        copy = copy_run(out, tmp_path / name)
+        run("04_align.py", "--run", copy, "--text", home / f"{name}.jsonl", "--sequences", 2, "--force")
+        record = json.loads((copy / "merged" / "stage.json").read_text())
+        perplexities.append(record["summary"]["perplexity_source"])
+    assert perplexities[0] == perplexities[1]
 
 
 def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
