@@ -53,7 +53,7 @@ COPIES = [
     ((*SMOLLM2, "output refit", SHORT), (CLOSED, "after the output refit {}, and after")),
     ((*SMOLLM2, "attention refit", SHORT), (CLOSED, "and after the attention refit {}.")),
     ((*SMOLLM2, "| closed form |", SHORT), (RESULTS, "without a refit ({})")),
-    *(((*SMOLLM2, name, SHORT), (*RECOVERY, f"| {name} |  |", "perplexity")) for name in CONVERTED[1:]),
+    *(((*SMOLLM2, name, SHORT), (*RECOVERY, f"| {name} |  |", "perplexity")) for name in CONVERTED[1:2]),
     ((*SMOLLM2, "the paper", DEFAULT), (*RECOVERY, "the paper: rotations and mean |  |", "perplexity")),
     *(((README, copy), (*SMALL_STEPS, row, column)) for copy, row, column in (
         ("in steps of 2 x 512 the paper's merge has perplexity {} (",
