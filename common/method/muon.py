@@ -3,7 +3,8 @@
 A head's gradient, averaged over steps, is replaced by the nearest matrix with singular values of about 1, so
 that no direction waits for its turn. Head by head that costs a fraction of what it does for the whole matrix,
 whose products with itself cost more than the layer, and gets further (docs/LOG.md). float32, unlike
-torch.optim.Muon, which multiplies in bfloat16: without hardware for it that takes 16 times as long.
+torch.optim.Muon, which multiplies in bfloat16: without instructions for it a layer's refit takes over ten
+times as long.
 """
 
 import torch

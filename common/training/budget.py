@@ -123,8 +123,8 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input; its output counts below
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    matrices = {"qkv_proj": 3}  # others are one
-    blend = compute * hidden * width * sum(matrices.get(name, 1) for name in blended)
+    matrices = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 1, "qkv_proj": 3}  # norms are small
+    blend = compute * hidden * width * sum(matrices.get(name, 0) for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 

@@ -96,6 +96,12 @@ def test_activations_are_those_autograd_keeps(dtype, blended):
     assert expected == pytest.approx(layer, rel=0.1)
 
 
+def test_norms_that_masks_blend_are_no_matrices():
+    config, projections = LLAMA2_7B, masks.KEY_VALUE
+    with_norms = budget.activation_bytes(config, 100, 2, (*projections, "q_norm", "k_norm"))
+    assert with_norms == budget.activation_bytes(config, 100, 2, projections)
+
+
 def test_a_recomputed_layer_keeps_its_input_alone():
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
