@@ -368,3 +368,10 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """bfloat16 on GPUs and on processors with instructions for products of it, else float32."""
+    instructions = torch.cpu.get_capabilities()
+    native = instructions.get("avx512_bf16") or instructions.get("amx_bf16")
+    return torch.bfloat16 if native or device != "cpu" else torch.float32

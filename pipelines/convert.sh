@@ -13,7 +13,8 @@
 #   RUN        run directory (runs/NAME-KV_HEADS); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost
-#   FLAGS      more flags for stage 5, e.g. "--lr 1e-4 --dtype bfloat16"
+#   FLAGS      more flags for stage 5, e.g. "--lr 1e-4"; on processors with instructions for bfloat16 its --dtype
+#              is bfloat16 unless they say otherwise
 #   PYTHON     interpreter (python)
 #
 # Existing results are reused: after an interruption, run the same command.
@@ -23,8 +24,11 @@ PYTHON=${PYTHON:-python}
 [ -n "${MODEL:-}" ] ||
   { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
 [ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
-GPUS=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+MACHINE=$("$PYTHON" -c "import torch; from common.models import fast_dtype as fast; \
+print(torch.cuda.device_count(), str(fast('cpu')).removeprefix('torch.'))")
+read -r GPUS DTYPE <<< "$MACHINE"
 if [ "${GPUS:-0}" -gt 0 ]; then
+  DTYPE=bfloat16
   SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
   TOKENS=${TOKENS:-20000000} NPROC=${NPROC:-$GPUS}
 else
@@ -43,7 +47,7 @@ same_settings "$SETTINGS"
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
     05_prune_train.py --run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS" \
-    ${CHAT[0]:+--chat "${CHAT[@]}"} "${FLAGS[@]}" "$@"
+    ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} "${FLAGS[@]}" "$@"
 }
 
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" --text "${TEXT[0]}" \

@@ -18,6 +18,7 @@ from common.data.generate import (
     as_samples,
     chat_form,
     chat_row,
+    drawn,
     generated,
     read_sequences,
     sample,
@@ -44,6 +45,15 @@ def test_sampled_frequencies_are_the_softmax():
     assert (counts[expected > 1] > 0).mean() > 0.9  # of the tail, too
     figures = [np.append(each[~rare], each[rare].sum()) for each in (counts, expected)]
     assert chisquare(*figures).pvalue > 1e-3
+
+
+def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
+    """Where the random number is a bound between two tokens, too."""
+    logits = torch.tensor([[-math.inf, 0, -math.inf, 0, -math.inf]]).repeat(3, 1)
+    for number, token in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3)):
+        monkeypatch.setattr(torch, "rand", lambda n, *_, number=number, **options:
+                            torch.full((n, 1), number, dtype=torch.float64))
+        assert drawn(logits, None).tolist() == [token] * 3
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
@@ -190,7 +200,7 @@ def test_documents_are_continued(model, tmp_path):
 def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="generated: expected no --layerwise"):
         generated("generated", origin(model, tmp_path, layerwise=True), 2, 10)
-    monkeypatch.setattr(generate, "product", lambda left, right: left @ right * math.inf)
+    monkeypatch.setattr(generate, "product", lambda left, right: left.float() @ right.float() * math.inf)
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)
 
