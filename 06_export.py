@@ -50,6 +50,7 @@ from common.training.checkpoints import (
     saved_checkpoints,
     step_of,
 )
+from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
@@ -99,6 +100,13 @@ def best_weights(training: str, steps: int) -> TrainedWeights:
     reason = "the lowest held-out KL of those kept" if chosen else "the last"
     print(f"reads   {weights.path}: {len(weights.names())} tensors, {reason}")
     return weights
+
+
+def heldout_at(training: str, step: int) -> dict[str, float]:
+    """The student's held-out KL after this step, if it was measured."""
+    lines = (line for line in read_metrics(os.path.join(training, METRICS)) if line["step"] == step)
+    measured = heldout_kl(next(lines, {}))
+    return {} if measured is None else {"heldout_kl": measured}
 
 
 def masked_student(path: str, config, kv_heads: int):
@@ -188,7 +196,7 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         if trained:
-            summary["step"] = step_of(weights.path)
+            summary |= {"step": step_of(weights.path)} | heldout_at(training, step_of(weights.path))
         export = make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
         write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores

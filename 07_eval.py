@@ -323,7 +323,8 @@ def main():
     memory = cli.peak_memory()
     written = make_record("07_eval.py", args, described[reference], {}, {"peak_memory_gib": memory}, clock())
     # last: until it exists, the stage may start again
-    write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "results": results})
+    write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "prompts": prompts,
+                                   "results": results})
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}

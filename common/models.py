@@ -27,7 +27,7 @@ DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
-DOWNLOADED = ("*.json", "*.model", "*.txt", "*.safetensors", "*.bin")
+DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin", "README.md")
 OUTPUTS = {"output_attentions": False, "return_dict": True}  # of models, whatever a config says
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings")

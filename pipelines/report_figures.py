@@ -8,7 +8,7 @@ from common.reporting.scores import AVERAGES
 
 # record fields that are not figures
 PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
-              "sha256", "files", "results")
+              "sha256", "files", "results", "prompts")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
 WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "GiB", "grad": "gradient",
          "mfu": "MFU", "dist": "squared distance", "cos": "cosine", "heldout": "held-out"}  # in names
@@ -88,10 +88,10 @@ def figure_tables(figures: dict, layers: int) -> list[Table]:
     return tables
 
 
-def score_tables(results: dict[str, dict]) -> list[Table]:
-    """One table per kind of score, tasks by checkpoints, then one of all other figures.
+def score_tables(results: dict[str, dict], prompts: list) -> list[Table]:
+    """One table per kind of score, tasks by checkpoints, then one of all other figures, and the answers.
 
-    results: checkpoint -> figures.
+    results: checkpoint -> figures. prompts: what the checkpoints answered.
     """
     by_model = {}  # checkpoint -> task -> scores
     for name, figures in results.items():
@@ -101,13 +101,15 @@ def score_tables(results: dict[str, dict]) -> list[Table]:
     tables = [_score_table(kind, results, by_model) for kind in kinds]
 
     averages = {f"{average}_{name}" for average in AVERAGES for name in (*kinds, "chance")}
-    shown = {"tasks"} | averages | {f"{name}_stderr" for name in averages}
+    shown = {"tasks", "answers"} | averages | {f"{name}_stderr" for name in averages}
     others = []
     for figures in results.values():
         others.append(flatten({name: value for name, value in figures.items() if name not in shown}))
     names = dict.fromkeys(name for figures in others for name in figures)
     rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
-    return [*tables, Table(("", *results), rows)]
+    answers = zip(prompts, *(figures.get("answers", ()) for figures in results.values()), strict=False)
+    tables += [Table(("", *results), rows), Table(("prompt", *results), list(answers), "greedy answers")]
+    return tables
 
 
 def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict]) -> Table:

@@ -192,6 +192,8 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
     device, shape, end = torch.device(origin.device).type, geometry(config), tokenizer.eos_token_id
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     form, file = chat_form(tokenizer) if chats else None, source.partition(":")[2]
+    if form and file:
+        raise UserError(f"--chat {source}: expected generated, which continues no file, or a file of chats")
     begins = beginnings(file, tokenizer, split, sequences) if file else [[]]
     dtype = fast_dtype(device)
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * length
@@ -228,12 +230,15 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
 
 
 def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]]:
-    """The first LONGEST tokens of a source's first `count` documents that have as many.
+    """The first LONGEST tokens of a source's first `count` documents that have as many; of its last ones for
+    held-out text.
 
     Of a .txt file each line is a document. Raises UserError if there is none.
     """
     texts = (text for document in read_documents(source, split)
              for text in (document.splitlines() if source.endswith(".txt") else [document]))
+    if split == "heldout" and os.path.isfile(source):  # which, unlike c4, has no part of its own for that
+        texts = reversed(list(texts))
     tokenized = (tokenizer(text, add_special_tokens=False)["input_ids"][:LONGEST] for text in texts)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:

@@ -1,6 +1,7 @@
 """The model card (README.md) of an exported checkpoint: usage, scores, and how it was made."""
 
 import os
+import re
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -101,18 +102,19 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
         "commit": markdown_text(export["commit"]),
         "groups": [_groups_line(groups) for groups in alignment["groups"]],
         "trained": training is not None,
-    } | (_training(training["summary"]) | _data(training["arguments"]) if training else {})
+    } | (_training(training["summary"], export["summary"]) | _data(training["arguments"]) if training else {})
 
 
-def _training(trained: dict) -> dict:
-    """Template fields that describe the training. trained: the summary of its record."""
-    before, after = heldout_kl(trained, f"{START}_"), heldout_kl(trained)
+def _training(trained: dict, exported: dict) -> dict:
+    """Template fields that describe the training. trained, exported: the summaries of stages 5 and 6."""
+    before, after = heldout_kl(trained, f"{START}_"), exported.get("heldout_kl", heldout_kl(trained))
     figures = f"Last loss: {trained['loss']:.4f}."
     if before is not None:
         verdict = "" if after < before else ": it is no better than the merged model before training"
         figures = f"KL to the teacher on held-out data: {before:.4f} before, {after:.4f} after{verdict}."
+    step = exported.get("step", trained["steps"])
     return {
-        "steps": trained["steps"],
+        "steps": f"{step} of {trained['steps']}" if step != trained["steps"] else step,
         "batch": trained["batch"],
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
@@ -125,7 +127,7 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     """Template fields that say what it was trained on, and by which teacher. arguments: of stage 5."""
     tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
     kinds = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != "none" else []
-    kinds += [f"{name} ({', '.join(map(_code, sources))})"
+    kinds += [f"{name} ({', '.join(_code(re.sub('[^:]*/', '', source)) for source in sources)})"
               for name, sources in (("chats", chats), ("text", text)) if sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher,

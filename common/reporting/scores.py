@@ -42,13 +42,14 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
     if "perplexity" in columns[0]:
         costs.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
     if any("kl" in column for column in columns):
-        costs.append(("KL to the first", "", *(number(column, "kl", 4) for column in columns)))
-        costs.append(("top-1 agreement", "", *(number(column, "agreement", 4) for column in columns)))
+        for title, key in (("KL from the first, nats", "kl"), ("top-1 agreement", "agreement")):
+            costs.append((title, "", "", *(number(column, key, 4) for column in columns[1:])))
     costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
     for title, key in (("KV bytes per token", "cache_bytes_per_token"),
                        ("prefill tokens/s", "prefill_tokens_per_s"),
                        ("decode tokens/s", "decode_tokens_per_s")):
-        costs.append((title, "", *(number(column, key, 0) for column in columns)))
+        if any(key in column for column in columns):
+            costs.append((title, "", *(number(column, key, 0) for column in columns)))
     return sections | {"cost": costs}
 
 
@@ -81,7 +82,7 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
     were selected. hardware: device and dtype. bos: whether prompts and text had a begin-of-sequence token.
     """
-    text = f" Perplexity of {reference['perplexity_text']}." if "perplexity" in reference else ""
+    text = f" Perplexity of {file_name(reference['perplexity_text'])}." if "perplexity" in reference else ""
     beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
     if not reference["tasks"]:
         measured = "Speeds: one sequence" if "decode_tokens_per_s" in reference else "Layer by layer"
@@ -91,10 +92,16 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     if seed is not None:
         selection = f", {limit} per task drawn with seed {seed}"
     line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
-            f"± standard error: {questions} validation questions ({source}{selection}), averaged over "
-            f"questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
+            f"± standard error: {questions} validation questions ({file_name(source)}{selection}), averaged "
+            f"over questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
             f"{text} Speeds: one sequence on {hardware}.")
     return " ".join(line.split())
+
+
+def file_name(source: str) -> str:
+    """A description, "PATH" or "PATH: ...", without directories: who reads a model card has others."""
+    path, *rest = source.split(": ", 1)
+    return ": ".join((os.path.basename(os.path.normpath(path)), *rest)) if os.path.exists(path) else source
 
 
 def summary_line(results: dict[str, dict]) -> str:

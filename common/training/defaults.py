@@ -7,7 +7,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
 from common.data.text import is_generated, sequence_length
-from common.method.masks import WHOLE_HEAD
 from common.models import DEMO, default_sources
 from common.records import SOURCE
 from common.training.engine import Schedule
@@ -36,7 +35,7 @@ TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many posit
 def defaults_of(pair: Pair, tasks: str | None) -> dict:
     """Flag -> its value where it is left out: as published, without tasks, or the demo model's."""
     if tasks == NONE:
-        return WITHOUT_TASKS | ({"masks": "off"} if pair.blended == WHOLE_HEAD else {})
+        return WITHOUT_TASKS | ({"masks": "off"} if "o_proj" in pair.blended else {})
     return OF_DEMO if pair.model["name"] == DEMO else PUBLISHED
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from common import cli
 from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
@@ -102,7 +103,10 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     with ranks.waiting():
         if ranks.first and not os.path.exists(path):
             counts = write_text_tokens(sources, tokenizer, args.text_length, args.text_tokens, path)
-            replace_tokens(record, path)
+            if args.plan and digests:  # zeros in place of generated tokens
+                cli.cleanup.callback(os.remove, path)
+            else:
+                replace_tokens(record, path)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
         elif ranks.first and tokens_record(path) != read_json(record):
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")

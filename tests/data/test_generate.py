@@ -192,6 +192,10 @@ def test_documents_are_continued(model, tmp_path):
         same = [*(row[: len(ids)] == ids), False].index(False)
         common.append(same)
     assert min(common) >= 32 and max(common) <= 66 and len(set(common)) > 10
+    heldout = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 1, 100, "heldout")
+    assert heldout[0, :32].tolist() == ids_of(load_tokenizer(model), lines[2])[:32]  # the last one
+    with pytest.raises(UserError, match="--chat generated:a.txt: expected generated, which"):
+        generated("generated:a.txt", origin(model, tmp_path), 2, 100, chats=True)
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens, found none"):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
@@ -246,8 +250,9 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
     other = copy_run(home, tmp_path / "other")
     flags += ["--text-tokens", 8900]  # 70 rows in two pieces
-    run("05_prune_train.py", "--run", home, *flags, "--plan", "8xA100-80GB")
-    assert calibration | heldout == {path for path in (home / "tokens").iterdir() if path.is_dir()}
+    for plan in (1, 2):
+        run("05_prune_train.py", "--run", home, *flags, "--plan", f"{plan}xA100-80GB")
+        assert calibration | heldout == set((home / "tokens").iterdir())  # the plan's zeros are gone
     summaries = []
     for directory, processes in ((home, 0), (other, 2)):
         run("05_prune_train.py", "--run-dir", directory, *flags, processes=processes)

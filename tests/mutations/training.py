@@ -657,7 +657,7 @@ MUTANTS = [
      "({UNDECAYED})\": rates.adam(factor, decay=True),",
      "test_students::test_weights_outside_attention_have_a_rate_of_their_own"),
     ("without tasks", "common/training/defaults.py",
-     'if pair.blended == WHOLE_HEAD else {})',
+     'if "o_proj" in pair.blended else {})',
      "if False else {})",
      "test_defaults::test_defaults_without_tasks"),
     ("without tasks", "common/training/defaults.py",

@@ -245,7 +245,7 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
 
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
-    assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB"
+    assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
     done = recipe("convert.sh")
     assert done.returncode == 2 and done.stderr.startswith("error: MODEL: expected a directory")
 
@@ -276,6 +276,9 @@ def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     again = recipe("convert.sh", **settings)
     assert again.stdout.endswith(table) and "is complete" in again.stdout
     assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
+    (tmp_path / "prompts.txt").write_text("Who?\n")
+    other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **settings)
+    assert "Who?" in other.stdout and "What is the capital" not in other.stdout
 
 
 @pytest.mark.release

@@ -15,7 +15,7 @@ from common.cli import UserError, stage_parser
 from common.files import write_json
 from common.reporting.tables import markdown_table
 from pipelines import report
-from pipelines.report_figures import cell, chart, label, rate
+from pipelines.report_figures import cell, chart, label, rate, score_tables
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
          "kv_heads": 4, "head_dim": 8, "hidden": 32}
@@ -156,6 +156,14 @@ def read(run) -> Page:
     assert path == str(run / "report.html")
     with open(path, encoding="utf-8") as file:
         return Page(file.read())
+
+
+def test_answers_have_a_table_of_their_own():
+    results = {name: {"tasks": {}, "kv_heads": 2, "answers": [f"{name} 1", f"{name} 2"]} for name in "ab"}
+    figures, answers = score_tables(results, ["What?", "Why?"])
+    assert answers.header == ("prompt", "a", "b")
+    assert answers.rows == [("What?", "a 1", "b 1"), ("Why?", "a 2", "b 2")]
+    assert [row[0] for row in figures.rows] == ["kv heads"]
 
 
 def test_the_table_of_paper_py_is_there_once_it_is_written(whole):

@@ -144,6 +144,18 @@ def test_the_card_says_what_training_did_to_the_held_out_kl(tmp_path, records):
     assert worse in words(write(tmp_path, records))
 
 
+def test_an_earlier_checkpoint_comes_with_its_own_figures(tmp_path, records):
+    records[1]["summary"] |= {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
+    records[2]["summary"] |= {"step": 200, "heldout_kl": 0.04}
+    card = words(write(tmp_path, records))
+    assert "200 of 320 steps of 16 samples" in card and "0.0600 before, 0.0400 after." in card
+
+
+def test_the_card_has_no_path_of_the_machine_it_was_made_on(tmp_path, records):
+    records[1]["arguments"] |= {"text": ["/home/me/a.txt", "generated:/home/me/b.txt"], "chat": ["x/c.jsonl"]}
+    assert "chats (`c.jsonl`), text (`a.txt`, `generated:b.txt`);" in words(write(tmp_path, records))
+
+
 def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records):
     source = tmp_path / "source"
     source.mkdir()

@@ -82,6 +82,25 @@ def test_names_break_neither_the_table_nor_the_card(tmp_path):
     assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
 
 
+def test_a_caption_names_files_without_their_directories(tmp_path):
+    """And keeps the names of what is no file."""
+    (tmp_path / "held out.npy").touch()
+    (tmp_path / "tasks").mkdir()
+    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "of held out.npy: 3 rows."),
+                        ("c4 (a/b): 3 rows", "of c4 (a/b): 3 rows.")):
+        note = caption(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/", None, None, "cpu",
+                       bos=False)
+        assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
+
+
+def test_a_row_of_what_nobody_measured_is_left_out():
+    both = {name: figures() for name in "ab"}
+    assert "prefill" in results_table(both)
+    for columns in both.values():
+        del columns["prefill_tokens_per_s"]
+    assert "prefill" not in results_table(both) and "decode" in results_table(both)
+
+
 def test_scores_go_between_the_markers_of_a_card(tmp_path):
     card = tmp_path / "README.md"
     assert not write_scores(str(tmp_path), "| 1 |")  # no card

@@ -119,6 +119,8 @@ def test_defaults_without_tasks():
     """Rates of their own, and a start near the source is trained directly."""
     words = ["--tasks", "none", "--text", "a.txt"]
     for pair, chosen in ((pair_of(4), "l0-released"), (pair_of(4, blended=masks.WHOLE_HEAD), "off"),
+                         (pair_of(4, blended=("qkv_proj",)), "l0-released"),
+                         (pair_of(4, blended=("qkv_proj", "o_proj")), "off"),
                          (pair_of(4, True), "l0-released"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
         args = with_defaults(flags(*words), pair, positions=2048)
         assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
