@@ -370,8 +370,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def fast_dtype(device: str) -> torch.dtype:
-    """bfloat16 on GPUs and on processors with instructions for products of it, else float32."""
+def processor_dtype() -> str:
+    """"bfloat16" if this machine's processor has instructions for products of it, else "float32"."""
     instructions = torch.cpu.get_capabilities()
-    native = instructions.get("avx512_bf16") or instructions.get("amx_bf16")
-    return torch.bfloat16 if native or device != "cpu" else torch.float32
+    return "bfloat16" if instructions.get("avx512_bf16") or instructions.get("amx_bf16") else "float32"
