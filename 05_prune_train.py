@@ -34,7 +34,7 @@ The same command resumes from the last intact checkpoint; with the same number o
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
 step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s
 for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to
-train.old-1/, ...) and starts over, once: the same command then resumes what it began. A teacher given by
+train.old-1/, ...) and starts over; the same command, repeated, resumes the new training. A teacher given by
 --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
@@ -151,8 +151,8 @@ def add_training_flags(parser) -> None:
     parser.add_argument("--mask-lr", type=cli.rate, help="rate of log alpha (published: 1e-2)")
     parser.add_argument("--l0-weight", type=cli.non_negative_float, help="L0 weight (published: 1)")
     parser.add_argument("--batch", type=cli.positive,
-                        help="samples per step over all ranks (published: 64; with --tasks none: 2 to 64, so "
-                             f"that there are {FEWEST_STEPS} steps or more)")
+                        help="samples per step over all ranks (published: 64; with --tasks none: for "
+                             f"{FEWEST_STEPS} steps, within 2 to 64)")
     parser.add_argument("--warmup", type=cli.positive,
                         help="warm-up steps (published: 32; by default at most a tenth of all steps)")
     parser.add_argument("--teacher-lr", type=cli.rate, help="SFT peak rate (published: 1e-5)")
@@ -217,7 +217,7 @@ def add_execution_flags(parser) -> None:
                              "on this machine's")
 
 
-def distil(step: Step, teacher, args) -> None:
+def distill(step: Step, teacher, args) -> None:
     """Eq. 30: the gradients of KL + BiLD, accumulated over this rank's packed samples."""
     student, head = step.job.trainee, teacher.net.lm_head
     for row in step.rows:
@@ -234,7 +234,7 @@ def masked_step(step: Step, masks: Masks, teacher, args) -> None:
     drawn = masks.draw(step.number)  # z of Eq. 27, 28 [layers, kv heads], the same on every rank
     z = drawn.detach().requires_grad_()  # a leaf: all rows of all ranks add up their dL/dz in it
     set_masks(student.net, z)
-    distil(step, teacher, args)
+    distill(step, teacher, args)
     sum_over_ranks([z])
     size, target = masks.expected(), masks.target(step.number)
     l0 = l0_loss(size.mean(), target)  # Eq. 29
@@ -246,7 +246,7 @@ def masked_step(step: Step, masks: Masks, teacher, args) -> None:
 
 def gqa_step(step: Step, teacher, args) -> None:
     """Eq. 30 for a student without masks."""
-    distil(step, teacher, args)
+    distill(step, teacher, args)
     step.update()
 
 

@@ -63,7 +63,7 @@ def test_a_step_distils_as_the_flags_say(kl_on, temperature):
     student, teacher = tiny_trainee(0), tiny_trainee(1)
     rows = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))]
     step = Gradients(Job(student, None, "", ALONE), SCHEDULE, rows, SAMPLES)
-    stage5.distil(step, teacher, SimpleNamespace(kl_on=kl_on, temperature=temperature, loss_chunk=2))
+    stage5.distill(step, teacher, SimpleNamespace(kl_on=kl_on, temperature=temperature, loss_chunk=2))
     expected = [float(term.detach()) for term in loss_of_all(student, teacher, kl_on, temperature)]
     totals = [float(step.totals[name]) for name in ("loss", "kl", "bild")]
     assert totals == pytest.approx(expected, rel=1e-4)
