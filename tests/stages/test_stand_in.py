@@ -24,7 +24,7 @@ def test_rounding_is_small_and_the_same_each_time():
     assert float(((first - exact) / exact).abs().max()) > ROUNDING / 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_make_gpu_tests_holds_with_a_gpus_rounding():
     chosen = " and ".join(f"not {name}" for name in SEVERAL_PROCESSES)
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-x", "-k", chosen,
