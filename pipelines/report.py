@@ -212,7 +212,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     figures = record_figures(record)
     tables = figure_tables(figures, record["model"]["layers"])
     if "results" in record:
-        tables += score_tables(record["results"], record.get("prompts", []))
+        tables += score_tables(record["results"], record.get("prompts"))
     if metrics:
         tables.append(steps_table(metrics))
     return view | {

@@ -88,10 +88,10 @@ def figure_tables(figures: dict, layers: int) -> list[Table]:
     return tables
 
 
-def score_tables(results: dict[str, dict], prompts: list) -> list[Table]:
+def score_tables(results: dict[str, dict], prompts) -> list[Table]:
     """One table per kind of score, tasks by checkpoints, then one of all other figures, and the answers.
 
-    results: checkpoint -> figures. prompts: what the checkpoints answered.
+    results: checkpoint -> figures. prompts: the list that the checkpoints answered; any other has no table.
     """
     by_model = {}  # checkpoint -> task -> scores
     for name, figures in results.items():
@@ -107,8 +107,10 @@ def score_tables(results: dict[str, dict], prompts: list) -> list[Table]:
         others.append(flatten({name: value for name, value in figures.items() if name not in shown}))
     names = dict.fromkeys(name for figures in others for name in figures)
     rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
-    answers = zip(prompts, *(figures.get("answers", ()) for figures in results.values()), strict=False)
-    tables += [Table(("", *results), rows), Table(("prompt", *results), list(answers), "greedy answers")]
+    tables.append(Table(("", *results), rows))
+    columns = [prompts, *(figures.get("answers") for figures in results.values())]
+    if all(isinstance(column, list) for column in columns):
+        tables.append(Table(("prompt", *results), list(zip(*columns, strict=False)), "greedy answers"))
     return tables
 
 

@@ -41,7 +41,7 @@ from common.progress import Progress
 
 SEEDS = {"train": 0, "heldout": 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
-# On CPUs float32: in bfloat16 torch's attention of one query takes five times as long, all else half as long.
+# On CPUs float32: in bfloat16 torch's attention of one query takes five times as long, products half as long.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ROWS = {"cpu": 64, "cuda": 256}  # generated side by side; fewer if their cache would take more than
 CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
@@ -157,8 +157,7 @@ def sample(model, rows: list, length: int, generator: torch.Generator, bar=None)
 def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A token of each row's softmax, [n, V] -> [n]: where its sums pass a random number.
 
-    On a CPU torch.multinomial, which draws a number for every token of the vocabulary, takes as long as a
-    fifth of the model.
+    torch.multinomial draws a number for every token of the vocabulary: on a CPU, a sixth of the time.
     """
     sums = logits.softmax(-1).double().cumsum(-1)
     numbers = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)

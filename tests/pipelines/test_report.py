@@ -164,6 +164,8 @@ def test_answers_have_a_table_of_their_own():
     assert answers.header == ("prompt", "a", "b")
     assert answers.rows == [("What?", "a 1", "b 1"), ("Why?", "a 2", "b 2")]
     assert [row[0] for row in figures.rows] == ["kv heads"]
+    for odd in (None, 3, "What?"):
+        assert len(score_tables(results, odd)) == 1
 
 
 def test_the_table_of_paper_py_is_there_once_it_is_written(whole):
