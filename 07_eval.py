@@ -36,8 +36,8 @@ from common.data.tasks import (
     Example,
     check_lengths,
     choice_samples,
-    has_split,
     load_task,
+    require_split,
     select_questions,
     size_note,
 )
@@ -177,12 +177,7 @@ def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
     tasks = {}
     if source == NONE:
         return tasks
-    missing = [task for task in args.only if not has_split(task, "validation", source)]
-    if missing:
-        present = [task for task in args.only if task not in missing]
-        advice = " ".join(["--only", *present]) if present else "--tasks none"
-        raise UserError(f"task file not found: expected TASK.validation.jsonl or .parquet in {source} of "
-                        f"{', '.join(missing)}; pass {advice} to do without")
+    require_split(args.only, "validation", source)
     for task in args.only:
         examples, path = load_task(task, "validation", source)
         selected = select_questions(len(examples), args.limit, args.seed)

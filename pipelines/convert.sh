@@ -10,6 +10,7 @@
 #   TOKENS     of training, from each TEXT (100000; on GPUs 20000000)
 #   SEQUENCES, LENGTH   of calibration (48 x 512; with GPUs 128 x 2048)
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
+#   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
 #   RUN        run directory (runs/NAME-KV_HEADS); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
@@ -42,6 +43,7 @@ NAME=$(basename "${MODEL%.gguf}")
 RUN=${RUN:-runs/$NAME${KV_HEADS:+-$KV_HEADS}}
 read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
+read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 source pipelines/functions.sh
 SETTINGS="MODEL=$MODEL KV_HEADS=${KV_HEADS:-} TEXT=${TEXT[*]} CHAT=${CHAT[*]} ${SHAPE[*]}"
@@ -68,7 +70,8 @@ train  # a finished training is left as it is; other flags are refused
 make_once "$RUN/gqa" "$PYTHON" 06_export.py --run "$RUN"
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold any of it out
-EVALUATION=(--tasks "${TASKS:-none}" --text "$HELDOUT" --prompts "${PROMPTS:-pipelines/prompts.txt}")
+EVALUATION=(--tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} --text "$HELDOUT"
+            --prompts "${PROMPTS:-pipelines/prompts.txt}")
 if [ ! -e "$RUN/eval.json" ] || [ "$(cat "$RUN/evaluation" 2> /dev/null)" != "${EVALUATION[*]}" ]; then
   "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATION[@]}" --force
   echo "${EVALUATION[*]}" > "$RUN/evaluation"

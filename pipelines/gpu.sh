@@ -24,8 +24,10 @@ for package in torch transformers pytest; do
 done
 "$PYTHON" -m bench.gpu check || exit 2
 mkdir -p "$OUT"
-[[ -f $OUT/rows.tsv || -z $(ls -A "$OUT") ]] ||
-  { echo "error: OUT=$OUT: expected an empty directory or an earlier report's, found other files" >&2; exit 2; }
+[[ -f $OUT/rows.tsv || -z $(ls -A "$OUT") ]] || {
+  echo "error: OUT=$OUT: expected an empty directory or an earlier report's, found other files" >&2
+  exit 2
+}
 rm -f "$OUT/results.json"
 : > "$OUT/rows.tsv"
 
@@ -56,7 +58,8 @@ contexts="--contexts 2048 8192 --batches 1 16"
 if [[ $DEVICE == cpu ]]; then
   layer="--heads 8 --kv-heads 2 --head-dim 8 --intermediate 64 --layers 2" dtype=""
   row_tokens="--singles 4" large="--shape demo --layers 2" larger=$large contexts="--contexts 64 --batches 1"
-  variants="$large --row-tokens 128 256 512" transform="$layer --tokens 512 --calibrate-tokens 512 --refit-tokens 512"
+  variants="$large --row-tokens 128 256 512"
+  transform="$layer --tokens 512 --calibrate-tokens 512 --refit-tokens 512"
 fi
 row tests     180 $pytest tests/stages/test_gpu.py
 row step-1.3b  50 $step $large $row_tokens

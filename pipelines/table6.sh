@@ -2,9 +2,9 @@
 # Table 6 of the paper: seconds of calibration and transformation, with grouping and without, to 16, 8 and 4
 # kv heads. Trains nothing.
 #
-#   bash pipelines/table6.sh                                             # LLaMA2-7B, on one GPU
+#   bash pipelines/table6.sh                                           # LLaMA2-7B, on one GPU
 #   RUN=runs/table6-1.3b MODEL=princeton-nlp/Sheared-LLaMA-1.3B HEADS=16 KV="8 4" bash pipelines/table6.sh
-#   SMALL=1 bash pipelines/table6.sh                                     # the demo model, minutes on two cores
+#   SMALL=1 bash pipelines/table6.sh                                   # the demo model, minutes on two cores
 #
 # Grouping is that by value and distance. The other settings are listed in pipelines/recipe.sh.
 set -euo pipefail

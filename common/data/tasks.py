@@ -217,6 +217,16 @@ def has_split(task: str, split: str, source: str) -> bool:
     return source == "hub" or os.path.exists(f"{stem}.jsonl") or os.path.exists(f"{stem}.parquet")
 
 
+def require_split(tasks: list[str], split: str, source: str) -> None:
+    """Raise UserError naming all tasks that have no such split, and the flag that does without them."""
+    missing = [task for task in tasks if not has_split(task, split, source)]
+    if missing:
+        present = [task for task in tasks if task not in missing]
+        advice = " ".join(["--only", *present]) if present else "--tasks none"
+        raise UserError(f"task file not found: expected TASK.{split}.jsonl or .parquet in {source} of "
+                        f"{', '.join(missing)}; pass {advice} to do without")
+
+
 def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
     """The path of a task file, and its rows with their positions for error messages."""
     path = f"{stem}.jsonl"

@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.samples import Sample
-from common.data.tasks import check_lengths, load_task, size_note, tokenize
+from common.data.tasks import check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TextSamples, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
@@ -75,8 +75,9 @@ def load_pool(args, model: str, ranks) -> Pool:
 def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) -> list[Sample]:
     """The training sets of the tasks, concatenated. source: as for load_task.
 
-    Raises UserError for a sample of more than `positions` tokens or without a prompt.
+    Raises UserError for missing files, and for a sample of more than `positions` tokens or without a prompt.
     """
+    require_split(tasks, "train", source)
     samples = []
     for task in tasks:
         examples, origin = load_task(task, "train", source)

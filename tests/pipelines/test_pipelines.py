@@ -226,7 +226,8 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     Path(run, "train").mkdir(parents=True)
     Path(run, "eval.md").write_text("table")
     Path(run, "train", "heldout.npy").touch()
-    commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **CONVERTED)
+    settings = CONVERTED | {"TASKS": "my tasks", "ONLY": "piqa siqa"}
+    commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
     machine, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
     assert after("--model", calibration) == "a model.gguf" and after("--length", calibration) == "128"
     assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
@@ -237,6 +238,8 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     for flag, value in (("--nproc-per-node", "3"), ("--tasks", "none"), ("--text-tokens", "5000"),
                         ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
         assert after(flag, train) == value
+    start = evaluation.index("--tasks")
+    assert evaluation[start : start + 5] == ["--tasks", "my tasks", "--only", "piqa", "siqa"]
     assert after("--text", evaluation) == f"{run}/train/heldout.npy"
     assert after("--prompts", evaluation) == "pipelines/prompts.txt" and "--plan" not in train
     for words in (calibration, similarity, grouping, merge, export, evaluation, report):

@@ -358,13 +358,16 @@ def test_default_held_out_text(demo, text, expected):
     ("--text TEXT --heldout-text TEXT", "--heldout-text: expected text that is not in --text, found "),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
+    ("--tasks PART", " of boolq, siqa; pass --only piqa hellaswag winogrande "),
 ])  # fmt: skip
 def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
     home = copy_run(aligned_run, tmp_path / "run")
     (tmp_path / "tasks").mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
         shutil.copy(path, tmp_path / "tasks")
-    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks")}
+    part = shutil.ignore_patterns("boolq.*", "siqa.*")
+    shutil.copytree(tmp_path / "tasks", tmp_path / "part", ignore=part)
+    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks"), "PART": str(tmp_path / "part")}
     words = [places.get(word, word) for word in words.split()]
     flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
