@@ -263,8 +263,11 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
     if saved:
         checkpoints.load(job, saved)
     masks = MASKS[args.masks](student.replicated, schedule.steps, args.seed)
+    closed = torch.zeros_like(masks.noiseless())
 
     for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
+        set_masks(student.net, closed)
+        run.heldout.measure_start(step, teacher, args.loss_chunk)  # merged/, before the first step
         masked_step(step, masks, teacher, args)
         run.heldout.measure(step, teacher, args.loss_chunk)  # every --heldout-every steps
     if job.stopped:

@@ -147,6 +147,6 @@ def print_plan(run, schedules: dict) -> None:
     hours = print_phases(phases, args.plan)
     if run.heldout.sets:
         work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
-        times = run.heldout.measurements(schedules["student"].steps) + (args.masks == "off")  # and merged/
+        times = 1 + run.heldout.measurements(schedules["student"].steps)  # merged/ first
         hours += print_heldout(work, times, args.plan)
     print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}")

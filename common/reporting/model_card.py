@@ -110,7 +110,7 @@ def _training(trained: dict, exported: dict) -> dict:
     before, after = heldout_kl(trained, f"{START}_"), exported.get("heldout_kl", heldout_kl(trained))
     figures = f"Last loss: {trained['loss']:.4f}."
     if before is not None:
-        verdict = "" if after < before else ": it is no better than the merged model before training"
+        verdict = "" if after < before else ", which is no better"
         figures = f"KL to the teacher on held-out data: {before:.4f} before, {after:.4f} after{verdict}."
     step = exported.get("step", trained["steps"])
     return {

@@ -141,5 +141,5 @@ def outcome(lines: list[dict]) -> str:
     before, after = heldout_kl(lines[0], f"{START}_"), heldout_kl(lines[-1])
     if before is None:
         return f"distillation loss {lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA"
-    verdict = "" if after < before else " (no better than merged/: lower --lr, or train on more text)"
+    verdict = "" if after < before else " (no better than before: lower --lr, or train on more text)"
     return f"held-out KL {before:.4f} before, {after:.4f} after{verdict}"

@@ -140,7 +140,7 @@ def test_the_card_says_what_training_did_to_the_held_out_kl(tmp_path, records):
     card = words(write(tmp_path, records))
     assert "KL to the teacher on held-out data: 0.0600 before, 0.0500 after." in card
     records[1]["summary"]["heldout_kl"] = 0.08
-    worse = "0.0600 before, 0.0800 after: it is no better than the merged model before training."
+    worse = "0.0600 before, 0.0800 after, which is no better."
     assert worse in words(write(tmp_path, records))
 
 
