@@ -102,7 +102,8 @@ class Collector:
         tensors = self.stats.tensors()
         tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
         tensors["key.free"] = free_pairs(self.attention)
-        tensors["key.joint_norm"] = torch.tensor(models.norms_jointly(self.attention.config))
+        joint_norm = self.attention.config.model_type in models.JOINT_NORMS
+        tensors["key.joint_norm"] = torch.tensor(joint_norm)
         weight = self.attention.o_proj.weight
         tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
         return tensors

@@ -21,14 +21,7 @@ import os
 
 import torch
 
-from common.artifacts import (
-    claim,
-    input_digests,
-    make_record,
-    read_calibration,
-    read_grams,
-    write_tensors,
-)
+from common import artifacts
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
 from common.method.align import layer_similarity
 from common.method.closed_form import merging_loss
@@ -98,9 +91,9 @@ def main():
         raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity.safetensors")
-    claim("02_similarity.py", args, output)
-    inputs = input_digests(args.run, [source])
-    calibration = read_calibration(source)
+    artifacts.claim("02_similarity.py", args, output)
+    inputs = artifacts.input_digests(args.run, [source])
+    calibration = artifacts.read_calibration(source)
     model = calibration["model"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
     context = key_context(args.key_context, calibration["summary"]["positions"])
@@ -109,7 +102,7 @@ def main():
 
     per_layer = []
     for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
-        grams = read_grams(source, model["kv_heads"], compute_device, index)
+        grams = artifacts.read_grams(source, model["kv_heads"], compute_device, index)
         matrices = layer_similarity(grams)
         if args.energy:
             matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
@@ -119,8 +112,8 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    written = make_record("02_similarity.py", args, model, inputs, summary, clock())
-    write_tensors(output, similarity, written)
+    written = artifacts.make_record("02_similarity.py", args, model, inputs, summary, clock())
+    artifacts.write_tensors(output, similarity, written)
     print(f"wrote   {output}")
     draw_similarity(args.run, similarity, drawn)
     print(f"02_similarity: mean cosine between heads, "

@@ -32,17 +32,7 @@ from functools import partial
 
 import torch
 
-from common import models
-from common.artifacts import (
-    claim,
-    digest,
-    input_digests,
-    make_record,
-    read_calibration,
-    read_grams,
-    read_groups,
-    write_record,
-)
+from common import artifacts, models
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
 from common.data.text import sequence_length
@@ -115,12 +105,12 @@ class Inputs:
 
 def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
-    calibration = read_calibration(calibration_path)
-    grouping, groups = read_groups(groups_path, calibration["model"])
+    calibration = artifacts.read_calibration(calibration_path)
+    grouping = artifacts.read_record(groups_path, "03_group.py", calibration["model"])
     path, by = models.source_model(calibration)["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    if args.merge == "closed-form" and models.norms_heads(config):
+    if args.merge == "closed-form" and config.model_type in models.HEAD_NORMS:
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
                         "would undo the scale folded into the queries")
     if args.merge == "closed-form" and by != "energy":
@@ -141,16 +131,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         refit_tokens, description = read_calibrated(calibration, origin, sequences)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
-    return Inputs(calibration, grouping, groups, tokens, refit_tokens, dtype)
-
-
-def choose_context(args, positions: int) -> int | None:
-    """Tokens over which keys are merged with RoPE in mind, also printed; None if they are not."""
-    if (args.merge, args.merge_keys) != ("closed-form", "rope"):
-        return None
-    context = models.key_context(args.key_context, positions)
-    print(f"keys    merged for contexts of up to {context} tokens")
-    return context
+    return Inputs(calibration, grouping, torch.tensor(grouping["groups"]), tokens, refit_tokens, dtype)
 
 
 def open_layers(path: str, args) -> Layers:
@@ -272,14 +253,18 @@ def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -
 def main():
     args, clock = parse(), Clock()
     aligned_path, merged_path = (os.path.join(args.run, name) for name in ("aligned", "merged"))
-    claim("04_align.py", args, aligned_path, merged_path)
+    artifacts.claim("04_align.py", args, aligned_path, merged_path)
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
-    digests = input_digests(args.run, [calibration_path, groups_path])
+    digests = artifacts.input_digests(args.run, [calibration_path, groups_path])
     inputs = read_inputs(args, calibration_path, groups_path)
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
-    context = choose_context(args, calibrated["positions"])
-    grams_of = partial(read_grams, calibration_path, source["kv_heads"], models.pick_device(args.device))
+    context = None
+    if (args.merge, args.merge_keys) == ("closed-form", "rope"):
+        context = models.key_context(args.key_context, calibrated["positions"])
+        print(f"keys    merged for contexts of up to {context} tokens")
+    compute_device = models.pick_device(args.device)
+    grams_of = partial(artifacts.read_grams, calibration_path, source["kv_heads"], compute_device)
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
@@ -293,10 +278,11 @@ def main():
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = make_record("04_align.py", args, source, digests, summary, clock())
+        written = artifacts.make_record("04_align.py", args, source, digests, summary, clock())
         written["groups"] = inputs.grouping["groups"]
-        write_record(aligned, written)
-        write_record(merged, written | {"inputs": written["inputs"] | {"aligned": digest(aligned)}})
+        artifacts.write_record(aligned, written)
+        written["inputs"] = written["inputs"] | {"aligned": artifacts.digest(aligned)}
+        artifacts.write_record(merged, written)
     print(f"wrote   {aligned_path}\nwrote   {merged_path}")
     print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
           f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"

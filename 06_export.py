@@ -22,17 +22,7 @@ import os
 
 import torch
 
-from common import cli
-from common.artifacts import (
-    check_input,
-    check_same_model,
-    claim,
-    input_digests,
-    make_record,
-    read_record,
-    verify_files,
-    write_record,
-)
+from common import artifacts, cli
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
 from common.evaluate import max_difference, require_close
 from common.files import write_directory
@@ -42,14 +32,7 @@ from common.method.merge import merged_config
 from common.models import empty_model, geometry, load_config, merged_modules, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
-from common.training.checkpoints import (
-    SETTINGS,
-    TrainedWeights,
-    best,
-    read_settings,
-    saved_checkpoints,
-    step_of,
-)
+from common.training import checkpoints
 from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
@@ -70,33 +53,32 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
 
     Raises UserError unless both are intact and the student was trained from this aligned/ and merged/.
     """
-    trained, alignment = read_record(training, "05_prune_train.py"), read_record(aligned, "04_align.py")
+    trained = artifacts.read_record(training, "05_prune_train.py")
+    alignment = artifacts.read_record(aligned, "04_align.py")
     if "kv_heads" not in trained["summary"]:
         raise UserError(f"{training}: expected a trained student, found a teacher")
-    check_same_model(training, alignment["model"], trained["model"])
-    check_input(trained, aligned)
+    artifacts.check_same_model(training, alignment["model"], trained["model"])
+    artifacts.check_input(trained, aligned)
     if os.path.isdir(merged):
-        check_input(read_record(merged, "04_align.py"), aligned)
-        check_input(trained, merged)
-    expected, kv_heads = alignment["summary"]["kv_heads"], trained["summary"]["kv_heads"]
-    if kv_heads != expected:
-        raise UserError(f"{training}: expected {expected} kv heads as in {aligned}, found {kv_heads}")
-    verify_files(training, trained)
-    verify_files(aligned, alignment)
-    for name, expected in read_settings(os.path.join(training, SETTINGS)).items():
+        artifacts.check_input(artifacts.read_record(merged, "04_align.py"), aligned)
+        artifacts.check_input(trained, merged)
+    artifacts.verify_files(training, trained)
+    artifacts.verify_files(aligned, alignment)
+    for name, expected in checkpoints.read_settings(os.path.join(training, checkpoints.SETTINGS)).items():
         found = trained["summary"].get(name)
         if found != expected:
-            raise UserError(f"{training}: expected {name} {expected} as in its {SETTINGS}, found {found}")
+            raise UserError(f"{training}: expected {name} {expected} as in its {checkpoints.SETTINGS}, "
+                            f"found {found}")
     return trained, alignment
 
 
-def best_weights(training: str, steps: int) -> TrainedWeights:
+def best_weights(training: str, steps: int) -> checkpoints.TrainedWeights:
     """The weights with the lowest held-out KL, or the last. Raises UserError if the last are missing."""
-    saved = saved_checkpoints(training)
-    if not saved or step_of(saved[-1]) != steps:
+    saved = checkpoints.saved_checkpoints(training)
+    if not saved or checkpoints.step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
-    chosen = best(training)
-    weights = TrainedWeights(chosen or saved[-1])
+    chosen = checkpoints.best(training)
+    weights = checkpoints.TrainedWeights(chosen or saved[-1])
     reason = "the lowest held-out KL of those kept" if chosen else "the last"
     print(f"reads   {weights.path}: {len(weights.names())} tensors, {reason}")
     return weights
@@ -158,11 +140,11 @@ def main():
     args, clock = parse(), Clock()
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    claim("06_export.py", args, output)
-    inputs = input_digests(args.run, [merged] if args.untrained else [training, aligned])
+    artifacts.claim("06_export.py", args, output)
+    inputs = artifacts.input_digests(args.run, [merged] if args.untrained else [training, aligned])
     if args.untrained:
-        trained, alignment = None, read_record(merged, "04_align.py")
-        verify_files(merged, alignment)
+        trained, alignment = None, artifacts.read_record(merged, "04_align.py")
+        artifacts.verify_files(merged, alignment)
         layers = Layers(merged, torch.float32, "cpu", layerwise=True)
         source = layers.config
     else:
@@ -196,9 +178,10 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         if trained:
-            summary |= {"step": step_of(weights.path)} | heldout_at(training, step_of(weights.path))
-        export = make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
-        write_record(aside, export)
+            step = checkpoints.step_of(weights.path)
+            summary |= {"step": step} | heldout_at(training, step)
+        export = artifacts.make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
+        artifacts.write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores
         model_card.write(aside, alignment, trained, export)
     compared = "student at z = 0" if trained else "merged/"

@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -156,12 +157,6 @@ def verify(path: str) -> None:
         raise UserError(f"{file}: expected the record of a stage, found stage {abbreviated(stage)}")
     if stage in WRITERS:
         verify_files(path, read_record(path, stage))
-
-
-def is_inside(path: str, directory: str) -> bool:
-    """Whether a checkpoint belongs to a run directory, whose evaluation its model card shows."""
-    inner, outer = os.path.realpath(path), os.path.realpath(directory)
-    return os.path.commonpath([inner, outer]) == outer
 
 
 def choose_sources(args) -> tuple[str, str]:
@@ -324,7 +319,8 @@ def main():
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
         answers = answers_section(prompts, pair)
-        if is_inside(path, args.run) and write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
+        of_run = Path(path).resolve().is_relative_to(Path(args.run).resolve())
+        if of_run and write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
     print(f"07_eval: {summary_line(results)}; in {clock()} s, peak host memory {memory} GiB")
 

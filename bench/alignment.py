@@ -16,7 +16,7 @@ import torch
 
 import paper
 from bench.machine import machine, timed
-from common.artifacts import read_calibration, read_groups, read_layer
+from common.artifacts import read_calibration, read_layer, read_record
 from common.method.align import key_overlap, value_overlap
 from common.method.procrustes import align_keys, align_values
 from common.method.stats import CRITERIA, LayerGrams, group_blocks
@@ -54,7 +54,7 @@ def run_grams(run: str, kind: str) -> dict[str, torch.Tensor]:
     """The groups' "values" C [layers * G, D, D, d, d] and "keys" c [layers * G, D, D, d/2] of a run."""
     calibration = read_calibration(f"{run}/calibration")
     model = calibration["model"]
-    _, groups = read_groups(f"{run}/groups.json", model)
+    groups = torch.tensor(read_record(f"{run}/groups.json", "03_group.py", model)["groups"])
     parts = {"values": [], "keys": []}
     for index, layer_groups in enumerate(groups):
         grams = LayerGrams(read_layer(f"{run}/calibration", index), model["kv_heads"])

@@ -266,9 +266,3 @@ def open_tensors(path: str):
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: expected a safetensors file, found none that can be read: "
                         f"{error}") from error
-
-
-def read_groups(path: str, model: dict) -> tuple[dict, torch.Tensor]:
-    """The record of groups.json and its groups, int64 [layers, G, D]: a partition of the model's kv heads."""
-    record = read_record(path, "03_group.py", model)
-    return record, torch.tensor(record["groups"])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from common.cli import UserError
 from common.data.samples import Sample
+from common.method.losses import kl
 from common.progress import Progress
 
 DECODED = 32  # tokens decoded by `speed`
@@ -33,10 +34,7 @@ def perplexity_of(logits, tokens: torch.Tensor) -> float:
 
 def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     """Mean over tokens of KL(first || second), nats."""
-    parts = []
-    for a, b in zip(first, second, strict=True):
-        log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
-        parts.append((log_a.exp() * (log_a - log_b)).sum(-1).mean())
+    parts = [kl(b.double(), a.double()).mean() for a, b in zip(first, second, strict=True)]
     return float(torch.stack(parts).mean())
 
 
@@ -177,10 +175,7 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
 def cache_bytes_per_token(model, tokens: torch.Tensor) -> float:
     """Bytes per token of the cached keys and values after one forward pass. tokens: [T]."""
     cache = model(input_ids=tokens[None].to(model.device), use_cache=True).past_key_values
-    cached_bytes = 0
-    for layer in cache.layers:
-        cached_bytes += layer.keys.nbytes + layer.values.nbytes
-    return cached_bytes / len(tokens)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / len(tokens)
 
 
 @torch.no_grad()
@@ -275,9 +270,7 @@ def averages(tasks: dict[str, dict]) -> dict[str, float]:
     """Macro (equal weight per task) and micro (equal weight per question) averages of the tasks' rates.
 
     The "Avg." of the paper's Tables 1 and 2 is the micro average. tasks: per task "questions", "chance", and
-    "exact_match" and "likelihood", each with a "_stderr". The standard error of the macro average over k
-    tasks is the root of the sum of their squared errors, divided by k; that of the micro average is the error
-    of one rate over all questions.
+    "exact_match" and "likelihood", each with a "_stderr".
     """
     figures = {}
     questions = sum(task["questions"] for task in tasks.values())

@@ -15,7 +15,7 @@ import tempfile
 import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from common import models
 from common.cli import UserError
@@ -201,8 +201,7 @@ class CheckpointWriter:
         self.directory, self.dtype, self.source = directory, dtype, source
         self.config = copy.deepcopy(config)
         self.config.dtype = dtype
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
+        model = models.empty_model(source, self.config, dtype)
         self.config.architectures = [type(model).__name__]
         # tied parameters appear once, under their first name
         self.parameters = dict(model.named_parameters())

@@ -194,21 +194,11 @@ def empty_model(path: str, config, dtype: torch.dtype):
                         f"{first_line(error)}") from error
 
 
-def norms_heads(config) -> bool:
-    """Whether each head's query and key pass through an RMSNorm before RoPE."""
-    return config.model_type in HEAD_NORMS
-
-
-def norms_jointly(config) -> bool:
-    """Whether all heads' queries, and all heads' keys, pass through one RMSNorm before RoPE."""
-    return config.model_type in JOINT_NORMS
-
-
 def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
     """The modules of an attention layer that merging changes: of keys and values, or of the whole head."""
     if config.model_type in FUSED:
         return ("qkv_proj", "o_proj") if whole_head else ("qkv_proj",)
-    norms = ("k_norm", "q_norm")[: 1 + whole_head] if norms_jointly(config) else ()
+    norms = ("k_norm", "q_norm")[: 1 + whole_head] if config.model_type in JOINT_NORMS else ()
     return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
 
 
@@ -247,7 +237,7 @@ def watch_heads(attention, function) -> list:
 
     q and k are those that enter RoPE or the norms of single heads. Returns the handles.
     """
-    behind = "norm" if norms_jointly(attention.config) else "proj"
+    behind = "norm" if attention.config.model_type in JOINT_NORMS else "proj"
     fused = attention.config.model_type in FUSED
     names = {"qkv_proj": "qkv"} if fused else {f"q_{behind}": "q", f"k_{behind}": "k", "v_proj": "v"}
     letters = {attention.get_submodule(name): letter for name, letter in names.items()}

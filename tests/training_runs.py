@@ -21,7 +21,7 @@ from common.training.checkpoints import saved_checkpoints, whole_weights
 from conftest import ROOT, TRAINING, copy_run
 
 STAGE = "05_prune_train.py"
-TIMING = {"seconds", "tokens_per_s", "heldout_seconds"}
+TIMING = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds"}
 
 
 @functools.cache

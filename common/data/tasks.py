@@ -182,7 +182,10 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
         path, rows = _hub_rows(task, split)
     else:
         stem = os.path.join(source, f"{task}.{split}")
-        path, rows = _file_rows(stem)
+        path = next(filter(os.path.exists, (f"{stem}.jsonl", f"{stem}.parquet")), None)
+        if path is None:
+            raise UserError(f"task file not found: expected {stem}.jsonl or {stem}.parquet")
+        rows = list(read_rows(path))
         if os.path.exists(f"{stem}.labels"):
             labels = read_text(f"{stem}.labels").split()
     if not rows:
@@ -225,16 +228,6 @@ def require_split(tasks: list[str], split: str, source: str) -> None:
         advice = " ".join(["--only", *present]) if present else "--tasks none"
         raise UserError(f"task file not found: expected TASK.{split}.jsonl or .parquet in {source} of "
                         f"{', '.join(missing)}; pass {advice} to do without")
-
-
-def _file_rows(stem: str) -> tuple[str, list[tuple[str, dict]]]:
-    """The path of a task file, and its rows with their positions for error messages."""
-    path = f"{stem}.jsonl"
-    if not os.path.exists(path):
-        path = f"{stem}.parquet"
-    if not os.path.exists(path):
-        raise UserError(f"task file not found: expected {stem}.jsonl or {path}")
-    return path, list(read_rows(path))
 
 
 def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:

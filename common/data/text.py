@@ -140,8 +140,7 @@ class TextSamples(Sequence):
     def digest(self) -> str:
         """sha256 of the length and all tokens."""
         digest = hashlib.sha256(f"{self.tokens.shape[1]}\n".encode())
-        for row in self.tokens:
-            digest.update(row)
+        digest.update(self.tokens)
         return digest.hexdigest()
 
 

@@ -25,18 +25,13 @@ def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
     return matrices
 
 
-def no_rotation(grams: LayerGrams, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The identity for Q and u."""
-    pairs, device = len(grams.free), grams.free.device
-    identity = torch.eye(2 * pairs, dtype=torch.float64, device=device)
-    ones = torch.ones(*groups.shape, pairs, dtype=torch.complex128, device=device)
-    return identity.expand(*groups.shape, 2 * pairs, 2 * pairs), ones
-
-
 def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and u by Procrustes on unit-norm vectors ("cos") or raw ones ("dist"); the identity for "none"."""
     if criterion == "none":
-        return no_rotation(grams, groups)
+        pairs, device = len(grams.free), grams.free.device
+        identity = torch.eye(2 * pairs, dtype=torch.float64, device=device)
+        ones = torch.ones(*groups.shape, pairs, dtype=torch.complex128, device=device)
+        return identity.expand(*groups.shape, 2 * pairs, 2 * pairs), ones
     kind = CRITERIA[criterion]
     value_rotation = align_values(group_blocks(grams.value(kind), groups))
     key_rotation = align_keys(group_blocks(grams.key(kind), groups), grams.free, grams.joint_norm)
@@ -64,11 +59,10 @@ def within_group_cosine(
     Returns key_before, key_after, value_before and value_after.
     """
     value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
-    no_value_rotation, no_key_rotation = no_rotation(grams, groups)
     overlaps = {
-        "key_before": key_overlap(key, no_key_rotation),
+        "key_before": key.real.sum(-1),
         "key_after": key_overlap(key, key_rotation),
-        "value_before": value_overlap(value, no_value_rotation),
+        "value_before": torch.einsum("gijaa->gij", value),
         "value_after": value_overlap(value, value_rotation),
     }
     return {name: float(pair_mean(overlap).mean()) / grams.tokens for name, overlap in overlaps.items()}

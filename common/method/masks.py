@@ -75,12 +75,6 @@ def l0_loss(size: torch.Tensor, goal: float) -> torch.Tensor:
     return gap.abs() + gap.square()
 
 
-@torch.no_grad()
-def clamp(log_alpha: torch.Tensor) -> None:
-    """Clamp log_alpha to +-LIMIT in place, after an optimizer step."""
-    log_alpha.clamp_(-LIMIT, LIMIT)
-
-
 class BlendedProjection(nn.Module):
     """A projection with weight z W + (1 - z) W~ (Eq. 27, 28), W from the source, W~ from the merged model.
 

@@ -46,10 +46,6 @@ class HeadMuon(torch.optim.Optimizer):
                 momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
                 direction = weight.grad.lerp(momentum, MOMENTUM)
                 rows = direction.T if group["columns"] else direction
-                step = self._of_heads(rows)
+                heads = rows.unflatten(0, (-1, self.head_dim))
+                step = STEP * max(heads.shape[1:]) ** 0.5 * orthogonalized(heads).flatten(0, 1)
                 weight.sub_(group["lr"] * (step.T if group["columns"] else step))
-
-    def _of_heads(self, direction: torch.Tensor) -> torch.Tensor:
-        """A step [heads * head_dim, in] in this direction at a learning rate of 1."""
-        heads = direction.unflatten(0, (-1, self.head_dim))
-        return STEP * max(heads.shape[1:]) ** 0.5 * orthogonalized(heads).flatten(0, 1)

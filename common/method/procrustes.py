@@ -156,9 +156,8 @@ def agreement(between: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
 def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None, quarters: bool = False) -> torch.Tensor:
     """Generalized Procrustes for keys: one unit number per head and RoPE pair, u [..., D, d/2] complex.
 
-    gram: c [..., D, D, d/2]. Rotations of the form of Eq. 14. Multiplying by a unit number is a rotation,
-    never a reflection, and commutes with RoPE (Eq. 17). Pairs that are not free ([d/2] bool, None for all
-    free) get 1 or -1, with `quarters` also 1j or -1j.
+    gram: c [..., D, D, d/2]. A unit number is a rotation of Eq. 14, never a reflection. Pairs that are not
+    free ([d/2] bool, None for all free) get 1 or -1, with `quarters` also 1j or -1j.
     """
     rotation = best_phases(gram)
     if free is None or free.all():

@@ -10,9 +10,8 @@ W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the can
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and norms over all heads are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
 of the output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head,
-trains the matrices: on a pretrained model it got further in four epochs than AdamW in eight. AdamW trains the
-rest. Learning rates are relative to each tensor's root mean square, because the scale of merged keys and
-values is arbitrary.
+trains the matrices (common/method/muon.py), AdamW the rest. Learning rates are relative to each tensor's root
+mean square, because the scale of merged keys and values is arbitrary.
 """
 
 from dataclasses import dataclass

@@ -150,15 +150,17 @@ class LayerStats:
 
 
 class LayerGrams:
-    """One layer's Gram matrices, float64. tensors by name: those of LayerStats and output_gram, "key.free"
-    (rope.free_pairs), "key.joint_norm" (models.norms_jointly; absent for false) and "rope.frequencies"
-    (radians per position, [d/2]).
-
-    H = source_kv_heads; results are on the device of the tensors.
-    """
+    """One layer's Gram matrices, float64, from tensors by name, on their device; H = source_kv_heads."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], source_kv_heads: int):
         self.tensors, self.source_kv_heads = tensors, source_kv_heads
+        self.tokens = int(tensors["tokens"])  # N, which the sums are over
+        self.query = tensors["query.gram"]  # sum_n q_i q_i^T, [H, d, d]
+        # what stage 1 adds to the sums of LayerStats
+        self.output = tensors.get("output.gram")  # W_O,i^T W_O,i, [H, d, d]
+        self.free = tensors.get("key.free")  # rope.free_pairs, [d/2] bool
+        self.joint_norm = bool(tensors.get("key.joint_norm", False))  # models.JOINT_NORMS
+        self.frequencies = tensors.get("rope.frequencies")  # [d/2]: radians per position of each RoPE pair
 
     def value(self, kind: str) -> torch.Tensor:
         """C [H, H, d, d]; kind "raw" or "unit"."""
@@ -179,33 +181,3 @@ class LayerGrams:
     def key_mean(self) -> torch.Tensor:
         """The mean key of each head, [H, d]."""
         return self.tensors["key.sum"] / self.tokens
-
-    @property
-    def query(self) -> torch.Tensor:
-        """sum_n q_i q_i^T, [H, d, d]."""
-        return self.tensors["query.gram"]
-
-    @property
-    def output(self) -> torch.Tensor:
-        """W_O,i^T W_O,i, [H, d, d]."""
-        return self.tensors["output.gram"]
-
-    @property
-    def tokens(self) -> int:
-        """N, the number of tokens the sums are over."""
-        return int(self.tensors["tokens"])
-
-    @property
-    def free(self) -> torch.Tensor:
-        """[d/2] bool: RoPE pairs that may be rotated by any angle."""
-        return self.tensors["key.free"]
-
-    @property
-    def joint_norm(self) -> bool:
-        """Whether keys and queries have passed through a norm over all heads."""
-        return bool(self.tensors.get("key.joint_norm", False))
-
-    @property
-    def frequencies(self) -> torch.Tensor:
-        """[d/2]: the angle by which RoPE rotates each pair, in radians per position."""
-        return self.tensors["rope.frequencies"]

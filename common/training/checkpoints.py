@@ -2,10 +2,7 @@
 
 A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
 state. Learning rates and the like follow from the step and are not stored. Kept are the last two checkpoints
-and, of a GQA student, the one with the lowest held-out KL.
-
-torch.distributed.checkpoint describes its shards in a pickle, .metadata. It is unpickled with a whitelist of
-the few classes that describe tensors, so reading a checkpoint never executes code from it.
+and, of a GQA student, the one with the lowest held-out KL. Reading one never executes code from it.
 """
 
 import hashlib
@@ -220,7 +217,9 @@ def resume_from(directory: str, schedule, ranks) -> str | None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Allows the classes in METADATA and torch's dtypes; anything else is refused before it is imported."""
+    """Of .metadata, in which torch describes its shards: allows the classes in METADATA and torch's dtypes;
+    anything else is refused before it is imported.
+    """
 
     def find_class(self, module: str, name: str):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

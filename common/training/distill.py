@@ -106,9 +106,10 @@ class Masks:
         """z without noise: of the model that the masks stand for now, not of a random one near it."""
         return self.kind.deterministic(self.log_alpha)
 
+    @torch.no_grad()
     def settle(self, step: int) -> None:
         """After the update of a step: keep log_alpha within its bounds."""
-        masks.clamp(self.log_alpha)
+        self.log_alpha.clamp_(-masks.LIMIT, masks.LIMIT)
 
 
 class ReleasedMasks(Masks):

@@ -50,8 +50,7 @@ class Row:
     position_ids restart at every sample. Attention does not cross samples: packed_attention sees to it, or
     the block-diagonal mask that transformers' implementations derive from the restarts. A weight belongs to
     the position that *predicts* a token: 1 / (tokens the sample predicts in that part) / global batch size,
-    and 0 elsewhere, so that the weighted sum over all rows and ranks is the batch loss. Prompt and answer
-    positions are listed separately because their losses differ.
+    and 0 elsewhere, so that the weighted sum over all rows and ranks is the batch loss.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -83,24 +82,15 @@ class Row:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def answer_mask(sample: Sample) -> np.ndarray:
-    """[tokens] bool: which tokens of a sample belong to an answer."""
-    lengths = list(map(len, sample.segments))
-    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-
-
-def _shares(predicting: np.ndarray, batch: int) -> np.ndarray:
-    """Weights of the positions marked in `predicting`: equal, 1 / batch in total; 0 elsewhere."""
-    return predicting / max(1, predicting.sum()) / batch
-
-
 def _columns(sample: Sample, batch: int) -> tuple[np.ndarray, ...]:
     """A sample's share of a row: [tokens] each of ids, positions, targets and the three weights."""
-    ids, is_answer = np.concatenate(sample.segments), answer_mask(sample)
+    ids, lengths = np.concatenate(sample.segments), list(map(len, sample.segments))
+    is_answer = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)  # prompt and answer in turn
     positions = np.arange(len(ids))
     follows = positions < len(ids) - 1  # the last token predicts nothing
     next_is_answer = np.append(is_answer[1:], False)
-    weights = (_shares(part, batch) for part in (follows & ~next_is_answer, next_is_answer, follows))
+    parts = (follows & ~next_is_answer, next_is_answer, follows)
+    weights = (part / max(1, part.sum()) / batch for part in parts)  # equal, 1 / batch in total
     return ids, positions, np.append(ids[1:], 0), *weights
 
 

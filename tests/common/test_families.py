@@ -22,11 +22,11 @@ from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase, to_complex
 from common.method.stats import key_gram
 from common.models import (
+    JOINT_NORMS,
     geometry,
     head_parameters,
     load_config,
     merged_modules,
-    norms_jointly,
     watch_heads,
 )
 from common.training.checkpoints import saved_checkpoints, whole_weights
@@ -87,7 +87,7 @@ def rotations(attention, generator):
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
     turns = torch.polar(torch.ones_like(angles), angles)
-    if norms_jointly(attention.config):
+    if attention.config.model_type in JOINT_NORMS:
         return values, quarter_phase(turns)
     return values, torch.where(free_pairs(attention), turns, turns.real.sign())
 

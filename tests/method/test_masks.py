@@ -7,6 +7,7 @@ import torch
 
 import paper
 from common.method import masks
+from common.training.distill import Masks
 from conftest import tiny_model
 from students import merge_model
 
@@ -173,7 +174,7 @@ def test_mask_gradient_reaches_log_alpha_through_the_model():
 def test_clamp_keeps_log_alpha_where_a_mask_can_come_back():
     """Within +-7.5, where the expected mask still has a gradient above 1e-4; and the start is inside."""
     log_alpha = torch.tensor([-100.0, -7.4, 0.0, 7.4, 100.0])
-    masks.clamp(log_alpha)
+    Masks({"log_alpha": log_alpha}, 10, 0).settle(0)
     assert log_alpha.tolist() == pytest.approx([-7.5, -7.4, 0, 7.4, 7.5])
     log_alpha.requires_grad_()
     masks.expected(log_alpha).sum().backward()

@@ -70,7 +70,7 @@ MUTANTS = [
      "self.kind.draw(self.current, 0, step)",
      "test_distill::test_each_step_draws_masks_of_its_own_from_the_seed"),
     ("Eq. 31", "common/training/distill.py",
-     "        masks.clamp(self.log_alpha)",
+     "        self.log_alpha.clamp_(-masks.LIMIT, masks.LIMIT)",
      "        pass",
      "test_distill::test_masks_are_clamped_after_an_update"),
     ("Eq. 30", "common/training/distill.py",

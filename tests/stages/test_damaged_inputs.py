@@ -97,7 +97,7 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
         ("aligned/stage.json", another, "aligned: expected the artifact that"),
         ("merged/stage.json", another, "merged: expected the artifact that"),
         ("aligned/config.json", b"{}", not_recorded),
-        ("train/stage.json", replace('"kv_heads": 2', '"kv_heads": 4'), "expected 2 kv heads as in"),
+        ("train/stage.json", replace('"kv_heads": 2', '"kv_heads": 4'), "expected kv_heads 2 as in its"),
         ("train/stage.json", replace('"steps": 10', '"steps": 9'), "expected steps 10 as in its settings"),
         ("train/stage.json", teacher, "expected a trained student, found a teacher"),
         (f"train/{step}/__0_0.distcp", flip_last, not_recorded),
