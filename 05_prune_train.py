@@ -20,15 +20,16 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
-tokens KL, texts included. With --tasks none the teacher is the untouched source. Every --heldout-every steps
-student and teacher are compared on held-out text and questions.
+tokens KL, texts included. With --tasks none the teacher is the untouched source. Before the first step and
+every --heldout-every steps student and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
---masks off trains merged/ directly, without masks or L0 term; use it if merged/ is already near the source.
+--masks off trains merged/ directly, without masks or L0 term: the shorter way, and no worse where both were
+measured (bench/RESULTS.md).
 
 Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. To train a
-finished student further, export it and start from there: --name more --start RUN/gqa.
+finished student further, export it and start from there: --name more --start RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
@@ -168,7 +169,8 @@ def parse():
                         help="first N of each task's validation split (default: "
                              f"{QUESTIONS}, of tasks that have one)")
     parser.add_argument("--heldout-every", type=cli.positive, default=50,
-                        help="steps between measurements; the first and the last step are measured, too")
+                        help="steps between measurements; merged/, the first and the last step are "
+                             "measured, too")
     parser.section("execution")
     parser.add_argument("--tokens-per-microbatch", type=cli.positive,
                         help="tokens per packed row (default: 4096; 2048 on a CPU)")

@@ -1,6 +1,7 @@
 """Stage 7: evaluate checkpoints side by side: eight tasks, perplexity, KV cache size, speed.
 
-Reads   any checkpoints (default: those in RUN), the validation sets of the eight tasks, a text
+Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
+        tasks, a text
 Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
         RUN/eval.jsonl: each checkpoint's answer to each question
         the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN

@@ -1,7 +1,7 @@
 """The report of pipelines/gpu.sh: what ran on this machine's GPUs, what failed, and all figures.
 
     python -m bench.gpu check              # the GPU in one line; without one, an error and exit code 2
-    python -m bench.gpu report runs/gpu    # bench/RESULTS-DEVICE.md and runs/gpu/results.json from the logs
+    python -m bench.gpu report runs/gpu    # bench/RESULTS-<GPU>.md and runs/gpu/results.json from the logs
     GPU_TESTS_ON=cpu python -m bench.gpu report runs/gpu    # of the same on a CPU: runs/gpu/report.md
 
 Exits with 1 if a row failed. Figures are ratios measured side by side in one run, model FLOPs utilization

@@ -63,8 +63,8 @@ def training_flags(args, steps: int) -> list[str]:
         "tasks": "none", "text-length": args.length,
         "heldout-text": os.path.join(text, "heldout.txt"), "heldout-sequences": args.heldout_sequences,
         "heldout-every": steps, "masks": args.masks, "steps": steps, "batch": args.batch, "lr": args.lr,
-        "warmup": max(1, steps // 10), "dtype": args.dtype, "print-every": max(1, steps // 10),
-        "save-minutes": 60,
+        "rest-lr-factor": 1, "warmup": max(1, steps // 10), "dtype": args.dtype,
+        "print-every": max(1, steps // 10), "save-minutes": 60,
     }  # fmt: skip
     flags |= {name.replace("_", "-"): value for name, value in mask_settings(args.masks, steps).items()}
     words = ["--text", os.path.join(text, "calibration.txt"), *args.text]

@@ -134,7 +134,7 @@ class StageParser(argparse.ArgumentParser):
             options["type"] = integer if options["type"] is int else real
         if hasattr(options.get("type"), "metavar"):
             options.setdefault("metavar", options["type"].metavar)
-        if default is not None and default is not False:
+        if default is not None and default is not False and default != []:
             help += " (default: all)" if default is choices else " (default: %(default)s)"
         action = self.group.add_argument(*flags, help=help, **options)
         self.flags += action.option_strings

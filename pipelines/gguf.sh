@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A checkpoint in llama.cpp: converted to GGUF, run there, and compared with transformers token by token.
 #
-#   bash pipelines/gguf.sh runs/demo/gqa                        # -> runs/demo/gqa.f32.gguf
-#   OUTTYPE=q4_0 bash pipelines/gguf.sh runs/demo/gqa out.gguf  # quantized by llama.cpp
+#   bash pipelines/gguf.sh RUN/gqa                              # -> RUN/gqa.f32.gguf
+#   OUTTYPE=q4_0 bash pipelines/gguf.sh RUN/gqa out.gguf        # quantized by llama.cpp
+#   PRE=superbpe bash pipelines/gguf.sh runs/demo/gqa           # the demo model
 #
 #   OUTTYPE  f32 (default), f16, bf16, q8_0, q4_0 or q4_k_m; the last two by way of f32
 #   TEXT     text file: the perplexity of its first SEQUENCES (16) x 512 tokens, in llama.cpp and transformers

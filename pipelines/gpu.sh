@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, by one command and in less than nine minutes on one: the GPU tests (stages 1 to 7
 # against the CPU; stage 5 on all GPUs, killed and resumed) and the benchmarks. The report is
-# bench/RESULTS-DEVICE.md.
+# bench/RESULTS-<GPU>.md.
 #
 #   PYTHON  interpreter (python3) with torch, transformers and pytest: an image's own; nothing is downloaded
 #   OUT     logs and results.json (runs/gpu)         LIMIT  seconds for everything (520)

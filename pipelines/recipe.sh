@@ -15,7 +15,7 @@
 #   BOS=1    begin calibration and evaluation sequences with the BOS token, as in the authors' code
 #
 # Existing results are reused: after an interruption, run the same command. An existing RUN/eval.md is printed
-# as it is: remove it to evaluate more rows.
+# as it is: remove eval.md, eval.json and eval.jsonl to evaluate more rows.
 
 PYTHON=${PYTHON:-python}
 TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"

@@ -6,8 +6,8 @@
 #   KV=4 bash pipelines/table2.sh       # one of the blocks: KV="8 4"
 #   SMALL=1 bash pipelines/table2.sh    # the same on the demo model, on two cores
 #
-# The rows are those of pipelines/table1.sh; ROWS="key-cos key-dist" trains only those. The other settings are
-# listed in pipelines/recipe.sh.
+# The rows are those of pipelines/table1.sh; ROWS="key-cos key-dist" trains only those and evaluates nothing. The
+# other settings are listed in pipelines/recipe.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KV=${KV:-8 4}
