@@ -158,9 +158,9 @@ def parse():
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
     parser.section("held-out measurement: KL to the teacher, next-token loss, top-1 agreement")
     parser.add_argument("--heldout-text", metavar="SOURCE",
-                        help="c4 or demo (their held-out parts), a file as for --text, split (samples of "
-                             "--text, which are not trained on), or none (default: c4 if --text has it; "
-                             "demo for the demo model; else split)")
+                        help="c4 or demo (their held-out parts), a file or generated as for --text, split "
+                             "(samples of --text, which are not trained on), or none (default: c4 if "
+                             "--text has it; demo for the demo model; else split)")
     parser.add_argument("--heldout-sequences", type=cli.positive, default=32,
                         help="number of texts, of --text-length tokens each; with split, a tenth at most")
     parser.add_argument("--heldout-chats", type=cli.non_negative, default=32,

@@ -77,9 +77,9 @@ def parse():
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file, a "
-                             ".npy file of tokens (RUN/train/heldout.npy of stage 5), or none to skip "
-                             "perplexity (default: c4; demo for the demo)")
+                        help="c4, demo (its held-out part), a .txt, .jsonl, .json, .json.gz or .parquet "
+                             "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), or none to "
+                             "skip perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")

@@ -6,6 +6,7 @@ All of it follows from configs alone; common/training/budget.py counts FLOPs and
 from dataclasses import dataclass
 
 from common.cli import UserError
+from common.data.text import GENERATED
 from common.training.budget import (
     Student,
     Workload,
@@ -149,4 +150,6 @@ def print_plan(run, schedules: dict) -> None:
         work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
         times = 1 + run.heldout.measurements(schedules["student"].steps)  # merged/ first
         hours += print_heldout(work, times, args.plan)
-    print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}")
+    sources = *args.text, *args.chat, args.heldout_text
+    print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}"
+          f"{', besides generating text' * any(source.startswith(GENERATED) for source in sources)}")

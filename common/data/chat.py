@@ -20,17 +20,18 @@ FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     """Samples of chats, and a one-line description of what was read.
 
-    path: a .jsonl, .json.gz or .parquet file with a column "messages", a list of {"role": ..., "content":
-    ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most `longest`
-    of them; those without an answer there are left out. Its answers are what the template renders for
-    assistant messages after a generation prompt, end of turn included; the rest, an assistant message that
-    opens the chat included, is prompt. A chat is one sample, or one per answer if the template rewrites
+    path: a .jsonl, .json, .json.gz or .parquet file with a column "messages", a list of {"role": ...,
+    "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most
+    `longest` of them; those without an answer there are left out. Its answers are what the template renders
+    for assistant messages after a generation prompt, end of turn included; the rest, an assistant message
+    that opens the chat included, is prompt. A chat is one sample, or one per answer if the template rewrites
     earlier turns as the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a
     tokenizer without a template, or whose template refuses the chat.
     """
     if not os.path.isfile(path) or not path.endswith((*LINES_OF_JSON, ".parquet")):
         state = "another name" if os.path.isfile(path) else "no such file"
-        raise UserError(f"chats {path}: expected a .jsonl, .json.gz or .parquet file, found {state}")
+        raise UserError(f"chats {path}: expected a .jsonl, .json, .json.gz or .parquet file, "
+                        f"found {state}")
     template = fixed_template(tokenizer, path)
     samples, chats, cut = [], 0, 0
     for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):

@@ -251,7 +251,9 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     other = copy_run(home, tmp_path / "other")
     flags += ["--text-tokens", 8900]  # 70 rows in two pieces
     for plan in (1, 2):
-        run("05_prune_train.py", "--run", home, *flags, "--plan", f"{plan}xA100-80GB")
+        hardware = f"{plan}xA100-80GB"
+        printed = run("05_prune_train.py", "--run", home, *flags, "--plan", hardware).stdout
+        assert printed.splitlines()[-1].endswith(f" on {hardware}, besides generating text")
         assert calibration | heldout == set((home / "tokens").iterdir())  # the plan's zeros are gone
     summaries = []
     for directory, processes in ((home, 0), (other, 2)):
