@@ -101,9 +101,10 @@ def parse():
     parser.add_argument("--text-tokens", type=cli.positive, metavar="N",
                         help="tokens to take from each source of text, and of generated chats (default: "
                              "all; c4 and generated need this flag)")
-    parser.add_argument("--chat", nargs="+", default=[], metavar="FILE",
+    parser.add_argument("--chat", nargs="+", metavar="SOURCE",
                         help=".jsonl, .json, .json.gz or .parquet files with a column messages, for the "
-                             "tokenizer's chat template, cut at the model's limit; or generated")
+                             "tokenizer's chat template, cut at the model's limit; generated; or none "
+                             "(default: generated if --text is and the model has a chat template)")
     parser.section("teacher and student")
     parser.add_argument("--teacher", metavar="DIR",
                         help="SFT teacher, to share between runs, trained if missing; or source, the "

@@ -6,7 +6,7 @@ All of it follows from configs alone; common/training/budget.py counts FLOPs and
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.data.text import GENERATED
+from common.data.text import is_generated
 from common.training.budget import (
     Student,
     Workload,
@@ -152,4 +152,4 @@ def print_plan(run, schedules: dict) -> None:
         hours += print_heldout(work, times, args.plan)
     sources = *args.text, *args.chat, args.heldout_text
     print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}"
-          f"{', besides generating text' * any(source.startswith(GENERATED) for source in sources)}")
+          f"{', besides generating text' * any(map(is_generated, sources))}")

@@ -45,6 +45,7 @@ SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ROWS = {"cpu": 64, "cuda": 256}  # generated side by side; fewer if their cache would take more than
 CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
+ADVICE = "--chat none generates no chats"  # where a chat template does not serve
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,13 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     try:
         prompt, answer = render(chat, [1], tokenizer, template)
     except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {error}; {ADVICE}") from error
     opening, turn, between = prompt.partition("QUESTION")
     header, _, closing = answer.partition("ANSWER")
     unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
     if not turn or not between.strip() or prompt == unprompted and header.strip():
         missing = "generation prompt" if turn else "user's turn"
-        raise UserError(f"{name}: expected a chat template with a {missing}, found none")
+        raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")
     opening, *texts = (text.rstrip(" ") for text in (opening, between, closing))  # the model writes " word"
     texts = [(text.strip(), text[len(text.rstrip()) :], text) for text in texts]
     ids = functools.partial(tokenizer, add_special_tokens=False)
@@ -242,6 +243,15 @@ def as_samples(chats: np.ndarray) -> list[Sample]:
         borders = np.flatnonzero(np.diff(row < 0)) + 1
         samples.append(Sample(*(array("i", decoded(part).tolist()) for part in np.split(row, borders))))
     return [sample for sample in samples if sample.answer_tokens]
+
+
+def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[str]:
+    """Where chats come from: --chat, unless it is none. Left out, the model generates them if it generates
+    its --text and has a chat template.
+    """
+    if chat is None:
+        return [GENERATED] if GENERATED in text and load_tokenizer(model).chat_template else []
+    return [] if chat == [NONE] else chat
 
 
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,

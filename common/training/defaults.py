@@ -6,6 +6,7 @@ import math
 from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
+from common.data.generate import choose_chats
 from common.data.text import is_generated, sequence_length
 from common.models import DEMO, default_sources
 from common.records import SOURCE
@@ -52,6 +53,7 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
     filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
     filled.text = [] if filled.text == [NONE] else filled.text
+    filled.chat = choose_chats(args.chat, filled.text, pair.model["path"])
     if args.heldout_text is None:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
     filled.teacher = args.teacher or (SOURCE if filled.tasks == NONE else None)
@@ -60,7 +62,7 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
         filled.steps = DEMO_STEPS
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         filled.teacher_steps = DEMO_TEACHER_STEPS
-    endless = [source for source in [*filled.text, *args.chat] if source == "c4" or is_generated(source)]
+    endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
     if args.start and filled.masks != "off":

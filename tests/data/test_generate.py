@@ -18,6 +18,7 @@ from common.data.generate import (
     as_samples,
     chat_form,
     chat_row,
+    choose_chats,
     drawn,
     generated,
     read_sequences,
@@ -119,7 +120,8 @@ def test_a_row_without_an_answer_is_no_sample():
     ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "generation prompt"),
 ])
 def test_templates_without_turns_are_refused(template, missing):
-    with pytest.raises(UserError, match=f"expected a chat template with a {missing}, found none"):
+    refusal = f"expected a chat template with a {missing}, found none; --chat none generates no chats"
+    with pytest.raises(UserError, match=refusal):
         chat_form(chatml_tokenizer(template))
     with pytest.raises(UserError, match="a tokenizer with a chat template for generated, found none"):
         chat_form(byte_tokenizer())
@@ -133,6 +135,16 @@ def model(tmp_path) -> str:
     network.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
+
+
+def test_a_model_that_chats_generates_chats_beside_its_text(model, tmp_path):
+    both = ["a.jsonl", "b.jsonl"]
+    for chat, text, expected in ((None, ["a.txt", "generated"], ["generated"]), (["none"], ["generated"], []),
+                                 (None, ["c4", "generated:a.txt"], []), (both, ["generated"], both)):
+        assert choose_chats(chat, text, model) == expected
+    byte_tokenizer().save_pretrained(model)
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    assert choose_chats(None, ["generated"], model) == []
 
 
 def origin(model: str, home, **changes) -> Origin:
@@ -236,8 +248,8 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path):
-    home, both = tmp_path / "run", ("--text", "generated", "--chat", "generated")
-    run("01_calibrate.py", "--run", home, "--model", model, *both, "--sequences", 6, "--length", 32)
+    home, text = tmp_path / "run", ("--text", "generated")  # and chats, as the model has a template
+    run("01_calibrate.py", "--run", home, "--model", model, *text, "--sequences", 6, "--length", 32)
     calibration = set((home / "tokens").iterdir())
     run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
@@ -245,7 +257,7 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     heldout = set((home / "tokens").iterdir()) - calibration
     assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
     assert "no calibration text" not in run("paper.py", "--run", home).stdout
-    flags = ["--tasks", "none", *both, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
+    flags = ["--tasks", "none", *text, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
              "--steps", 2, "--batch", 2, "--warmup", 1]
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
     other = copy_run(home, tmp_path / "other")

@@ -30,7 +30,7 @@ MUTANTS = [
      "sources = ()",
      "test_generate::test_a_conversion_without_any_text_in_one_process_and_in_two"),
     ("--plan", "pipelines/training_cost.py",
-     "any(source.startswith(GENERATED) for source in sources)",
+     "any(map(is_generated, sources))",
      "bool(sources)",
      "test_prune_train::test_a_plan_of_this_machine_computes_in_float32_and_recomputes_nothing"),
     ("4.1, App. A", "05_prune_train.py",

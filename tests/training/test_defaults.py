@@ -45,7 +45,7 @@ def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
 
 
 def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
-    model = {"kv_heads": 16, "name": DEMO if demo else "some/model"}
+    model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
     return Pair("a", "m", model, 16 // group_size, "mean", blended)
 
 
