@@ -8,8 +8,8 @@
 #              the first of them calibrates, too
 #   CHAT       files of chats, generated or none; likewise (with TEXT generated, if the model has a chat
 #              template: generated)
-#   TOKENS     of training, from each TEXT, and of generated chats (100000; on GPUs 20000000)
-#   SEQUENCES, LENGTH   of calibration (48 x 512; with GPUs 128 x 2048)
+#   TOKENS     of training, from each TEXT, and of generated chats (50000; on GPUs 20000000)
+#   SEQUENCES, LENGTH   of calibration (128 x 512; with GPUs 128 x 2048)
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
@@ -31,14 +31,15 @@ MACHINE=$("$PYTHON" -c "import torch; from common.models import processor_dtype;
 print(torch.cuda.device_count(), processor_dtype())")
 read -r GPUS DTYPE <<< "$MACHINE"
 if [ "${GPUS:-0}" -gt 0 ]; then
-  SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"}) NPROC=${NPROC:-$GPUS}
+  NPROC=${NPROC:-$GPUS}
 else
-  SHAPE=(--sequences "${SEQUENCES:-48}" --length "${LENGTH:-512}") NPROC=${NPROC:-1}
+  LENGTH=${LENGTH:-512} NPROC=${NPROC:-1}
 fi
+SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
 if [ "${GPUS:-0}" -gt 0 ] || [[ ${PLAN:-CPU} != *CPU ]]; then
   TOKENS=${TOKENS:-20000000} DTYPE=  # stage 5's default
 else
-  TOKENS=${TOKENS:-100000}
+  TOKENS=${TOKENS:-50000}
 fi
 NAME=$(basename "${MODEL%.gguf}")
 RUN=${RUN:-runs/$NAME${KV_HEADS:+-$KV_HEADS}}
