@@ -343,7 +343,8 @@ def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one
 ])  # fmt: skip
 def test_default_held_out_text(demo, text, expected):
     parse = runpy.run_path(str(ROOT / STAGE))["parse"]
-    pair = Pair("a", "m", {"kv_heads": 8, "name": DEMO if demo else "other"}, 2, "mean", ())
+    model = {"kv_heads": 8, "name": DEMO if demo else "other", "path": "model"}
+    pair = Pair("a", "m", model, 2, "mean", ())
     for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
         with pytest.MonkeyPatch.context() as patched:
             flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
