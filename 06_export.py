@@ -29,7 +29,7 @@ from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import empty_model, geometry, load_config, merged_modules, weight_dtype
+from common.models import empty_model, geometry, load_config, load_tokenizer, merged_modules, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
 from common.training import checkpoints
@@ -183,7 +183,8 @@ def main():
         export = artifacts.make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
         artifacts.write_record(aside, export)
         # after the record, which must not list it: stage 7 adds the scores
-        model_card.write(aside, alignment, trained, export)
+        chat = bool(load_tokenizer(aside).chat_template)
+        model_card.write(aside, alignment, trained, export, chat)
     compared = "student at z = 0" if trained else "merged/"
     print(f"check   {compared} against export: max |logit difference| {difference:.2e}; "
           f"loaded back as {dtype}: {stored:.2e}")

@@ -36,12 +36,12 @@ MASKS = {
 }
 
 
-def write(directory: str, alignment: dict, training: dict | None, export: dict) -> None:
+def write(directory: str, alignment: dict, training: dict | None, export: dict, chat: bool) -> None:
     """Write README.md to `directory`, a checkpoint.
 
-    alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is. A
-    license, and a base model where the source is no hub repository, come from the source's own card, if it
-    has one. 07_eval.py fills in the scores.
+    alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is.
+    chat: whether its tokenizer has a chat template. A license, and a base model where the source is no hub
+    repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
     on_hub, given = _is_hub_name(source), _source_card(alignment["model"]["path"])
@@ -53,6 +53,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict) 
         tags=["gqa", "kv-cache"],
     )
     facts = _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
+    facts["chat"] = chat
     facts["license"] = markdown_text(str(given.get("license") or ""))
     link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
@@ -78,6 +79,7 @@ def _model(source: dict, exported: dict) -> dict[str, str]:
         "fingerprint": _code(source["fingerprint"]),
         "heads": source["heads"],
         "kv_heads": kv_heads,
+        "plural": "s" if kv_heads > 1 else "",
         "source_kv_heads": source_kv_heads,
         "cache_bytes": f"{bytes_per_head * kv_heads:,}",
         "source_cache_bytes": f"{bytes_per_head * source_kv_heads:,}",

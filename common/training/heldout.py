@@ -40,10 +40,13 @@ class Heldout:
         return bool(self.sets) and (step in (1, steps) or step % self.every == 0)
 
     def measure_start(self, step, teacher, chunk: int) -> None:
-        """Add the figures of the untrained student, named START_NAME, to those of the first engine.Step."""
+        """Add the untrained student's figures, named START_NAME, to the first engine.Step, whose time begins
+        after this measurement.
+        """
         if self.sets and step.number == 0:
             figures = self.figures(step.job, teacher, step.schedule, chunk)
             step.figures |= {f"{START}_{name}": figure for name, figure in figures.items()}
+            step.began += figures["heldout_seconds"]
 
     def write_text(self, directory: str) -> None:
         """Write the texts, if any, to heldout.npy, [n, length] int32, which 07_eval.py --text reads."""

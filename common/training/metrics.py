@@ -56,6 +56,8 @@ class Metrics:
         """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
         if not self.ranks.first:
             return
+        if figures["step"] == self.start + 1:  # the ETA does not count what was measured around this step
+            self.began = time.perf_counter() - figures["seconds"]
         figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
         flops = figures.pop("flops")
         if self.peak:

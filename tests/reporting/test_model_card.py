@@ -32,8 +32,8 @@ def records():
     return copy.deepcopy((ALIGNMENT, TRAINING, EXPORT))
 
 
-def write(directory, records) -> str:
-    model_card.write(str(directory), *records)
+def write(directory, records, chat: bool = False) -> str:
+    model_card.write(str(directory), *records, chat)
     return (directory / "README.md").read_text(encoding="utf-8")
 
 
@@ -133,6 +133,17 @@ def test_a_model_that_was_not_trained_says_so(tmp_path, records):
     card = words(write(tmp_path, (records[0], None, records[2])))
     assert "It was not trained after merging" in card and "- Training: none. - Versions" in card
     assert "The capital of France is" in card and "Table 5" not in card
+
+
+def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
+    records[2]["summary"]["kv_heads"] = 1
+    for chat, data in ((True, "none"), (False, "none"), (True, "hub")):
+        records[1]["arguments"]["tasks"] = data
+        card = write(tmp_path, records, chat)
+        snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
+        assert ast.parse("\n".join(snippet)) and "with 1 key/value head\n" in card
+        assert ("apply_chat_template" in card) == (chat and data == "none")
+        assert ("The capital of France is" in card) == (not chat)
 
 
 def test_the_card_says_what_training_did_to_the_held_out_kl(tmp_path, records):

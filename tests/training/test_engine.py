@@ -101,6 +101,18 @@ def test_the_seconds_of_a_step_are_its_own(group_of_one, tmp_path):
     assert sum(line["seconds"] for line in lines) < elapsed
 
 
+def test_the_eta_counts_training_from_the_first_step(group_of_one, tmp_path, monkeypatch, capsys):
+    """Not what was measured before that step and after it."""
+    readings = iter([0.0, 1000.0, 1000.0, 1020.0])  # start, twice in step 1, once in step 2
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    writer = metrics.Metrics(squares_job(group_of_one, tmp_path), schedule_of(4))
+    for step in (1, 2):
+        figures = {"step": step, "seconds": 10.0, "tokens": 50, "flops": 1, "lr": 1e-3, "heldout_seconds": 5}
+        writer.write(figures)
+        assert "ETA 0:00:30" in capsys.readouterr().out
+    writer.close()
+
+
 @pytest.mark.parametrize("reduce", ["step", "row"])
 def test_gradients_are_reduced_as_scheduled(monkeypatch, reduce):
     """Before each row; the last of a step is told apart."""

@@ -286,10 +286,12 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
     student = gqa_student(group_of_one, tmp_path)
     named = {f"start_{name}": figure for name, figure in measured(student).items()}
     for number in (0, 1):
-        step = SimpleNamespace(number=number, job=student.job, schedule=SCHEDULE, figures={"loss": 1.0})
+        step = SimpleNamespace(
+            number=number, job=student.job, schedule=SCHEDULE, figures={"loss": 1.0}, began=7.0)
         HELDOUT.measure_start(step, student.teacher, OPTIONS.loss_chunk)
         NOTHING.measure_start(step, student.teacher, OPTIONS.loss_chunk)
-        step.figures.pop("start_heldout_seconds", None)
+        seconds = step.figures.pop("start_heldout_seconds", 0.0)
+        assert step.began == 7.0 + seconds and (seconds > 0) == (number == 0)
         assert step.figures == {"loss": 1.0} | (named if number == 0 else {})
 
 
