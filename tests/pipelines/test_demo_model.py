@@ -20,7 +20,7 @@ def contents(directory: Path) -> dict[str, bytes]:
             for path in directory.iterdir() if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_training_gives_the_same_bytes_each_time(tmp_path):
     for name in ("a", "b"):
         run("pipelines/demo_model.py", "--out", tmp_path / name, "--steps", 2, fresh=True)

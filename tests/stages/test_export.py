@@ -124,7 +124,7 @@ def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
         assert step_of(stage.best_weights(training, saved[-1]).path) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_memory_is_that_of_a_layer(finished_run, tmp_path):
     """A student of 1.4 GiB is exported in less than half of that."""
     config = LlamaConfig(vocab_size=260, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,

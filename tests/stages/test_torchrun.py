@@ -156,17 +156,17 @@ def test_killed_and_resumed_is_bit_identical(distributed_run, aligned_run, input
     assert_same_bits(home, distributed_run)
 
 
-@pytest.mark.slow
-def test_twenty_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path):
-    """One rank or all of them, killed at random moments twenty times; the run ends as one that was left
-    alone.
-    """
+@pytest.mark.parametrize("count", [
+    pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.release)
+])  # fmt: skip
+def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count):
+    """One rank or all of them, killed at random moments; the run ends as one that was left alone."""
     settings = [*TRAINING, "--steps", "40", "--save-steps", "1"]
     quiet = with_teacher(aligned_run, distributed_run, tmp_path / "quiet")
     home = with_teacher(aligned_run, distributed_run, tmp_path / "killed")
     run(STAGE, "--run-dir", quiet, "--tasks", inputs["tasks"], *settings, processes=2)
     kills, draw = 0, random.Random(0)
-    while kills < 20:
+    while kills < count:
         done = len(metrics(home)) if (home / "train" / "metrics.jsonl").exists() else 0
         process = start(home, inputs, *settings)
         wait_for_step(home, min(done + draw.randint(0, 2), 39))
@@ -180,7 +180,7 @@ def test_twenty_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path)
             assert process.wait() != 0
         kills += 1
     run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *settings, processes=2)
-    assert kills == 20
+    assert kills == count
     assert_same_bits(home, quiet)
 
 
