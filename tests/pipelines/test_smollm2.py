@@ -97,7 +97,7 @@ def check_results(run) -> dict:
     return results
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_pipeline_on_a_tiny_model(tmp_path):
     run, model = tmp_path / "a [1] run", save_tiny(tmp_path / "model")
     settings = {"RUN": run, "MODEL": model, "TEXT": random.__file__, "SEQUENCES": 8, "LENGTH": 64,
