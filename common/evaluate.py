@@ -136,14 +136,14 @@ def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[s
     return answers
 
 
-def complete(model, tokenizer, prompts: list[str], longest: int) -> list[str]:
+def complete(model, tokenizer, prompts: list[str], longest: int, batch: int = 1) -> list[str]:
     """Greedy answers of at most `longest` tokens to prompts, through the chat template if there is one."""
     if tokenizer.chat_template:
         prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
                                                  add_generation_prompt=True) for prompt in prompts]
     ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     with Progress(total=len(prompts), desc="answers", unit="prompt", leave=False) as bar:
-        return generate_answers(model, tokenizer, [Sample(each, range(longest)) for each in ids], 1, bar)
+        return generate_answers(model, tokenizer, [Sample(each, range(longest)) for each in ids], batch, bar)
 
 
 @torch.no_grad()

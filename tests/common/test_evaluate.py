@@ -68,6 +68,8 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
         expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
     answer = tokenizer.decode(expected[len(ids):], skip_special_tokens=True).strip()
     assert evaluate.complete(model, tokenizer, ["What is red?"], 5) == [answer]
+    batch = evaluate.complete(model, tokenizer, ["What is red, and what is blue?", "What is red?"], 5, 2)
+    assert batch[1] == answer
 
 
 class Waits(TorchDispatchMode):
