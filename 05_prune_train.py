@@ -29,7 +29,7 @@ on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a m
 measured (bench/RESULTS.md).
 
 Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. To train a
-finished student further, export it and start from there: --name more --start RUN/gqa --masks off.
+finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
@@ -110,8 +110,8 @@ def parse():
                         help="SFT teacher, to share between runs, trained if missing; or source, the "
                              "untouched model (default: RUN/teacher; with --tasks none: source)")
     parser.add_argument("--name", type=cli.name, help="write RUN/train-NAME/ instead of RUN/train/")
-    parser.add_argument("--start", metavar="DIR",
-                        help="an exported student of this merged/ to start from (with --masks off)")
+    parser.add_argument("--student", metavar="DIR",
+                        help="start from this exported student instead of merged/ (with --masks off)")
     parser.add_argument("--masks", choices=(*MASKS, "off"),
                         help="l0-released: as in the authors' code, which moves them along a schedule, not "
                              "by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly (default: "
@@ -328,7 +328,7 @@ def student_settings(run: Run, schedule: Schedule) -> dict:
     tuned = {name: getattr(run.args, name) for name in TUNED}
     shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
-    starts |= {"start": pair.exported} if pair.exported else {}
+    starts |= {"student": pair.exported} if pair.exported else {}
     starts = {name: fingerprint(path) for name, path in starts.items()}
     return schedule.to_resume() | tuned | shared | run.computation | run.pool.description() | starts
 
@@ -347,7 +347,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
 
 def prune_train(args, clock: Clock, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    pair = students.read_pair(args.run, ranks, args.start)
+    pair = students.read_pair(args.run, ranks, args.student)
     source = pair.model["path"]
     args = with_defaults(args, pair, load_config(source).max_position_embeddings)
     texts = heldout_texts(args, source, ranks)  # first: if it is refused, not after --text is tokenized

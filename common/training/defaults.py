@@ -65,8 +65,8 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
     endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
-    if args.start and filled.masks != "off":
-        raise UserError(f"--start: expected --masks off with it, found {filled.masks}")
+    if args.student and filled.masks != "off":
+        raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
     if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
     return filled

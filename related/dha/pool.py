@@ -5,7 +5,7 @@ Writes  RUN/start-cold/      the source's heads, averaged: the paper's cold star
         RUN/start-unfused/   those of the model after search: "w.o. linear heads fusion" (Table 2)
 
     python -m related.dha.pool
-    python -m related.dha.pretrain --name cold --start runs/dha/start-cold
+    python -m related.dha.pretrain --name cold --checkpoint runs/dha/start-cold
 
 Both are DHA checkpoints. The groups cost the steps of search, so pretrain.py counts them for both, although
 the cold start drops the weights that search has trained.

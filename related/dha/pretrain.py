@@ -1,11 +1,11 @@
 """Continued pre-training, the third phase of DHA, and the same training for every model it is compared with.
 
-Reads   RUN/search.json (text, batches and learning rate), --start (default: RUN/fused/)
+Reads   RUN/search.json (text, batches and learning rate), --checkpoint (default: RUN/fused/)
 Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.json with its held-out losses
         RUN/NAME.train/   training checkpoints, removed at the end
 
     python -m related.dha.pretrain                                                     # DHA, after fuse.py
-    python -m related.dha.pretrain --name mean-pool --start runs/dha/start-mean-pool/merged       # a baseline
+    python -m related.dha.pretrain --name mean-pool --checkpoint runs/dha/start-mean-pool/merged  # a baseline
     torchrun --nproc-per-node 8 -m related.dha.pretrain --run-dir runs/dha-7b --steps 5000 --warmup 0.03
 
 --steps counts from the source model, in batches of search: those of search and fusion are subtracted, and a
@@ -37,7 +37,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
     parser.add_argument(
-        "--start", default=None, metavar="DIR", help="checkpoint to train (default: RUN/fused)"
+        "--checkpoint", default=None, metavar="DIR", help="checkpoint to train (default: RUN/fused)"
     )
     parser.add_argument("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
     parser.add_argument(
@@ -101,7 +101,7 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
 
 def pretrain(args, clock, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
-    start = args.start or os.path.join(args.run, "fused")
+    start = args.checkpoint or os.path.join(args.run, "fused")
     directory = os.path.join(args.run, args.name) + ".train"
     data = read(os.path.join(args.run, "search.json"), SEARCH)["summary"]["data"]
     start_record = read_start(start)

@@ -6,7 +6,7 @@ Writes  RUN/rotated/searched/, RUN/rotated/search.json   the same function and g
     python 01_calibrate.py --run runs/dha/rotated --model runs/dha/searched     # after search.py
     python -m related.dha.rotate
     python -m related.dha.fuse --run runs/dha/rotated                           # or related.dha.pool
-    python -m related.dha.pretrain --name rotated --start runs/dha/rotated/fused
+    python -m related.dha.pretrain --name rotated --checkpoint runs/dha/rotated/fused
 
 Fusion mixes the same channels of different heads, so the basis of each head matters. The rotations are those
 of stage 4 (generalized Procrustes, "dist"), of keys and values in groups of their own.

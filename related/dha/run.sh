@@ -28,7 +28,7 @@ make_once "$RUN/dha"         dha pretrain --steps "$STEPS"
 
 pooled() {  # pooled NAME WEIGHTS: DHA's groups without fusion
   make_once "$RUN/start-$1" dha pool --weights "$2"
-  make_once "$RUN/$1"       dha pretrain --steps "$STEPS" --name "$1" --start="$RUN/start-$1"
+  make_once "$RUN/$1"       dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$RUN/start-$1"
 }
 pooled cold    source
 pooled unfused searched
@@ -47,7 +47,7 @@ halve() {  # halve DIRECTORY FLAGS...: search and fusion in a directory of their
 if [ -n "${STAGED:-}" ]; then
   halve "$RUN/half"    "$@" --kv-heads $((2 * KV_HEADS))
   halve "$RUN/quarter" "$@" --model "$RUN/half/fused" --kv-heads "$KV_HEADS"
-  make_once "$RUN/staged" dha pretrain --steps "$STEPS" --name staged --start="$RUN/quarter/fused"
+  make_once "$RUN/staged" dha pretrain --steps "$STEPS" --name staged --checkpoint="$RUN/quarter/fused"
   ROWS=(--names source mean-pool aligned closed-form cold unfused staged dha)
 fi
 
@@ -61,10 +61,10 @@ baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
     "$PYTHON" 03_group.py --run="$start" --similarity="$RUN/similarity.safetensors" \
     --kv-heads "$KV_HEADS" --by "$2"
   make_once "$start/merged" "$PYTHON" 04_align.py --run="$start" --calibration="$RUN/calibration" "${@:3}"
-  make_once "$RUN/$1" dha pretrain --steps "$STEPS" --name "$1" --start="$start/merged"
+  make_once "$RUN/$1" dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$start/merged"
 }
 baseline mean-pool   none   --rotate none
 baseline aligned     value
 baseline closed-form energy --merge closed-form --refit
-make_once "$RUN/source"       dha pretrain --steps "$STEPS" --name source --start="$SOURCE"
+make_once "$RUN/source"       dha pretrain --steps "$STEPS" --name source --checkpoint="$SOURCE"
 make_once "$RUN/compare.json" dha compare "${ROWS[@]}"

@@ -1,6 +1,10 @@
 """One-line mutations of the modules of common/ itself, and the test that must fail for each."""
 
 MUTANTS = [
+    ("torchrun", "05_prune_train.py",
+     'parser.add_argument("--student", metavar="DIR",',
+     'parser.add_argument("--start", dest="student", metavar="DIR",',
+     "test_torchrun::test_no_flag_but_run_abbreviates_an_option_of_torchrun"),
     ("torchrun", "docs/training.md",
      "torchrun --nproc-per-node 8",
      "torchrun --nproc 8",

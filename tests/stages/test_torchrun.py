@@ -51,6 +51,17 @@ def test_torchrun_accepts_the_commands_of_the_manuals_and_no_shorter_flag(capsys
     assert "ambiguous option: --nproc could match" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["05_prune_train.py", "related/dha/search.py", "related/dha/fuse.py",
+                                     "related/dha/pretrain.py", "related/skipless/train.py"])
+def test_no_flag_but_run_abbreviates_an_option_of_torchrun(command):
+    """Python 3.11's argparse refuses such a flag as ambiguous, even after the script; hence --run-dir."""
+    flags = set(re.findall(r"^  (--[\w-]+)", run(command, "--help").stdout, re.MULTILINE))
+    options = [option for action in get_args_parser()._actions for option in action.option_strings]
+    assert {"--run", "--force", "--steps"} <= flags
+    for flag in flags - {"--run"}:
+        assert not [option for option in options if option.startswith(flag)], flag
+
+
 @pytest.fixture(scope="module")
 def alone(aligned_run, inputs, tmp_path_factory):
     """A run on one process. Others are compared with it under the same teacher and for few steps: BiLD's

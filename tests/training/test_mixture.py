@@ -274,15 +274,15 @@ def test_a_student_trains_on_under_another_name(aligned_run, inputs, tmp_path):
     """merged/ exported, trained from there as train-more/, and exported beside it."""
     home = copy_run(aligned_run, tmp_path / "run")
     run("06_export.py", "--run", home, "--untrained")
-    words = text_arguments(home, inputs, "--name", "more", "--start", home / "gqa", "--masks", "off")
+    words = text_arguments(home, inputs, "--name", "more", "--student", home / "gqa", "--masks", "off")
     run(STAGE, *words)
     start = read_metrics(str(home / "train-more" / "metrics.jsonl"))[0]
     run("06_export.py", "--run", home, "--name", "more")
     assert not (home / "train").exists() and (home / "gqa-more" / "config.json").exists()
-    further = ["--name", "again", "--start", home / "gqa-more", "--masks", "off"]
+    further = ["--name", "again", "--student", home / "gqa-more", "--masks", "off"]
     run(STAGE, *text_arguments(home, inputs, *further))
     again = read_metrics(str(home / "train-again" / "metrics.jsonl"))[0]
     assert again["start_heldout_kl"] < start["start_heldout_kl"]  # from where the other ended
-    expect_error("--start: expected --masks off with it, found l0", STAGE, *words[:-1], "l0")
+    expect_error("--student: expected --masks off with it, found l0", STAGE, *words[:-1], "l0")
     (home / "gqa" / "config.json").write_text("{}")
     expect_error("config.json", STAGE, *words, "--force")

@@ -139,7 +139,7 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
         assert sum(map(sum, summary["heads"].values())) == 2 * 3 * search["summary"]["kv_heads"]
         kl[name] = summary["kl"]
     assert kl["output"] < kl["uniform"] > kl["measured"]
-    run("related/dha/pretrain.py", "--run", tmp_path, "--name", "groups", "--start",
+    run("related/dha/pretrain.py", "--run", tmp_path, "--name", "groups", "--checkpoint",
         tmp_path / "start-groups", "--steps", 5, "--heldout-every", 2)
 
     home = tmp_path / "rotated"

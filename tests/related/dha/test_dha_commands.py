@@ -55,11 +55,11 @@ def test_the_scripts_from_search_to_comparison(inputs, tmp_path):
     pooled = tmp_path / "pooled"
     merge_model(AutoModelForCausalLM.from_pretrained(inputs["model"]), 2).save_pretrained(pooled)
     byte_tokenizer().save_pretrained(pooled)
-    baseline = ["--name", "mean-pool", "--start", pooled, "--heldout-every", 50]
+    baseline = ["--name", "mean-pool", "--checkpoint", pooled, "--heldout-every", 50]
     run("related/dha/pretrain.py", "--run", home, "--steps", total, *baseline)
     for weights, name in pool.NAMES.items():
         run("related/dha/pool.py", "--run", home, "--weights", weights)
-        start = ["--name", name, "--start", home / f"start-{name}", "--heldout-every", 50]
+        start = ["--name", name, "--checkpoint", home / f"start-{name}", "--heldout-every", 50]
         run("related/dha/pretrain.py", "--run", home, "--steps", total, *start)
     names = ["mean-pool", "cold", "unfused", "dha"]
     done = run("related/dha/compare.py", "--run", home, "--names", *names)
@@ -113,7 +113,7 @@ def test_two_halvings_each_search_and_fuse_and_all_their_steps_count(inputs, tmp
     run("related/dha/pool.py", "--run", quarter)
     pooled = json.loads((quarter / "start-cold" / "stage.json").read_text())["summary"]
     assert pooled["steps_so_far"] == summaries[1]["steps_so_far"]
-    staged = ["--name", "staged", "--start", quarter / "fused", "--steps", steps + 2]
+    staged = ["--name", "staged", "--checkpoint", quarter / "fused", "--steps", steps + 2]
     run("related/dha/pretrain.py", "--run", half, *staged)
     row = json.loads((half / "staged" / "stage.json").read_text())["summary"]
     assert row["steps"] == 2 and row["heldout"][0][0] == steps * 4 * 32
