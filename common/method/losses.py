@@ -4,6 +4,8 @@ The functions of logits return one loss per token. A sequence's loss is the mean
 the mean over sequences: both are per-token weights, so packing and sharding do not change the result.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -63,8 +65,23 @@ def product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None 
         if total is None:
             return torch.mm(left, right, out_dtype=dtype)
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-    left, right = left.to(dtype), right.to(dtype)
-    return left @ right if total is None else total.addmm_(left, right)
+    with exact_products(left.dtype):
+        left, right = left.to(dtype), right.to(dtype)
+        return left @ right if total is None else total.addmm_(left, right)
+
+
+@contextlib.contextmanager
+def exact_products(dtype: torch.dtype):
+    """Within, CPUs multiply float32 matrices by their bfloat16 instructions if `dtype`, which the factors
+    came in, is bfloat16: nothing is rounded, sums are float32, and it takes half the time.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

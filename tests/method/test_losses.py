@@ -1,5 +1,7 @@
 """Distillation losses against the formulas written out, and the chunked form against the plain one."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import scipy.special
@@ -9,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paper
-from common.method.losses import bild, chunked, cross_entropy, differences, kl, product
+from common.method.losses import bild, chunked, cross_entropy, differences, exact_products, kl, product
 
 
 def logits(n: int = 6, vocab: int = 40, seed: int = 0) -> torch.Tensor:
@@ -148,6 +150,28 @@ def test_the_kl_of_close_models_in_bfloat16_is_that_in_float64(distance):
         results.append([value.detach().double(), h.grad.double(), w.grad.double()])
     for ours, exact, close in zip(*reversed(results), (5e-3, 2**-7, 2**-7), strict=True):
         assert (ours - exact).norm() < close * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_round_no_factor(dtype):
+    """Sums of 512 products in float32 are off by some 1e-6; with factors rounded to bfloat16, by 1e-3."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 512, generator=generator).to(dtype) for _ in range(2))
+    exact = left.double() @ right.double().T
+    for ours in (product(left, right.T), product(left, right.T, torch.zeros(256, 256))):
+        assert ours.dtype == torch.float32
+        assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_only_bfloat16_factors_use_its_instructions_and_only_there():
+    matmul = torch.backends.mkldnn.matmul
+    before, within = matmul.fp32_precision, {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with contextlib.suppress(ZeroDivisionError), exact_products(dtype):
+            within[dtype] = matmul.fp32_precision
+            raise ZeroDivisionError
+        assert matmul.fp32_precision == before
+    assert within == {torch.float32: before, torch.bfloat16: "bf16", torch.float16: before}
 
 
 def test_products_on_a_gpu_have_16_bit_factors_and_sums_in_float32():
