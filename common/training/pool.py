@@ -53,20 +53,17 @@ def load_pool(args, model: str, ranks) -> Pool:
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
     answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
+    # files first: a fault in one is found before minutes of generating
+    chat_files = [source for source in args.chat if not is_generated(source)]
+    loaded = {source: load_chats(source, tokenizer, positions) for source in chat_files}
+    texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
     chats = []
     for source in args.chat:
-        if is_generated(source):
-            samples, description = as_samples(generate(source, args, model, ranks, chats=True)), source
-            if not samples:
-                raise UserError(f"--chat {source}: expected answers within --text-length {args.text_length} "
-                                "tokens, found none")
-        else:
-            samples, description = load_chats(source, tokenizer, positions)
+        samples, description = loaded.get(source) or generate_chats(source, args, model, ranks)
         ranks.say(f"reads   {description}")
         chats += samples
     heldout = set(evenly_spaced(len(chats), args.heldout_chats))
     answered += [chat for number, chat in enumerate(chats) if number not in heldout]
-    texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
     return Pool(answered, texts, [chats[number] for number in sorted(heldout)])
@@ -121,6 +118,15 @@ def generate(source: str, args, model: str, ranks, chats: bool = False) -> np.nd
     rows = -(-args.text_tokens // args.text_length)
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
     return generated(source, origin, rows, args.text_length, chats=chats)
+
+
+def generate_chats(source: str, args, model: str, ranks) -> tuple[list[Sample], str]:
+    """Chats and their description. Raises UserError if none has an answer."""
+    samples = as_samples(generate(source, args, model, ranks, chats=True))
+    if not samples:
+        raise UserError(f"--chat {source}: expected answers within --text-length {args.text_length} tokens, "
+                        "found none")
+    return samples, source
 
 
 def replace_tokens(record: str, path: str) -> None:
