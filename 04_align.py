@@ -69,9 +69,9 @@ def parse():
     parser.add_argument("--refit", nargs="?", choices=("output", "attention"), const="output",
                         help="output (or no value): re-solve each merged layer's W_O by least squares; "
                              "attention: then train its W_Q, W_K, W_V and W_O")
-    parser.add_argument("--refit-sequences", type=positive, default=128,
-                        help="sequences of the calibration text, at its length; one in eight is held out to "
-                             "choose the ridge strength and the epoch")
+    parser.add_argument("--refit-sequences", type=positive,
+                        help="sequences of the calibration text, at its length (default: all); one in eight "
+                             "is held out to choose the ridge strength and the epoch")
     parser.section("the equivalence check")
     parser.add_argument("--text", help="as in 01_calibrate.py (default: more of the calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
@@ -127,7 +127,8 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
-        sequences = max(min(args.refit_sequences, calibrated["sequences"]), 2)
+        calibrated_sequences = calibrated["sequences"]
+        sequences = max(2, min(args.refit_sequences or calibrated_sequences, calibrated_sequences))
         refit_tokens, description = read_calibrated(calibration, origin, sequences)
         print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)

@@ -22,7 +22,7 @@ from common.method.closed_form import closed_form_layer
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit, unpack_half
-from conftest import ROOT, copy_run, expect_error, run, save_tiny
+from conftest import GROUPING, ROOT, copy_run, expect_error, run, save_tiny
 from students import merge_model
 
 N, H, D = 200, 6, 8
@@ -200,6 +200,17 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
     with torch.no_grad():
         source, refitted, plain = (model(tokens).logits for model in models)
     assert (source - refitted).square().mean() < (source - plain).square().mean()
+
+
+def test_the_refit_reads_as_many_sequences_as_calibration_unless_told(inputs, tmp_path):
+    home = tmp_path / "run"
+    shape = ["--text", inputs["text"], "--sequences", 130, "--length", 16]
+    run("01_calibrate.py", "--run", home, "--model", inputs["model"], *shape)
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, *GROUPING)
+    for flags, sequences in (([], 130), (["--refit-sequences", 6], 6), (["--refit-sequences", 999], 130)):
+        done = run("04_align.py", "--run", home, "--force", "--refit", *flags)
+        assert f"; {sequences * 16} tokens, for the refit" in done.stdout
 
 
 def test_the_pair_names_one_another_and_every_file(aligned_run):
