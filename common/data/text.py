@@ -153,8 +153,6 @@ def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, t
     many to take from each source; None takes all. Memory is constant, but a .txt file, which is one document,
     is read whole. Raises UserError for too few tokens and for text that cannot be read.
     """
-    for source in [source for source in sources if isinstance(source, str)]:
-        _check_source(source)
     names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
     with write_file(path) as file:
         _write_header(file, 0)
@@ -220,7 +218,7 @@ def is_generated(source: str) -> bool:
     return source.partition(":")[0] == GENERATED
 
 
-def _check_source(source: str) -> None:
+def check_source(source: str) -> None:
     """Raise UserError unless the source is known by name, or a file of a known format."""
     if source in ("c4", DEMO):
         return
@@ -232,7 +230,7 @@ def _check_source(source: str) -> None:
 
 def read_documents(source: str, split: str) -> Iterator[str]:
     """Yield the documents of a source; a .txt file is one document."""
-    _check_source(source)
+    check_source(source)
     if source == "c4":
         yield from _c4(*C4_FILES[split])
     elif source.endswith(".txt"):

@@ -15,7 +15,7 @@ from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.samples import Sample
 from common.data.tasks import check_lengths, load_task, require_split, size_note, tokenize
-from common.data.text import NONE, TextSamples, evenly_spaced, is_generated, write_text_tokens
+from common.data.text import NONE, TextSamples, check_source, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_tokenizer
 
@@ -91,6 +91,9 @@ def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) 
 
 def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
+    for source in args.text:
+        if not is_generated(source):
+            check_source(source)  # a missing file is found before minutes of generating
     sources = [generate(source, args, model, ranks) if is_generated(source) else source
                for source in args.text]
     digests = [hashlib.sha256(source).hexdigest() for source in sources if isinstance(source, np.ndarray)]

@@ -267,6 +267,18 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
     assert not os.path.exists(missing)
 
 
+@pytest.mark.parametrize(("name", "message"), [
+    ("nowhere.jsonl", "text .*nowhere.jsonl: not found; expected c4, demo, or"),
+    ("t.bin", "text .*t.bin: expected c4, demo, or"),
+])
+def test_files_are_checked_before_anything_is_generated(inputs, tmp_path, group_of_one, name, message):
+    (tmp_path / "t.bin").write_bytes(b"bytes")
+    args = flags(tmp_path / "run", text=["generated", str(tmp_path / name)], text_tokens=400)
+    with pytest.raises(UserError, match=message):
+        load_pool(args, inputs["model"], group_of_one)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_pool_without_data_is_refused(inputs, tmp_path, group_of_one):
     with pytest.raises(UserError, match="expected --text or --chat with it, found neither"):
         load_pool(flags(tmp_path), inputs["model"], group_of_one)
