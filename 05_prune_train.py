@@ -25,18 +25,18 @@ every --heldout-every steps student and teacher are compared on held-out text an
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
---masks off trains merged/ directly, without masks or L0 term: the shorter way, and no worse where both were
-measured (bench/RESULTS.md).
+--masks off trains merged/ directly, without masks or L0 term: the shorter way, and at a rate that suits the
+start no worse where both were measured (bench/RESULTS.md).
 
 Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. To train a
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs with --deterministic). On SIGTERM or Ctrl-C it finishes the
-step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s
-for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to
-train.old-1/, ...) and starts over; the same command, repeated, resumes the new training. A teacher given by
---teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM or
+Ctrl-C it finishes the step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops
+there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/
+and teacher/ aside (to train.old-1/, ...) and starts over; the same command, repeated, resumes the new
+training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -154,7 +154,7 @@ def parse():
     parser.add_argument("--clip", type=cli.non_negative_float, default=1.0,
                         help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--kl-on", choices=("prompt", "all"), default="prompt",
-                        help="tokens of the KL term: prompt, as in the authors' code; all, as in Eq. 30")
+                        help="tokens of the KL term: prompt, as in the authors' code; all: answers, too")
     parser.add_argument("--temperature", type=cli.factor, default=1.0, help="of the KL term")
     parser.add_argument("--seed", type=cli.seed, default=0, help="random seed for batches and mask noise")
     parser.section("held-out measurement: KL to the teacher, next-token loss, top-1 agreement")

@@ -41,7 +41,7 @@ class Run:
         return self.model["path"] if name == "source" else os.path.join(self.directory, name)
 
     def rounding(self, name: str) -> float:
-        """The relative error of a checkpoint's weights, which are rounded from float64 once."""
+        """The relative error of a checkpoint's weights, which are rounded to their dtype."""
         return torch.finfo(load_config(self.path(name)).dtype).eps
 
     def tokens(self) -> torch.Tensor:

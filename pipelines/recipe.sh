@@ -5,8 +5,8 @@
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
 #   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
-#   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" is Eq. 27 to 31
-#            as printed, FLAGS="--merged-lr-factor 2" the released code. They are part of RUN's default name
+#   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" has masks move
+#            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" is the released code. They are part of RUN's default name
 #   TEACHER  fine-tuned teacher, made if it is not there (RUN/teacher); share it between FLAGS
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it;
 #            SHORTEN=500 trains students for a 500th of the published steps

@@ -81,10 +81,11 @@ def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor,
     cross = torch.einsum("gpij,gpj->gpi", moment, combine.conj())  # sum_n z_i conj(z~)
     energy = torch.einsum("gpi,gpi->gp", combine, cross).real[..., None]
     energies = torch.diagonal(moment, dim1=-2, dim2=-1).real  # sum_n |z_i|^2
-    alive = energy > RANK_TOLERANCE * energies.sum(-1, keepdim=True)
+    total = energies.sum(-1, keepdim=True)  # less a mean's share, it may be below zero by rounding
+    alive = (total > 0) & (energy > RANK_TOLERANCE * total)
     read = torch.where(alive, cross / energy.where(alive, 1), 1)
     combine = torch.where(alive, combine, 1 / combine.shape[-1])
-    scale = torch.where(alive, (energies.mean(-1, keepdim=True) / energy.where(alive, 1)).sqrt(), 1)
+    scale = torch.where(alive, (total / combine.shape[-1] / energy.where(alive, 1)).sqrt(), 1)
     gauge = unit_phase(read.sum(-1, keepdim=True)) * scale
     return (gauge * combine).permute(0, 2, 1), (read / gauge).permute(0, 2, 1)
 

@@ -70,7 +70,7 @@ def deterministic(log_alpha: torch.Tensor) -> torch.Tensor:
 
 
 def expected(log_alpha: torch.Tensor) -> torch.Tensor:
-    """The differentiable size of each mask in Eq. 29, a sigmoid that stays above z: 0.85 where z is 1/2."""
+    """The differentiable size of each mask in Eq. 29: a sigmoid, 0.85 where z is 1/2."""
     size = torch.sigmoid(log_alpha / TEMPERATURE + TEMPERATURE * math.log(OPEN / (1 - OPEN)))
     return size.clamp(LEAST_SIZE, 1 - LEAST_SIZE)
 

@@ -40,7 +40,7 @@ def distillation_loss(
     row,
     teacher_hidden: torch.Tensor,  # [T, hidden], the teacher's for this row
     teacher_head,  # its lm_head
-    kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code; "all": Eq. 30
+    kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
     temperature: float,  # of the KL term
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,7 +74,7 @@ def distillation_loss(
 class Masks:
     """The masks of a training run: log_alpha [layers, kv heads], hard concrete as printed (Eq. 27-29)."""
 
-    # A mask's first gradients are sigmoid'(START) / (layers * heads), about 1e-7, not negligible next to
+    # The first gradients, of 1024 masks' expected size in Eq. 29, are about 1e-7, not negligible next to
     # Adam's default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again:
     # with beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
     ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}

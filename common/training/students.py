@@ -12,7 +12,7 @@ from common.training.distill import MASKS
 from common.training.engine import make_optimizer
 from common.training.sharding import Execution, Ranks, Trainee, build
 
-UNDECAYED = r"norm\.|\.bias$"  # parameters without weight decay, as in the authors' code
+UNDECAYED = r"norm\.|\.bias$"  # without weight decay; in the authors' code the student's norms decay
 REST = r"^net\.(?!.*\.self_attn\.)"  # parameters of the model outside attention
 
 
