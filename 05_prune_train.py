@@ -367,7 +367,8 @@ def prune_train(args, clock: Clock, ranks) -> int:
     if args.plan:
         from pipelines.training_cost import print_plan
 
-        print_plan(run, schedules)
+        if ranks.first:
+            print_plan(run, schedules)
         return 0
     if args.force:
         start_anew(run)

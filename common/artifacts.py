@@ -7,6 +7,7 @@ match was truncated or modified. common/records.py specifies the fields.
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import socket
@@ -32,14 +33,16 @@ RECORD = "stage.json"  # the record inside a directory artifact
 def claim(stage: str, args, *outputs: str) -> None:
     """Start a stage: refuse existing outputs, and lock the stage in its run directory until run_stage ends.
 
-    Under torchrun only rank 0 does so. Raises UserError if another process is running the stage in args.run,
-    or the one that must stay APART from it, if an output exists without --force, or if an output is a
-    symbolic link.
+    outputs: in the order in which they get their names. A directory artifact without the last of them is of a
+    run that was killed in between, and may be replaced. Under torchrun only rank 0 does so. Raises UserError
+    if another process is running the stage in args.run, or the one that must stay APART from it, if another
+    output exists without --force, or if an output is a symbolic link.
     """
     if os.environ.get("RANK", "0") != "0":
         return
     for output in outputs:
-        refuse_overwrite(output, args.force)
+        unfinished = os.path.isfile(os.path.join(output, RECORD)) and not os.path.lexists(outputs[-1])
+        refuse_overwrite(output, args.force or unfinished)
     created = not os.path.isdir(args.run)
     os.makedirs(args.run, exist_ok=True)
     lock = lock_stage(args.run, stage)
@@ -138,10 +141,11 @@ def source_commit() -> str | None:
 
 
 def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
-    """Write tensors, then their sidecar with the sha256."""
+    """Write tensors and their sidecar with the sha256. The tensors get their name last."""
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     with write_file(path) as file:  # save_file would leave it unreadable to others
-        file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    write_json(sidecar_path(path), sidecar | {"sha256": sha256(path)})
+        file.write(content)
+        write_json(sidecar_path(path), sidecar | {"sha256": hashlib.sha256(content).hexdigest()})
 
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:

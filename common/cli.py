@@ -21,6 +21,7 @@ from common.progress import Progress
 
 # how long a rank with an error waits for the first one of its node to print the same
 PATIENCE = datetime.timedelta(seconds=10)
+LESS_MEMORY = "Pass a smaller --batch, --layerwise or --device cpu, where the stage has it"
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 
@@ -208,8 +209,8 @@ def interrupt_once(number, frame):
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
-    A UserError or OSError is printed on one line, with exit code 2; Ctrl-C exits with 130. Under torchrun the
-    ranks print it once, and those that fail because another one left are silent.
+    A UserError, an OSError or a lack of memory is printed on one line, with exit code 2; Ctrl-C exits with
+    130. Under torchrun the ranks print it once, and those that fail because another one left are silent.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt_once)
@@ -217,6 +218,10 @@ def run_stage(main) -> None:
         code = main() or 0
     except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
         Failures().report(error)
+        code = 2
+    except torch.OutOfMemoryError as error:  # of a GPU
+        reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
+        Failures().report(UserError(f"{reason} {LESS_MEMORY}"))
         code = 2
     except KeyboardInterrupt:
         failures = Failures()

@@ -123,8 +123,8 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     opening, turn, between = prompt.partition("QUESTION")
     header, _, closing = answer.partition("ANSWER")
     unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
-    if not turn or not between.strip() or prompt == unprompted and header.strip():
-        missing = "generation prompt" if turn else "user's turn"
+    if not turn or not opening.strip() or not between.strip() or prompt == unprompted and header.strip():
+        missing = "generation prompt" if turn and opening.strip() else "marked user's turn"
         raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")
     opening, *texts = (text.rstrip(" ") for text in (opening, between, closing))  # the model writes " word"
     texts = [(text.strip(), text[len(text.rstrip()) :], text) for text in texts]
@@ -300,7 +300,8 @@ def read_unread(calibration: dict, origin: Origin, sequences: int, length: int) 
         with contextlib.suppress(UserError):  # a text too short
             whole, _ = read_calibrated(calibration, origin, count + sequences)
             calibrated, _ = read_calibrated(calibration, origin, count)
-            if torch.equal(whole[:count], calibrated):  # not so where the rest is too short for documents
+            unread = len(whole) == count + sequences  # a .npy file may have fewer
+            if unread and torch.equal(whole[:count], calibrated):  # not so where documents are too short
                 return whole[count:, :length], f"{' and '.join(files)}: what follows the calibration's text"
     bos = arguments.get("bos") is True
     tokens, description = read_sequences(text, chat, origin, sequences, length, "heldout", bos)

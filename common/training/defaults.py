@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 
 from transformers.utils import is_flash_attn_2_available
 
@@ -56,7 +57,8 @@ def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
     filled.chat = choose_chats(args.chat, filled.text, pair.model["path"])
     if args.heldout_text is None:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
-    filled.teacher = args.teacher or (SOURCE if filled.tasks == NONE else None)
+    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ stands beside DIR, not in DIR/
+    filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
     filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
     if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
         filled.steps = DEMO_STEPS

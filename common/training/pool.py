@@ -102,14 +102,16 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")
     with ranks.waiting():
-        if ranks.first and not os.path.exists(path):
+        recorded = read_json(record)
+        named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
+        if ranks.first and not (named and os.path.exists(path)):  # a killed run may have left no record
             counts = write_text_tokens(sources, tokenizer, args.text_length, args.text_tokens, path)
             if args.plan and digests:  # zeros in place of generated tokens
                 cli.cleanup.callback(os.remove, path)
             else:
                 replace_tokens(record, path)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-        elif ranks.first and tokens_record(path) != read_json(record):
+        elif ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
     texts = TextSamples(path, args.text_length, args.heldout_sequences if args.heldout_text == SPLIT else 0)
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")

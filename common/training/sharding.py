@@ -79,8 +79,15 @@ class Execution:
 
 
 def init_ranks() -> Ranks:
-    """Join torchrun's process group (nccl with GPUs, else gloo); without torchrun, a group of one."""
+    """Join torchrun's process group (nccl with GPUs, else gloo); without torchrun, a group of one.
+
+    Raises UserError for more processes on this node than it has GPUs, if it has any.
+    """
     cuda = torch.cuda.is_available()
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if cuda and processes > gpus:
+        raise UserError(f"--nproc-per-node {processes}: expected at most {gpus}, the GPUs of this machine "
+                        "(CUDA_VISIBLE_DEVICES= trains on its processor)")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -52,6 +52,14 @@ def ends(main, capsys) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().err
 
 
+def test_a_full_gpu_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of")
+
+    line = f"error: CUDA out of memory. Tried to allocate 2.00 GiB. {cli.LESS_MEMORY}\n"
+    assert ends(main, capsys) == (2, line)
+
+
 def test_values_and_defaults():
     options = parser().parse_args("--run-dir there --kv-heads 4 --only piqa siqa --lr 1e-5 --force".split())
     assert vars(options) == {"run": "there", "force": True, "input": None, "kv_heads": 4, "by": "value",

@@ -1,5 +1,7 @@
 """Artifacts on disk: verified by content, replaced whole or not at all, by one process at a time."""
 
+import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -119,6 +121,20 @@ def test_a_link_or_a_file_is_never_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
 
+def test_tensors_get_their_name_after_their_record(tmp_path, monkeypatch):
+    present, write = [], artifacts.write_json
+
+    def note(path, record):
+        present.append((tmp_path / "x.safetensors").exists())
+        write(path, record)
+
+    monkeypatch.setattr(artifacts, "write_json", note)
+    artifacts.write_tensors(str(tmp_path / "x.safetensors"), {"a": torch.zeros(1)}, {})
+    assert present == [False]
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert written == {"sha256": files.sha256(str(tmp_path / "x.safetensors"))}
+
+
 def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     for name in ("x.json", "x.safetensors"):
         (tmp_path / name).mkdir()
@@ -190,6 +206,17 @@ def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
     artifacts.claim("03_group.py", claims)
     cli.cleanup.close()
     assert not os.path.exists(claims.run)
+
+
+def test_what_a_killed_run_left_is_replaced(claims, tmp_path):
+    """An artifact without the stage's last one is; a file or directory of the user's is not."""
+    aligned, merged = tmp_path / "run" / "aligned", tmp_path / "run" / "merged"
+    aligned.mkdir(parents=True)
+    for changes, refused in ((lambda: None, True), ((aligned / "stage.json").touch, False),
+                             (lambda: (merged.mkdir(), (merged / "stage.json").touch()), True)):
+        changes()
+        with pytest.raises(UserError, match="already exists") if refused else contextlib.nullcontext():
+            artifacts.claim("04_align.py", claims, str(aligned), str(merged))
 
 
 def test_an_empty_run_directory_that_existed_before_stays(claims):

@@ -115,9 +115,11 @@ def test_a_row_without_an_answer_is_no_sample():
 
 
 @pytest.mark.parametrize(("template", "missing"), [
-    ("Hi{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}{% endfor %}", "user's turn"),
+    ("Hi{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}{% endfor %}",
+     "marked user's turn"),
     (CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "generation prompt"),
-    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "generation prompt"),
+    ("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}", "marked user's turn"),
+    ("{% for m in messages %}: {{ m['content'] }}{% endfor %}", "generation prompt"),
 ])
 def test_templates_without_turns_are_refused(template, missing):
     refusal = f"expected a chat template with a {missing}, found none; --chat none generates no chats"

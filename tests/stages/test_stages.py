@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import artifacts, layers
 from common.artifacts import read_layer
 from common.data.generate import Origin, read_unread
-from common.data.text import load_tokens
+from common.data.text import load_tokens, write_array
 from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
@@ -349,6 +349,12 @@ def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
     run("03_group.py", "--run", home, "--kv-heads", 2)
     run("04_align.py", "--run", home)
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
+
+
+def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(inputs, tmp_path):
+    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 7, "<i4"))
+    tokens, description = unread(tmp_path / "rows.npy", inputs["model"], 50)
+    assert tokens.tolist() == [[7] * 50] * 4 and "part of the calibration's text" in description
 
 
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:

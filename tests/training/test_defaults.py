@@ -88,7 +88,7 @@ def test_budgets_of_texts_and_chats():
 def test_data_flags_left_out():
     cases = [(False, [], "hub", [], None), (True, [], "runs/demo-model/tasks", ["demo"], None),
              (False, ["--tasks", "none"], "none", [], "source"), (True, ["--text", "none"], None, [], None),
-             (False, ["--tasks", "none", "--teacher", "DIR", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
+             (False, ["--tasks", "none", "--teacher", "DIR/", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
     for demo, words, tasks, text, teacher in cases:
         given = flags(*words)
         args, before = with_defaults(given, pair_of(4, demo), positions=100), dict(vars(flags(*words)))

@@ -153,7 +153,7 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(
 @pytest.mark.parametrize("change", [
     lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens[:-16],
     lambda tokens: tokens + 10**6, lambda tokens: tokens.astype(np.float32),
-    lambda tokens: tokens.reshape(-1, 16), None])
+    lambda tokens: tokens.reshape(-1, 16)])
 def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, change):
     args = flags(tmp_path, text=[inputs["text"]])
     pool = load_pool(args, inputs["model"], group_of_one)
@@ -163,12 +163,21 @@ def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, ch
     assert written == {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32",
                        "shape": [len(tokens)], "range": [tokens.min(), tokens.max()]}
     assert load_pool(args, inputs["model"], group_of_one).description() == pool.description()
-    if change is None:
-        (tmp_path / "tokens" / "written.json").unlink()
-    else:
-        np.save(path, change(tokens))
+    np.save(path, change(tokens))
     with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
         load_pool(args, inputs["model"], group_of_one)
+
+
+def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_one):
+    args = flags(tmp_path, text=[inputs["text"]])
+    pool = load_pool(args, inputs["model"], group_of_one)
+    path, expected, record = pool.texts.path, pool.description(), tmp_path / "tokens" / "written.json"
+    written = record.read_text()
+    for left in ("{}", "[]", None):  # of another text, damaged, or none yet
+        record.unlink() if left is None else record.write_text(left)
+        np.save(path, np.load(path)[:-16])
+        assert load_pool(args, inputs["model"], group_of_one).description() == expected
+        assert record.read_text() == written
 
 
 @pytest.mark.parametrize("record", [None, "[", "[]", "{}", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])

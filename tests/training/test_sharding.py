@@ -248,6 +248,14 @@ def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
     assert joined["timeout"].total_seconds() > 142e9 / 20e6
 
 
+def test_more_processes_than_gpus_are_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--nproc-per-node 2: expected at most 1, the GPUs of this machine"):
+        sharding.init_ranks()
+
+
 def test_a_process_group_is_left_after_an_error():
     for error in (UserError("no"), KeyboardInterrupt()):
         with pytest.raises(type(error)), joined_ranks():
