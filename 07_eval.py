@@ -207,6 +207,9 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
     tokens, description = None, ""
     if text != NONE:
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
+        if tokens.max() >= config.vocab_size:
+            raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
+                            f"found {tokens.max()}")
     samples = {}
     for task, questions in tasks.items():
         samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]

@@ -13,11 +13,11 @@
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
-#   RUN        run directory (runs/NAME-KV_HEADS); other settings need another one
+#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost
-#   FLAGS      more flags for stage 5, e.g. "--lr 1e-4"; --dtype is bfloat16 on GPUs, and on processors with
-#              instructions for it
+#   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train anew; --dtype is
+#              bfloat16 on GPUs, and on processors with instructions for it
 #   PYTHON     interpreter (python)
 #
 # Existing results are reused: after an interruption, run the same command.
@@ -42,14 +42,16 @@ else
   TOKENS=${TOKENS:-50000}
 fi
 NAME=$(basename "${MODEL%.gguf}")
-RUN=${RUN:-runs/$NAME${KV_HEADS:+-$KV_HEADS}}
+RUN=${RUN:-runs/$NAME-${KV_HEADS:-gqa}}
 read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
+for source in "${TEXT[@]}" "${CHAT[@]}"; do  # all of them before stages 1 to 4, which read the first
+  [[ $source =~ ^(c4|demo|none|generated.*)$ || -e $source ]] ||
+    { echo "error: TEXT, CHAT: expected generated, c4, none or files, found $source" >&2; exit 2; }
+done
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 source pipelines/functions.sh
-SETTINGS="MODEL=$MODEL KV_HEADS=${KV_HEADS:-} TEXT=${TEXT[*]} CHAT=${CHAT[*]} ${SHAPE[*]}"
-same_settings "$SETTINGS"
 
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
@@ -59,7 +61,6 @@ train() {
 
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" --text "${TEXT[0]}" \
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
-keep_settings "$SETTINGS"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
 make_once "$RUN/groups.json" "$PYTHON" 03_group.py --run "$RUN" --by energy \
   ${KV_HEADS:+--kv-heads "$KV_HEADS"}
@@ -69,12 +70,13 @@ if [ -n "${PLAN:-}" ]; then
   exit
 fi
 train  # a finished training is left as it is; other flags are refused
-make_once "$RUN/gqa" "$PYTHON" 06_export.py --run "$RUN"
+[ "$RUN/gqa/stage.json" -nt "$RUN/train/stage.json" ] || "$PYTHON" 06_export.py --run "$RUN" --force
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold any of it out
 EVALUATION=(--tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} --text "$HELDOUT"
             --prompts "${PROMPTS:-pipelines/prompts.txt}")
-if [ ! -e "$RUN/eval.json" ] || [ "$(cat "$RUN/evaluation" 2> /dev/null)" != "${EVALUATION[*]}" ]; then
+if [ ! "$RUN/eval.json" -nt "$RUN/gqa/stage.json" ] ||
+   [ "$(cat "$RUN/evaluation" 2> /dev/null)" != "${EVALUATION[*]}" ]; then
   "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATION[@]}" --force
   echo "${EVALUATION[*]}" > "$RUN/evaluation"
 fi

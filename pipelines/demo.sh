@@ -11,6 +11,7 @@ train() {
 }
 source pipelines/functions.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # two training processes share two cores
+export CUDA_VISIBLE_DEVICES=  # and need none of what GPUs there are
 
 # the aligned student
 make_once "$RUN/calibration"            "$PYTHON" 01_calibrate.py --run "$RUN"

@@ -1,13 +1,15 @@
 # Sourced by the pipelines.
 
-make_once() { [ -e "$1" ] || "${@:2}"; }  # make_once RESULT COMMAND...
-
-# same_settings SETTINGS: refuse others than those that RUN was begun with; keep_settings writes them down
-same_settings() {
-  [ ! -e "$RUN/settings" ] || [ "$(cat "$RUN/settings")" = "$1" ] || {
-    echo "error: $RUN: expected the settings it was begun with ($(cat "$RUN/settings")), found $1;" \
-      "pass another RUN" >&2
+# make_once RESULT COMMAND...: run COMMAND, unless it has made RESULT. A RESULT made with other arguments, which
+# RESULT.command has, is refused; one without that file was made by hand, and is taken as it is.
+make_once() {
+  local record=${1%/stage.json}.command arguments=${*:3}  # whatever the interpreter
+  if [ ! -e "$1" ]; then
+    mkdir -p "$(dirname "$record")"
+    echo "$arguments" > "$record"
+    "${@:2}"
+  elif [ -e "$record" ] && [ "$(cat "$record")" != "$arguments" ]; then
+    echo "error: $1: expected it made by $arguments, found $(cat "$record"); pass another RUN" >&2
     exit 2
-  }
+  fi
 }
-keep_settings() { [ -e "$RUN/settings" ] || { mkdir -p "$RUN" && echo "$1" > "$RUN/settings"; }; }

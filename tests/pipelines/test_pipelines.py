@@ -174,6 +174,20 @@ def test_a_plan_is_printed_for_each_number_of_kv_heads(recorded, tmp_path):
     assert not [words for words in commands if "torch.distributed.run" in words or "07_eval.py" in words]
 
 
+def test_other_nodes_wait_for_the_first_one_and_train(recorded, tmp_path):
+    run = tmp_path / "run"
+    for name in ("calibration", "similarity.safetensors", "value-dist/groups.json", "value-dist/merged",
+                 "value-dist/gqa"):
+        (run / name).mkdir(parents=True)
+    (run / "calibration.command").write_text("other settings")  # which the first node would refuse
+    settings = {"RUN": run, "NNODES": 2, "RDZV": "first:29500"}
+    (train,) = recorded("llama2_7b.sh", NODE=1, **settings)
+    assert after("--nnodes", train) == "2" and after("--rdzv-endpoint", train) == "first:29500"
+    (run / "calibration.command").unlink()
+    *_, again, evaluation = recorded("llama2_7b.sh", NODE=0, **settings)
+    assert again == train and "07_eval.py" in evaluation
+
+
 @pytest.mark.parametrize("name", ["llama2_7b.sh", "sheared_llama_1.3b.sh"])
 def test_recipes_pass_the_published_budgets(name, recorded, tmp_path):
     """Epochs of 147,580 samples (Appendix A): 10 at a batch of 64 for 8 of 32 heads, 12 for 4 of 16."""
@@ -217,7 +231,7 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
         [*closed, "--refit", "attention"]]
 
 
-CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 more.txt", "TOKENS": 5000,
+CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 generated:more.txt", "TOKENS": 5000,
              "CHAT": "generated"}
 
 
@@ -234,7 +248,7 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     assert (after("--by", grouping), after("--kv-heads", grouping)) == ("energy", "2")
     assert "--energy" in similarity
     assert (after("--merge", merge), after("--refit", merge)) == ("closed-form", "attention")
-    assert train[train.index("--text") :][:3] == ["--text", "c4", "more.txt"]
+    assert train[train.index("--text") :][:3] == ["--text", "c4", "generated:more.txt"]
     for flag, value in (("--nproc-per-node", "3"), ("--tasks", "none"), ("--text-tokens", "5000"),
                         ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
         assert after(flag, train) == value
@@ -249,22 +263,33 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
-    done = recipe("convert.sh")
-    assert done.returncode == 2 and done.stderr.startswith("error: MODEL: expected a directory")
+    for settings, line in (({}, "error: MODEL: expected a directory"),
+                           ({"MODEL": "demo", "CHAT": "generated gone.jsonl"},
+                            "error: TEXT, CHAT: expected generated, c4, none or files, found gone.jsonl\n")):
+        done = recipe("convert.sh", **settings)
+        assert done.returncode == 2 and done.stderr.startswith(line)
 
 
 @pytest.mark.parametrize("name", ["convert.sh", "smollm2.sh"])
 def test_other_settings_need_another_run_directory(recorded, tmp_path, name):
-    run = f"{tmp_path}/a run"
-    Path(run, "attention-refit").mkdir(parents=True)
-    for table in (Path(run, "eval.md"), Path(run, "attention-refit", "eval.md")):
+    run = tmp_path / "a run"
+    begun = run / "mean-pool" if name == "smollm2.sh" else run
+    for table in (run / "eval.md", run / "attention-refit" / "eval.md", begun / "eval.md"):
+        table.parent.mkdir(parents=True, exist_ok=True)
         table.write_text("table")
     once = recorded(name, RUN=run, **CONVERTED)
     assert recorded(name, RUN=run, **CONVERTED) == 2 * once  # the log has both
-    for other in ({"MODEL": "b"}, {"KV_HEADS": 4}, {"SEQUENCES": 9}):
-        done = recipe(name, RUN=run, **(CONVERTED | other))
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert done.stderr.startswith(f"error: {run}: expected the settings it was begun with (MODEL=a model")
+    made = {run / "calibration": [{"MODEL": "b"}, {"SEQUENCES": 9}], begun / "groups.json": [{"KV_HEADS": 4}]}
+    for result, changes in made.items():
+        result.touch()
+        assert len(recorded(name, RUN=run, **CONVERTED)) > 2 * len(once)  # as it was made
+        for change in changes:
+            done = recipe(name, RUN=run, PYTHON="true", **(CONVERTED | change))
+            assert done.returncode == 2 and done.stderr.count("\n") == 1
+            assert done.stderr.startswith(f"error: {result}: expected it made by 0")
+    for record in run.rglob("*.command"):
+        record.unlink()
+    assert recorded(name, RUN=run, **(CONVERTED | {"MODEL": "b", "KV_HEADS": 4}))  # made by hand
 
 
 @pytest.mark.slow
@@ -282,6 +307,11 @@ def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     (tmp_path / "prompts.txt").write_text("Who?\n")
     other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **settings)
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout
+    anew = recipe("convert.sh", FLAGS="--force --lr 1e-3", **settings)
+    assert "06_export: " in anew.stdout and "07_eval: " in anew.stdout and "01_calibrate: " not in anew.stdout
+    trained, exported, evaluated = (json.loads((tmp_path / "a run" / name).read_text())
+                                    for name in ("train/stage.json", "gqa/stage.json", "eval.json"))
+    assert trained["arguments"]["lr"] == 1e-3 and exported["date"] <= evaluated["date"]
 
 
 @pytest.mark.release

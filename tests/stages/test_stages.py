@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import artifacts, layers
 from common.artifacts import read_layer
+from common.cli import UserError
 from common.data.generate import Origin, read_unread
 from common.data.text import load_tokens, write_array
 from common.files import sha256
@@ -355,6 +356,9 @@ def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(
     write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 7, "<i4"))
     tokens, description = unread(tmp_path / "rows.npy", inputs["model"], 50)
     assert tokens.tolist() == [[7] * 50] * 4 and "part of the calibration's text" in description
+    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 10**6, "<i4"))
+    with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
+        unread(tmp_path / "rows.npy", inputs["model"], 50)
 
 
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
