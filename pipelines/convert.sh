@@ -46,7 +46,7 @@ RUN=${RUN:-runs/$NAME-${KV_HEADS:-gqa}}
 read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
 for source in "${TEXT[@]}" "${CHAT[@]}"; do  # all of them before stages 1 to 4, which read the first
-  [[ $source =~ ^(c4|demo|none|generated.*)$ || -e $source ]] ||
+  [[ $source =~ ^(c4|demo|none|generated)$ || -e ${source#generated:} ]] ||
     { echo "error: TEXT, CHAT: expected generated, c4, none or files, found $source" >&2; exit 2; }
 done
 read -ra ONLY <<< "${ONLY:-}"

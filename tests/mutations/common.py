@@ -271,7 +271,7 @@ MUTANTS = [
      "elif [",
      "test_pipelines::test_other_settings_need_another_run_directory"),
     ("pipelines", "pipelines/convert.sh",
-     '|| -e $source ]]',
+     '|| -e ${source#generated:} ]]',
      "|| -n $source ]]",
      "test_pipelines::test_a_plan_of_a_conversion_trains_nothing"),
     ("pipelines", "pipelines/convert.sh",

@@ -231,7 +231,7 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
         [*closed, "--refit", "attention"]]
 
 
-CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 generated:more.txt", "TOKENS": 5000,
+CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 generated:README.md", "TOKENS": 5000,
              "CHAT": "generated"}
 
 
@@ -248,7 +248,7 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     assert (after("--by", grouping), after("--kv-heads", grouping)) == ("energy", "2")
     assert "--energy" in similarity
     assert (after("--merge", merge), after("--refit", merge)) == ("closed-form", "attention")
-    assert train[train.index("--text") :][:3] == ["--text", "c4", "generated:more.txt"]
+    assert train[train.index("--text") :][:3] == ["--text", "c4", "generated:README.md"]
     for flag, value in (("--nproc-per-node", "3"), ("--tasks", "none"), ("--text-tokens", "5000"),
                         ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
         assert after(flag, train) == value
@@ -263,9 +263,11 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
-    for settings, line in (({}, "error: MODEL: expected a directory"),
-                           ({"MODEL": "demo", "CHAT": "generated gone.jsonl"},
-                            "error: TEXT, CHAT: expected generated, c4, none or files, found gone.jsonl\n")):
+    expected = "error: TEXT, CHAT: expected generated, c4, none or files, found "
+    cases = (({}, "error: MODEL: expected a directory"),
+             ({"MODEL": "demo", "CHAT": "generated gone.jsonl"}, f"{expected}gone.jsonl\n"),
+             ({"MODEL": "demo", "TEXT": "generated:gone.txt"}, f"{expected}generated:gone.txt"))
+    for settings, line in cases:
         done = recipe("convert.sh", **settings)
         assert done.returncode == 2 and done.stderr.startswith(line)
 
