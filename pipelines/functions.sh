@@ -1,11 +1,12 @@
 # Sourced by the pipelines.
 
 # make_once RESULT COMMAND...: run COMMAND, unless it has made RESULT. A RESULT made with other arguments, which
-# RESULT.command has, is refused; one without that file was made by hand, and is taken as it is.
+# .RESULT.command beside it has, is refused; one without that file was made by hand, and is taken as it is.
 make_once() {
-  local record=${1%/stage.json}.command arguments=${*:3}  # whatever the interpreter
+  local result=${1%/stage.json} arguments=${*:3}  # whatever the interpreter
+  local directory=${result%/*} record=${result%/*}/.${result##*/}.command
   if [ ! -e "$1" ]; then
-    mkdir -p "$(dirname "$record")"
+    mkdir -p "$directory"
     echo "$arguments" > "$record"
     "${@:2}"
   elif [ -e "$record" ] && [ "$(cat "$record")" != "$arguments" ]; then

@@ -179,11 +179,11 @@ def test_other_nodes_wait_for_the_first_one_and_train(recorded, tmp_path):
     for name in ("calibration", "similarity.safetensors", "value-dist/groups.json", "value-dist/merged",
                  "value-dist/gqa"):
         (run / name).mkdir(parents=True)
-    (run / "calibration.command").write_text("other settings")  # which the first node would refuse
+    (run / ".calibration.command").write_text("other settings")  # which the first node would refuse
     settings = {"RUN": run, "NNODES": 2, "RDZV": "first:29500"}
     (train,) = recorded("llama2_7b.sh", NODE=1, **settings)
     assert after("--nnodes", train) == "2" and after("--rdzv-endpoint", train) == "first:29500"
-    (run / "calibration.command").unlink()
+    (run / ".calibration.command").unlink()
     *_, again, evaluation = recorded("llama2_7b.sh", NODE=0, **settings)
     assert again == train and "07_eval.py" in evaluation
 
