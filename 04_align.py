@@ -162,19 +162,24 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     """Rotate and reorder the heads of the source `layers`, and write the checkpoint.
 
     Returns the logits of the "source" and, unless the checkpoint is float32, of the "rotated" model and of
-    the "rounded" one, which is the rotated model rounded to the checkpoint's dtype.
+    the "rounded" one, which is the rotated model rounded to the checkpoint's dtype; and the "cached" ones of
+    that which the checkpoint must equal.
     """
-    logits = {"source": layers.logits(inputs.tokens)}
+    tokens, rounds = inputs.tokens, inputs.dtype != torch.float32
+    logits = {"source": layers.logits(tokens)}
+    if not rounds:
+        logits["cached"] = layers.logits(tokens[:1], cached=True)
 
     def rotate(index, layer):  # order first: u and Q are those of the heads in their new places
         value_rotation, key_rotation = (rotation.flatten(0, 1) for rotation in rotations[index])
         fuse_layer(layer.self_attn, inputs.groups[index].flatten().tolist(), value_rotation, key_rotation)
 
     layers.edit(rotate)
-    if inputs.dtype != torch.float32:
-        logits["rotated"] = layers.logits(inputs.tokens)
+    if rounds:
+        logits["rotated"] = layers.logits(tokens)
         layers.edit(lambda index, layer: layer.to(inputs.dtype).float())
-        logits["rounded"] = layers.logits(inputs.tokens)
+        logits["rounded"] = layers.logits(tokens)
+        logits["cached"] = layers.logits(tokens[:1], cached=True)
     with CheckpointWriter(directory, layers.config, inputs.dtype, layers.path) as writer:
         for index, layer in enumerate(layers.decoder_layers()):
             writer.write(f"model.layers.{index}", layer)
@@ -182,13 +187,17 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     return logits
 
 
-def check_aligned(inputs: Inputs, logits: dict[str, list], aligned: list) -> dict[str, float]:
-    """Equivalence check of aligned/ as loaded back: returns its figures, raises UserError if it fails."""
-    source = logits["source"]
+def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> dict[str, float]:
+    """Equivalence check of aligned/ as loaded back: returns its figures, raises UserError if it fails.
+
+    Both sides are transformers' own forward pass, without a cache and from one.
+    """
+    source, aligned = logits["source"], loaded.logits(inputs.tokens)
     allowed = max(LOGIT_TOLERANCE[0], LOGIT_TOLERANCE[1] * max(float(rows.abs().max()) for rows in source))
     pairs = [(source, aligned)]
     if "rotated" in logits:  # in two steps: rotation in float32, then rounding to the stored dtype
         pairs = [(source, logits["rotated"]), (logits["rounded"], aligned)]
+    pairs.append((logits["cached"], loaded.logits(inputs.tokens[:1], cached=True)))
     difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # propagates NaN
     require_close("the aligned model is not the source model", difference, allowed)
     figures = {"max_logit_difference": difference, "kl": mean_kl(source, aligned),
@@ -271,7 +280,7 @@ def main():
     merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
-        figures = check_aligned(inputs, logits, open_layers(aligned, args).logits(tokens))
+        figures = check_aligned(inputs, logits, open_layers(aligned, args))
         # from aligned/ as stored, because stage 5 blends the two
         figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
         figures["perplexity_merged"] = perplexity_of(open_layers(merged, args).logits(tokens), tokens)

@@ -9,8 +9,8 @@ Writes  RUN/gqa/: weights, config, generation config, tokenizer, and a model car
     python 06_export.py                          # seconds on a CPU for the demo model
     python 06_export.py --run runs/mine --untrained --name merged     # merged/, to runs/mine/gqa-merged/
 
-Of the checkpoints that stage 5 kept, the one with the lowest held-out KL is exported, or the last one if none
-was measured.
+After training on text or chats alone, of the checkpoints that stage 5 kept the one with the lowest held-out
+KL is exported; after training on tasks the last one, as in the authors' code.
 
 The trained tensors are loaded into the stock model by name, one decoder layer at a time; a missing or
 unexpected one stops the export. The exported model's logits must equal those of the masked student at z = 0;
@@ -24,19 +24,29 @@ import torch
 
 from common import artifacts, cli
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
+from common.data.text import NONE
 from common.evaluate import max_difference, require_close
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import empty_model, geometry, load_config, load_tokenizer, merged_modules, weight_dtype
+from common.models import (
+    empty_model,
+    geometry,
+    is_hub_name,
+    load_config,
+    load_tokenizer,
+    merged_modules,
+    weight_dtype,
+)
 from common.progress import Progress
 from common.reporting import model_card
 from common.training import checkpoints
-from common.training.metrics import METRICS, heldout_kl, read_metrics
+from common.training.metrics import CONTENT, METRICS, read_metrics
 
 # relative to the largest logit: student and export compute the same float32 products in different shapes
 LOGIT_TOLERANCE = 1e-5
+KLS = [f"{kind}_kl" for kind in CONTENT]
 
 
 def parse():
@@ -72,12 +82,15 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
     return trained, alignment
 
 
-def best_weights(training: str, steps: int) -> checkpoints.TrainedWeights:
-    """The weights with the lowest held-out KL, or the last. Raises UserError if the last are missing."""
-    saved = checkpoints.saved_checkpoints(training)
+def chosen_weights(training: str, trained: dict) -> checkpoints.TrainedWeights:
+    """The weights with the lowest held-out KL, or after training on tasks the last.
+
+    trained: the record of training. Raises UserError if the last are missing.
+    """
+    saved, steps = checkpoints.saved_checkpoints(training), trained["summary"]["steps"]
     if not saved or checkpoints.step_of(saved[-1]) != steps:
         raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
-    chosen = checkpoints.best(training)
+    chosen = checkpoints.best(training) if trained["arguments"]["tasks"] == NONE else None
     weights = checkpoints.TrainedWeights(chosen or saved[-1])
     reason = "the lowest held-out KL of those kept" if chosen else "the last"
     print(f"reads   {weights.path}: {len(weights.names())} tensors, {reason}")
@@ -85,10 +98,19 @@ def best_weights(training: str, steps: int) -> checkpoints.TrainedWeights:
 
 
 def heldout_at(training: str, step: int) -> dict[str, float]:
-    """The student's held-out KL after this step, if it was measured."""
+    """The student's held-out KLs after this step, as far as they were measured."""
     lines = (line for line in read_metrics(os.path.join(training, METRICS)) if line["step"] == step)
-    measured = heldout_kl(next(lines, {}))
-    return {} if measured is None else {"heldout_kl": measured}
+    return {name: kl for name, kl in next(lines, {}).items() if name in KLS}
+
+
+def without_paths(record: dict) -> dict:
+    """The record of an export, which is published with it, with names in place of paths of this machine."""
+    model, arguments = record["model"], record["arguments"]
+    named = {name: os.path.basename(os.path.normpath(model[name])) for name in ("name", "path")}
+    if is_hub_name(model["name"]):
+        named["name"] = model["name"]
+    run = os.path.basename(os.path.abspath(arguments["run"]))
+    return record | {"model": model | named, "arguments": arguments | {"run": run}}
 
 
 def masked_student(path: str, config, kv_heads: int):
@@ -149,7 +171,7 @@ def main():
         source = layers.config
     else:
         trained, alignment = read_records(training, aligned, merged)
-        weights = best_weights(training, trained["summary"]["steps"])
+        weights = chosen_weights(training, trained)
         source = load_config(aligned)
         config = merged_config(source, alignment["summary"]["kv_heads"])
         layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
@@ -181,7 +203,7 @@ def main():
             step = checkpoints.step_of(weights.path)
             summary |= {"step": step} | heldout_at(training, step)
         export = artifacts.make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
-        artifacts.write_record(aside, export)
+        artifacts.write_record(aside, without_paths(export))
         # after the record, which must not list it: stage 7 adds the scores
         chat = bool(load_tokenizer(aside).chat_template)
         model_card.write(aside, alignment, trained, export, chat)

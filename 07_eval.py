@@ -12,7 +12,8 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
     python 07_eval.py                            # the demo model, under a minute on two cores
 
-Exact match, as in the authors' code: greedy generation, stripped, equals the text of the right answer.
+Exact match, as in the authors' code: greedy generation to an end of sequence, of 512 tokens at most,
+stripped, equals the text of the right answer (in eval.jsonl an answer ends where it can no longer do so).
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
@@ -194,10 +195,11 @@ class Tokenized:
     tokens: torch.Tensor | None  # [sequences, length]; None for --text none
     text: str  # where the tokens come from, in one line
     samples: dict[str, list[list[Sample]]]  # task -> question -> choice
+    prompts: list[list[int]]  # token ids of --prompts
 
 
-def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) -> Tokenized:
-    """Tokenize the text and questions for one checkpoint, and check their lengths against its positions."""
+def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts, args) -> Tokenized:
+    """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions."""
     config = models.load_config(path)
     if args.layerwise and config.model_type not in models.SUPPORTED:
         raise UserError(f"{path}: --layerwise: expected model_type in {list(models.SUPPORTED)}, "
@@ -215,7 +217,12 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, args) ->
         samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]
         for index, choices in zip(questions, samples[task], strict=True):
             check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
-    return Tokenized(tokenizer, length, tokens, description, samples)
+    asked = [evaluate.prompt_ids(prompt, tokenizer, args.bos) for prompt in prompts]
+    longest = max(map(len, asked), default=0)
+    if longest + ANSWER_TOKENS > positions:
+        raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
+                        f"an answer of {ANSWER_TOKENS} within {path}'s positions, found {longest}")
+    return Tokenized(tokenizer, length, tokens, description, samples, asked)
 
 
 def read_prompts(path: str | None) -> list[str]:
@@ -231,7 +238,7 @@ def read_prompts(path: str | None) -> list[str]:
     return prompts
 
 
-def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, prompts, reference, args):
+def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference, args):
     """All figures of one checkpoint, one outcome per question, and its predictions for the text.
 
     checkpoint: from models.describe. reference: the first checkpoint's predictions, None for that one.
@@ -248,8 +255,8 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, prompts, r
     if tokenized.tokens is not None:
         on_text, predictions = evaluate.text_figures(model, tokenized.tokens, reference)
         figures |= on_text | perplexity_figures(on_text["perplexity"], name, model, tokenized)
-    if prompts:
-        figures["answers"] = evaluate.complete(model, tokenized.tokenizer, prompts, ANSWER_TOKENS)
+    if tokenized.prompts:
+        figures["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
     figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
     return figures | evaluate.speed(model, row), outcomes, predictions
@@ -290,7 +297,7 @@ def main():
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
     prompts = read_prompts(args.prompts)
-    tokenized = {name: prepare(path, tasks, text, args) for name, path in checkpoints.items()}
+    tokenized = {name: prepare(path, tasks, text, prompts, args) for name, path in checkpoints.items()}
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
     reference, device = next(iter(checkpoints)), models.pick_device(args.device)
@@ -302,7 +309,7 @@ def main():
             continue
         same_text = text != NONE and torch.equal(tokenized[name].tokens, tokenized[reference].tokens)
         results[name], model_outcomes, predicted = measure(
-            name, described[name], tokenized[name], tasks, prompts, predictions if same_text else None, args)
+            name, described[name], tokenized[name], tasks, predictions if same_text else None, args)
         predictions = predictions or predicted
         outcomes += model_outcomes
 

@@ -21,7 +21,7 @@ import torch
 from bench.machine import machine
 from bench.positions import named_directories
 from common.cli import positive, run_stage
-from common.evaluate import complete
+from common.evaluate import complete, prompt_ids
 from common.files import write_text
 from common.models import load_model, load_tokenizer
 from common.reporting.tables import markdown_table, markdown_text
@@ -83,7 +83,8 @@ def main():
     answers, right = {}, {}
     for name, path in directories.items():
         tokenizer, model = load_tokenizer(path), load_model(path, getattr(torch, args.dtype))
-        answers[name] = complete(model, tokenizer, list(questions), args.tokens, args.batch)
+        prompts = [prompt_ids(question, tokenizer) for question in questions]
+        answers[name] = complete(model, tokenizer, prompts, args.tokens, args.batch)
         right[name] = [is_right(*pair) for pair in zip(answers[name], questions.values(), strict=True)]
     text = table(right)
     os.makedirs(args.out, exist_ok=True)

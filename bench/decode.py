@@ -114,13 +114,12 @@ def questions_per_s(model, args) -> float:
     """Questions per second: an answer of eight tokens generated, the likelihoods of two choices."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, 2000, (args.questions, 120), generator=generator).tolist()
-    samples = [Sample(prompt, (1,) * 8) for prompt in prompts]
     choices = [[Sample(prompt, (1,) * 8), Sample(prompt, (2,) * 8)] for prompt in prompts]
-    tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda ids, skip_special_tokens: "")
+    tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda ids, **options: "")
     bar = SimpleNamespace(update=lambda count: None)
 
     def ask() -> None:
-        generate_answers(model, tokenizer, samples, 16, bar)
+        generate_answers(model, tokenizer, prompts, 8, 16, bar)
         choice_likelihoods(model, choices, 16, bar)
 
     ask()  # not counted

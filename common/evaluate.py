@@ -1,17 +1,22 @@
 """Evaluation: perplexity, tasks by generation and by likelihood, KV cache size and speed."""
 
+import contextlib
 import itertools
 import math
 import time
 
 import torch
 import torch.nn.functional as F
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.chat import fixed_template
 from common.method.losses import kl
+from common.models import bos_prefix
 from common.progress import Progress
+from common.weights import first_line
 
+LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
 LARGEST_LOSS = 700  # nats per token: beyond it perplexity overflows
 REPEATS = 3  # runs of `speed`, of which the fastest counts
@@ -115,35 +120,100 @@ def batches_by_length(lengths: list[int], batch: int) -> list[list[int]]:
     return [order[start : start + batch] for start in range(0, len(order), batch)]
 
 
-@torch.no_grad()
-def generate_answers(model, tokenizer, samples: list, batch: int, bar) -> list[str]:
-    """Greedy continuation of each prompt, stripped. samples: tokenized examples (common/data/tasks.py).
+def can_become(text: str, answer: str) -> bool:
+    """Whether a text may equal the answer, both stripped, once more is written: blanks do not count here.
 
-    Generation stops at end-of-sequence or at the length of the batch's longest right answer including its
-    end-of-sequence: anything longer cannot be an exact match.
+    Bytes of a character that is not whole yet are shown as replacement characters at the end.
     """
-    answers = [""] * len(samples)
-    end = tokenizer.eos_token_id
-    for indices in batches_by_length([len(sample.prompt) for sample in samples], batch):
-        inputs = left_padded([samples[i].prompt for i in indices], end, model.device)
-        longest = max(len(samples[i].answer) for i in indices)
-        output = model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=longest,
-                                pad_token_id=end, eos_token_id=end)
-        continuations = output[:, inputs["input_ids"].shape[1] :]
-        for i, row in zip(indices, continuations, strict=True):
-            answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
-        bar.update(len(indices))
+    return "".join(answer.split()).startswith("".join(text.rstrip("\ufffd").split()))
+
+
+class Missed(StoppingCriteria):
+    """Ends each row of a batch whose text can no longer become its right answer."""
+
+    def __init__(self, tokenizer, answers: list[str], start: int):
+        self.tokenizer, self.answers, self.start = tokenizer, answers, start  # of what is generated
+
+    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
+        missed = [not can_become(decoded(self.tokenizer, row[self.start :]), answer)
+                  for row, answer in zip(input_ids, self.answers, strict=True)]
+        return torch.tensor(missed, device=input_ids.device)
+
+
+def decoded(tokenizer, ids) -> str:
+    """The text of token ids, without special tokens and with blanks as they are."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@contextlib.contextmanager
+def greedy(model, tokenizer, longest: int):
+    """Context manager: a GenerationConfig of plain greedy decoding, of at most `longest` tokens.
+
+    Of what the checkpoint says about generation only the tokens count that end an answer: the tokenizer's,
+    the config's and the generation config's.
+    """
+    own = model.generation_config
+    ends = {tokenizer.eos_token_id}
+    for ids in (model.config.eos_token_id, own.eos_token_id):
+        ends.update(ids if isinstance(ids, list) else [ids])
+    model.generation_config = GenerationConfig()  # generate() takes from it what is not set below
+    try:
+        yield GenerationConfig(do_sample=False, max_new_tokens=longest, pad_token_id=tokenizer.eos_token_id,
+                               eos_token_id=sorted(ends - {None}))
+    finally:
+        model.generation_config = own
+
+
+@torch.no_grad()
+def generate_answers(
+    model,
+    tokenizer,
+    prompts: list,  # of token ids
+    longest: int,  # tokens of an answer
+    batch: int,
+    bar,
+    right: list[str] | None = None,  # the right answers, where only equality with them counts
+) -> list[str]:
+    """Greedy continuation of each prompt up to an end of sequence, stripped.
+
+    With `right`, an answer that can no longer equal the right one is cut there.
+    """
+    answers = [""] * len(prompts)
+    with greedy(model, tokenizer, longest) as config:
+        for indices in batches_by_length(list(map(len, prompts)), batch):
+            inputs = left_padded([prompts[i] for i in indices], tokenizer.eos_token_id, model.device)
+            start = inputs["input_ids"].shape[1]
+            stop = [Missed(tokenizer, [right[i] for i in indices], start)] if right else []
+            output = model.generate(**inputs, generation_config=config,
+                                    stopping_criteria=StoppingCriteriaList(stop))
+            for i, row in zip(indices, output[:, start:].tolist(), strict=True):
+                written = itertools.takewhile(lambda token: token not in config.eos_token_id, row)
+                answers[i] = decoded(tokenizer, list(written)).strip()
+            bar.update(len(indices))
     return answers
 
 
-def complete(model, tokenizer, prompts: list[str], longest: int, batch: int = 1) -> list[str]:
-    """Greedy answers of at most `longest` tokens to prompts, through the chat template if there is one."""
-    if tokenizer.chat_template:
-        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                                 add_generation_prompt=True) for prompt in prompts]
-    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+def prompt_ids(prompt: str, tokenizer, bos: bool | None = None) -> list[int]:
+    """Token ids of a prompt: of a user's turn if there is a chat template, else of a text that goes on.
+
+    bos: as for bos_prefix, for a text. Raises UserError for a template that refuses the prompt.
+    """
+    if not tokenizer.chat_template:
+        return [*bos_prefix(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    template = fixed_template(tokenizer, "prompts")
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], chat_template=template,
+                                             tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs: they fail in any way
+        raise UserError(f"{tokenizer.name_or_path}: expected a chat template for a prompt by itself, found "
+                        f"one that refuses it: {first_line(error)}") from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def complete(model, tokenizer, prompts: list[list[int]], longest: int, batch: int = 1) -> list[str]:
+    """Greedy answers of at most `longest` tokens to prompts, token ids by prompt_ids."""
     with Progress(total=len(prompts), desc="answers", unit="prompt", leave=False) as bar:
-        return generate_answers(model, tokenizer, [Sample(each, range(longest)) for each in ids], batch, bar)
+        return generate_answers(model, tokenizer, prompts, longest, batch, bar)
 
 
 @torch.no_grad()
@@ -242,8 +312,8 @@ def answer_questions(
     with Progress(total=total, desc=f"{name}: tasks", unit="seq") as bar:
         for task, questions in tasks.items():
             examples = list(questions.values())
-            right = [choices[each.label] for each, choices in zip(examples, samples[task], strict=True)]
-            answers = generate_answers(model, tokenizer, right, batch, bar)
+            prompts, right = [choices[0].prompt for choices in samples[task]], [e.answer for e in examples]
+            answers = generate_answers(model, tokenizer, prompts, LONGEST_ANSWER, batch, bar, right)
             scores = choice_likelihoods(model, samples[task], batch, bar)
             require_finite(itertools.chain.from_iterable(scores), name, model)
             verdicts = list(map(judge, examples, answers, scores))

@@ -8,6 +8,7 @@ bytes. CheckpointWriter writes a model one part at a time.
 import contextlib
 import copy
 import ctypes
+import functools
 import json
 import os
 import tempfile
@@ -15,11 +16,9 @@ import tempfile
 import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import GenerationConfig
 
-from common import models
-from common.cli import UserError
-from common.weights import StoredWeights, check_finite, check_names, check_tied, first_line
+from common import companions, models
+from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
@@ -118,13 +117,41 @@ class Layers:
         for number in range(len(hidden)):
             hidden[number] = self.run(layer, hidden[number])
 
+    @contextlib.contextmanager
+    def streamed(self):
+        """Context manager: the model itself, to call; if layerwise, each part is loaded when it runs."""
+        loaded, hooks = contextlib.ExitStack(), []
+        names = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
+        parts = {self.model.get_submodule(name): functools.partial(self.layer, index)
+                 for index, name in enumerate(names)}
+        for name in ("model.embed_tokens", "model.norm", "lm_head"):
+            parts[self.model.get_submodule(name)] = functools.partial(self.part, name)
+        for module, part in parts.items() if self.layerwise else ():
+            hooks.append(module.register_forward_pre_hook(
+                lambda *_, part=part: loaded.enter_context(part()) and None))
+            hooks.append(module.register_forward_hook(lambda *_: loaded.close()))
+        try:
+            yield self.model
+        finally:
+            loaded.close()
+            for hook in hooks:
+                hook.remove()
+
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor, directory: str | None = None) -> list[torch.Tensor]:
-        """Token ids [n, T] -> n tensors of logits [T, vocab], float32 on the CPU. directory: as for embed."""
-        hidden = self.embed(tokens.split(1), directory)
-        for layer in self.decoder_layers():
-            self.advance(layer, hidden)
-        return list(self.logits_of(hidden))
+    def logits(self, tokens: torch.Tensor, cached: bool = False) -> list[torch.Tensor]:
+        """Token ids [n, T] -> n tensors of logits [T, vocab], float32 on the CPU: what transformers computes.
+
+        cached: only of the second half of the tokens, which reads the first half's keys and values from the
+        model's own cache. All n sequences are computed at once.
+        """
+        tokens, half = tokens.to(self.device), tokens.shape[1] // 2
+        with self.streamed() as model:
+            cache = None
+            if cached:
+                cache = model(input_ids=tokens[:, :half], use_cache=True, logits_to_keep=1).past_key_values
+                tokens = tokens[:, half:]
+            output = model(input_ids=tokens, past_key_values=cache, use_cache=cached)
+        return list(output.logits.float().cpu())
 
     def logits_of(self, hidden: "Spool"):
         """Hidden states after the last layer, in batches of one -> logits [T, vocab], float32 on the CPU.
@@ -189,12 +216,12 @@ class Spool:
 
 
 class CheckpointWriter:
-    """Context manager that writes a transformers checkpoint part by part: the files of its save_pretrained.
+    """Context manager that writes a checkpoint part by part: weights as by transformers' save_pretrained.
 
     Each file begins with a header computed from the config, so a tensor can be written to its place at once:
     nothing is collected in memory. directory: an existing directory to fill. config, dtype: of the model to
-    write. source: the checkpoint to take tokenizer and generation config from. Raises RuntimeError if tensors
-    are missing when the block ends.
+    write. source: the checkpoint it is made from, whose other files it keeps (common/companions.py). Raises
+    RuntimeError if tensors are missing when the block ends.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
@@ -209,16 +236,7 @@ class CheckpointWriter:
         self.written: set[str] = set()
 
     def __enter__(self):
-        self.config.save_pretrained(self.directory)
-        generation = GenerationConfig.from_model_config(self.config)
-        if os.path.exists(os.path.join(self.source, "generation_config.json")):
-            try:
-                generation = GenerationConfig.from_pretrained(self.source)
-            except Exception as error:  # a damaged file may raise anything
-                raise UserError(f"{self.source}: cannot read generation_config.json: "
-                                f"{first_line(error)}") from error
-        generation.save_pretrained(self.directory)
-        models.save_tokenizer(self.source, self.directory)
+        companions.write(self.directory, self.config, self.source)
         self._write_headers()
         return self
 

@@ -3,15 +3,24 @@
 import glob
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 
 import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from common.cli import UserError, suggest
 from common.records import COUNT, Optional, mismatch
-from common.weights import check_finite, check_names, fingerprint, first_line, weight_files
+from common.weights import (
+    check_finite,
+    check_names,
+    fingerprint,
+    first_line,
+    tokenizer_files,
+    weight_files,
+)
 
 logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()
@@ -21,13 +30,14 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "ol
 # an RMSNorm before RoPE: of each head's query and key, or of all heads' queries and of all heads' keys
 HEAD_NORMS, JOINT_NORMS = ("qwen3",), ("olmo2", "olmo3")
 FUSED = ("phi3",)  # q, k and v in one projection
+WINDOW_IN_CONFIG = ("mistral", "phi3")  # a sliding window for all layers; a stray one in others means nothing
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
-DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin", "README.md")
+DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "*.bin", "README.md")
 OUTPUTS = {"output_attentions": False, "return_dict": True}  # of models, whatever a config says
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings")
@@ -76,6 +86,15 @@ def local_model(name: str) -> str:
         raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached "
                         f"({type(error).__name__}){suggest(name, known)}; "
                         f"known: {', '.join(known)}") from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name is a hub name OWNER/MODEL rather than a directory."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name and not os.path.exists(name)
 
 
 def load_config(path: str):
@@ -170,9 +189,9 @@ def source_model(record: dict) -> dict:
 
 def sliding_window(attention) -> int | None:
     """Number of positions a token of this layer attends to, including its own; None for all before it."""
-    if hasattr(attention, "sliding_window"):  # Qwen: set per layer
-        return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None)
+    if attention.config.model_type in WINDOW_IN_CONFIG:
+        return attention.config.sliding_window
+    return getattr(attention, "sliding_window", None)  # set per layer where layers differ
 
 
 def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
@@ -319,7 +338,10 @@ def load_tokenizer(path: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each tokenizer backend raises its own class
-        raise UserError(f"{path}: cannot load a tokenizer: {first_line(error)}") from error
+        names, reason = tokenizer_files(path), first_line(error)
+        if "tokenizer.model" in names and "tokenizer.json" not in names:
+            reason = "expected the packages that read tokenizer.model; pip install sentencepiece protobuf"
+        raise UserError(f"{path}: cannot load a tokenizer: {reason}") from error
     largest, rows = max(tokenizer.get_vocab().values()), load_config(path).vocab_size
     if largest >= rows:
         raise UserError(f"{path}: expected token ids below the model's vocab_size {rows}, "
@@ -329,8 +351,10 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
-def bos_prefix(tokenizer) -> list[int]:
+def bos_prefix(tokenizer, bos: bool | None = True) -> list[int]:
     """The begin-of-sequence token. Raises UserError if the tokenizer has none."""
+    if not bos:
+        return []
     if tokenizer.bos_token_id is None:
         raise UserError(f"--bos: expected a tokenizer with a begin-of-sequence token, found none in "
                         f"{tokenizer.name_or_path}")
@@ -338,14 +362,12 @@ def bos_prefix(tokenizer) -> list[int]:
 
 
 def save_tokenizer(path: str, directory: str) -> None:
-    """Copy the tokenizer of the checkpoint at `path` into another directory."""
-    tokenizer = load_tokenizer(path)
-    for name in ("is_local", "local_files_only"):  # how it was loaded, not what it is
-        tokenizer.init_kwargs.pop(name, None)
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # the Rust backend reports a full disk as a bare Exception
-        raise OSError(f"{directory}: cannot write the tokenizer: {first_line(error)}") from error
+    """Copy the files of a checkpoint's tokenizer to another directory, byte for byte."""
+    for name in tokenizer_files(path):
+        source, target = os.path.join(path, name), os.path.join(directory, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.realpath(source) != os.path.realpath(target):
+            shutil.copyfile(source, target)
 
 
 def weight_dtype(name: str, config) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The weights of a checkpoint directory: finding their files, reading single tensors, validating them."""
 
-import fnmatch
+import glob
 import hashlib
 import os
 import re
@@ -16,8 +16,8 @@ from common.records import FILE_NAME, STRING, mismatch, shown
 WEIGHT_FILES = (  # where transformers looks for weights, in order
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-                   "chat_template*", "*.model")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+                   "chat_template*", "*.model", "*.tiktoken", "additional_chat_templates/*")
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -47,12 +47,16 @@ def weight_files(directory: str) -> list[str]:
 
 def fingerprint(path: str) -> str:
     """A sha256 over those of config.json, the weights and the files of the tokenizer."""
-    names = {"config.json", *weight_files(path)}
-    for pattern in TOKENIZER_FILES:
-        names.update(fnmatch.filter(os.listdir(path), pattern))
+    names = {"config.json", *weight_files(path), *tokenizer_files(path)}
     files = ((name, os.path.join(path, name)) for name in sorted(names))
     digests = [f"{name} {known_sha256(file)}\n" for name, file in files if os.path.isfile(file)]
     return hashlib.sha256("".join(digests).encode(errors="surrogateescape")).hexdigest()
+
+
+def tokenizer_files(path: str) -> list[str]:
+    """Names of the files that a checkpoint's tokenizer may be read from, relative to its directory."""
+    found = [name for pattern in TOKENIZER_FILES for name in glob.glob(pattern, root_dir=path)]
+    return sorted({name for name in found if os.path.isfile(os.path.join(path, name))})
 
 
 def open_checkpoint(directory: str) -> dict:

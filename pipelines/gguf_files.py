@@ -9,9 +9,11 @@ import json
 import os
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.cli import UserError
+from common.companions import GENERATION, loadable_by_older_releases
 from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import SIZES, geometry, require_convertible
@@ -26,6 +28,7 @@ KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_leng
          "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
          "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "tensor_data_layout")
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PRE = "tokenizer.ggml.pre"  # how byte-level BPE splits text
 # its values for which transformers splits as llama.cpp does
 SPLITS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "qwen2",
@@ -171,6 +174,7 @@ class GgufFile:
             tokenizer.save_pretrained(directory)
         except Exception as error:  # each tokenizer backend raises its own class
             raise UserError(f"{self.file}: cannot load a tokenizer: {first_line(error)}") from error
+        loadable_by_older_releases(directory)
         path = os.path.join(directory, "tokenizer.json")
         with open(path, encoding="utf-8") as stream:
             content = json.load(stream)
@@ -196,9 +200,22 @@ class GgufFile:
             return pairs_apart(values, heads[kind])
         return values
 
+    def write_description(self, directory: str) -> None:
+        """Write config.json with the fields of its class, generation config, and a card with the license."""
+        known, settings = type(self.config)().to_dict(), self.config.to_diff_dict()
+        settings = {name: value for name, value in settings.items() if name in known and name[0] != "_"}
+        write_json(os.path.join(directory, "config.json"), settings)
+        ids = {name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}
+        write_json(os.path.join(directory, GENERATION), ids)
+        license = self.reader.fields.get("general.license")
+        if license:
+            ModelCard(f"---\n{ModelCardData(license=license.contents())}\n---\n").save(
+                os.path.join(directory, "README.md"))
+
     def write(self, directory: str) -> None:
         """Write tokenizer, config and weights to an existing directory."""
         self.write_tokenizer(directory)
+        self.write_description(directory)
         layers = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
         head = [] if self.config.tie_word_embeddings else ["lm_head"]
         with CheckpointWriter(directory, self.config, torch.float32, directory) as writer:

@@ -4,14 +4,15 @@ import os
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from common.models import is_hub_name
 from common.records import SOURCE
 from common.reporting.tables import markdown_text
 from common.training.heldout import START
-from common.training.metrics import heldout_kl
+from common.training.metrics import heldout_kls
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
+QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
 GROUPING = {
     "none": "adjacent heads",
     "key": "similarity of keys after alignment",
@@ -44,7 +45,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
-    on_hub, given = _is_hub_name(source), _source_card(alignment["model"]["path"])
+    on_hub, given = is_hub_name(source), _source_card(alignment["model"]["path"])
     data = ModelCardData(
         base_model=source if on_hub else given.get("base_model"),
         license=given.get("license"),
@@ -53,7 +54,9 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
         tags=["gqa", "kv-cache"],
     )
     facts = _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
-    facts["chat"] = chat
+    facts["chat"], of_tasks = chat, facts.get("tasks")
+    # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
+    facts["bare"] = not training["arguments"].get("bos") if of_tasks else chat
     facts["license"] = markdown_text(str(given.get("license") or ""))
     link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
@@ -74,7 +77,7 @@ def _model(source: dict, exported: dict) -> dict[str, str]:
     bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
     kv_heads, source_kv_heads = exported["kv_heads"], source["kv_heads"]
     return {
-        "title": markdown_text(os.path.basename(source["name"].rstrip("/"))),
+        "title": markdown_text(QUANTIZED.sub("", os.path.basename(source["name"].rstrip("/")))),
         "architecture": exported["class"],
         "fingerprint": _code(source["fingerprint"]),
         "heads": source["heads"],
@@ -109,11 +112,9 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
 
 def _training(trained: dict, exported: dict) -> dict:
     """Template fields that describe the training. trained, exported: the summaries of stages 5 and 6."""
-    before, after = heldout_kl(trained, f"{START}_"), exported.get("heldout_kl", heldout_kl(trained))
-    figures = f"Last loss: {trained['loss']:.4f}."
-    if before is not None:
-        verdict = "" if after < before else ", which is no better"
-        figures = f"KL to the teacher on held-out data: {before:.4f} before, {after:.4f} after{verdict}."
+    before, after = heldout_kls(trained, f"{START}_"), heldout_kls(trained) | heldout_kls(exported)
+    figures = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
+               + ("" if after[kind] < kl else ", which is no better") for kind, kl in before.items()]
     step = exported.get("step", trained["steps"])
     return {
         "steps": f"{step} of {trained['steps']}" if step != trained["steps"] else step,
@@ -121,7 +122,8 @@ def _training(trained: dict, exported: dict) -> dict:
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
         "masks": MASKS[trained["masks"]],
-        "figures": figures,
+        "figures": (f"KL to the teacher, on what was held out: {'; '.join(figures)}." if figures else
+                    f"Last loss: {trained['loss']:.4f}."),
     }
 
 
@@ -139,15 +141,6 @@ def _data(arguments: dict) -> dict[str, str | bool]:
 def _groups_line(groups: list[list[int]]) -> str:
     """The groups of one layer: "0 2; 1 3"."""
     return "; ".join(" ".join(map(str, group)) for group in groups)
-
-
-def _is_hub_name(source: str) -> bool:
-    """Whether the source's name is a hub name OWNER/MODEL rather than a directory."""
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return "/" in source and not os.path.exists(source)
 
 
 def _code(text: str) -> str:

@@ -75,7 +75,7 @@ def saved_checkpoints(directory: str) -> list[str]:
 
 
 def best(directory: str) -> str | None:
-    """The saved checkpoint whose GQA student had the lowest held-out KL; None if none was measured."""
+    """The saved checkpoint whose GQA student had the lowest held-out KL on text and chats, or None."""
     saved = {step_of(path): path for path in saved_checkpoints(directory)}
     measured = {line["step"]: kl for line in read_metrics(os.path.join(directory, METRICS))
                 if (kl := heldout_kl(line)) is not None and "mask_target" not in line}

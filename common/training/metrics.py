@@ -12,9 +12,10 @@ from common.cli import UserError
 from common.data.jsonl import parse_object
 from common.files import write_text
 from common.training.hardware import peak_flops
-from common.training.heldout import COMPARED, SETS, START
+from common.training.heldout import COMPARED, SETS, START, TASK_SET
 
 METRICS = "metrics.jsonl"
+CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of a held-out set
 # figure -> its name in TensorBoard, which groups by what is before the slash
 TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}
 SHOWN = {"loss": "loss", "kl": "kl", "bild": "bild", "mask_expected": "mask", "mask_target": "target",
@@ -133,15 +134,25 @@ def summarize(lines: list[dict]) -> dict:
     return summary | {name: lines[-1][name] for name in TAGS if name in lines[-1]} | untrained
 
 
-def heldout_kl(figures: dict, prefix: str = "") -> float | None:
-    """A step's held-out KL, on text if it was measured on several sets; None if on none."""
-    return next((figures[name] for kind in SETS if (name := f"{prefix}{kind}_kl") in figures), None)
+def heldout_kls(figures: dict, prefix: str = "") -> dict[str, float]:
+    """A step's held-out KL on each set that was measured, by what is in it: text, chats, questions."""
+    return {CONTENT[kind]: figures[name] for kind in CONTENT if (name := f"{prefix}{kind}_kl") in figures}
+
+
+def heldout_kl(figures: dict) -> float | None:
+    """Mean of a step's held-out KLs on text and on chats, by which a checkpoint is chosen; None if neither
+    was measured. Questions do not count: stage 7 evaluates students on them.
+    """
+    kls = [kl for kind, kl in heldout_kls(figures).items() if kind != CONTENT[TASK_SET]]
+    return sum(kls) / len(kls) if kls else None
 
 
 def outcome(lines: list[dict]) -> str:
-    """What training did, in words: the held-out KL from merged/ to the end, or else the loss."""
-    before, after = heldout_kl(lines[0], f"{START}_"), heldout_kl(lines[-1])
-    if before is None:
+    """What training did, in words: the held-out KLs from merged/ to the end, or else the loss."""
+    before, after = heldout_kls(lines[0], f"{START}_"), heldout_kls(lines[-1])
+    if not before:
         return f"distillation loss {lines[0]['loss']:.3f} at the start, {lines[-1]['loss']:.3f} as GQA"
-    verdict = "" if after < before else " (no better than before: lower --lr, or train on more text)"
-    return f"held-out KL {before:.4f} before, {after:.4f} after{verdict}"
+    changes = [f"{kind} {kl:.4f} before, {after[kind]:.4f} after" for kind, kl in before.items()]
+    better = any(after[kind] < kl for kind, kl in before.items())
+    verdict = "" if better else " (no better than before: lower --lr, or train on more text)"
+    return f"held-out KL of {'; of '.join(changes)}{verdict}"

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from common.artifacts import claim, make_record, read_record, verify_files, write_record
 from common.cli import UserError
 from common.files import write_directory
-from common.models import empty_model, load_config, load_tokenizer
+from common.layers import CheckpointWriter, Layers
+from common.models import load_config
 from common.records import SOURCE
 from common.training import checkpoints
 from common.training.distill import next_token_loss, sft_flops
@@ -82,16 +83,16 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
     """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
     source = run.pair.model["path"]
     config = load_config(source)
-    dtype = config.dtype or torch.float32
-    model = empty_model(source, config, dtype)
-    weights = checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1])
-    model.load_state_dict({name: weights.pop(name).to(dtype) for name in list(weights)}, assign=True)
-    model.tie_weights()
+    dtype = config.dtype or torch.float32  # before Layers, which changes the config's
+    weights = checkpoints.TrainedWeights(checkpoints.saved_checkpoints(directory)[-1])
+    layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     with write_directory(run.teacher) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(source).save_pretrained(aside)
+        with CheckpointWriter(aside, config, dtype, source) as writer:
+            for index, layer in enumerate(layers.decoder_layers()):
+                writer.write(f"model.layers.{index}", layer)
+            writer.write_rest(layers)
         shutil.copy(os.path.join(directory, METRICS), aside)
         write_record(aside, make_record(STAGE, run.args, run.pair.model, {}, summary, run.clock()))
     shutil.rmtree(directory)

@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from common import companions
 from common.artifacts import (
     check_same_model,
     claim,
@@ -239,8 +240,7 @@ def main():
     steps = search["summary"]["steps_so_far"] if "search" in (args.groups, args.counts) else 0
     summary = {"steps_so_far": steps, "heads": counts, "stock": stock, "kl": kl, **figures}
     with write_directory(output) as aside:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        companions.save(model, aside, path)
         inputs = input_digests(args.run, [search_path, calibration])
         write_record(aside, make_record(CLOSED_FORM, args, search["model"], inputs, summary, clock()))
     print(f"cache   key heads {counts['key']}, value heads {counts['value']}")

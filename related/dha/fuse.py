@@ -27,6 +27,7 @@ import os
 import torch
 from transformers import AutoModelForCausalLM
 
+from common import companions
 from common.artifacts import (
     check_input,
     claim,
@@ -143,8 +144,7 @@ def finish(args, clock, searched: dict, tokens: torch.Tensor, unchanged: float) 
         **figures,
     }
     with write_directory(output) as aside:
-        fused.save_pretrained(aside)
-        load_tokenizer(source).save_pretrained(aside)
+        companions.save(fused, aside, source)
         inputs = input_digests(args.run, [os.path.join(args.run, "search.json")])
         write_record(aside, make_record(FUSE, args, searched["model"], inputs, summary, clock()))
     first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]

@@ -13,6 +13,7 @@ the cold start drops the weights that search has trained.
 
 import os
 
+from common import companions
 from common.artifacts import (
     check_input,
     claim,
@@ -24,7 +25,7 @@ from common.artifacts import (
 )
 from common.cli import Clock, run_stage, stage_parser
 from common.files import write_directory
-from common.models import load_config, load_model, load_tokenizer
+from common.models import load_config, load_model
 from related.dha import export, fusion
 from related.dha.records import POOL, SEARCH, read
 
@@ -62,8 +63,7 @@ def main():
     model = pooled_model(load_config(path), load_model(path).state_dict(), groups)
     export.check_cache(model, {kind: search["summary"][kind]["heads"] for kind in groups})
     with write_directory(output) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(path).save_pretrained(aside)
+        companions.save(model, aside, path)
         summary = {"steps_so_far": steps}
         write_record(aside, make_record(POOL, args, search["model"], inputs, summary, clock()))
     print(f"wrote   {output}\npool: heads of {path} averaged within search's groups, in {clock()} s")

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import related.dha.modeling  # noqa: F401  registers DHA checkpoints
+from common import companions
 from common.artifacts import claim, make_record, verify_files, write_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
@@ -87,8 +88,7 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
         "data": data,
     }
     with write_directory(output) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(start).save_pretrained(aside)
+        companions.save(model, aside, start)
         shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
         write_record(aside, make_record(PRETRAIN, args, describe(start), {}, summary, clock()))
     shutil.rmtree(directory)

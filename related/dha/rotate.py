@@ -16,6 +16,7 @@ import os
 
 import torch
 
+from common import companions
 from common.artifacts import (
     check_input,
     check_same_model,
@@ -33,7 +34,7 @@ from common.files import write_directory, write_json
 from common.method.align import align_layer
 from common.method.fuse import fuse_layer
 from common.method.stats import LayerGrams
-from common.models import describe, load_model, load_tokenizer
+from common.models import describe, load_model
 from related.dha import training
 from related.dha.records import SEARCH, read
 
@@ -85,8 +86,7 @@ def main():
     difference = training.relative_difference(expected, training.all_logits(model, tokens), name)
     rotated = os.path.join(home, "searched")
     with write_directory(rotated) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(source).save_pretrained(aside)
+        companions.save(model, aside, source)
         inputs = input_digests(args.run, [search_path, calibration])
         write_record(aside, make_record(SEARCH, args, search["model"], inputs, search["summary"], clock()))
     inputs = input_digests(args.run, [rotated])

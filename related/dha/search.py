@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
+from common import companions
 from common.artifacts import claim, input_digests, make_record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import resolve_model
@@ -233,8 +234,7 @@ def finish(args, clock, description: dict, data: dict, budget: Budget, figures: 
     searched, output = os.path.join(args.run, "searched"), os.path.join(args.run, "search.json")
     summary |= figures | choice
     with write_directory(searched) as aside:
-        model.save_pretrained(aside)
-        load_tokenizer(description["path"]).save_pretrained(aside)
+        companions.save(model, aside, description["path"])
         write_record(aside, make_record(SEARCH, args, description, {}, summary, clock()))
     inputs = input_digests(args.run, [searched])
     search_record = make_record(SEARCH, args, description, inputs, summary, clock())

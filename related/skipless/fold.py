@@ -24,6 +24,7 @@ import os
 
 import torch
 
+from common import companions
 from common.artifacts import claim, make_record, read_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
 from common.data.text import load_tokens
@@ -111,8 +112,7 @@ def main():
     summary = {"removed": removed, "parameters_before": before, "parameters_after": after}
     summary |= check_equivalence(model, folded, tokens, dtype) | {"dtype": str(dtype)}
     with write_directory(output) as aside:
-        folded.to(dtype).save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        companions.save(folded.to(dtype), aside, source)
         write_record(aside, make_record(STAGE, args, describe(source), {}, summary, clock()))
     print(f"wrote   {output}\nfold: {', '.join(removed)} removed, {before:,} -> {after:,} weights "
           f"({1 - after / before:.1%} fewer) in {clock()} s")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from common import companions
 from common.artifacts import make_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
 from common.data.samples import Sample
@@ -247,15 +248,14 @@ def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str],
     heldout: tokens for the perplexity, and their description.
     """
     directory = path + ".train"
-    model, tokenizer = load_model(os.path.join(directory, "start")), load_tokenizer(source)
+    model = load_model(os.path.join(directory, "start"))
     before = conditions(model)
     model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     tokens, description = heldout
     summary = {"perplexity": perplexity(model, tokens), "perplexity_text": description,
                "conditions_before": before, "conditions_after": conditions(model)}
     with write_directory(path) as aside:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        companions.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
         write_record(aside, make_record(TRAIN_STAGE, args, describe(source), {}, summary, clock()))
     shutil.rmtree(directory)

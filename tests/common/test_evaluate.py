@@ -1,5 +1,6 @@
 """Evaluation against the direct way: one prompt at a time, no padding, plain sums; repeated evaluations."""
 
+import itertools
 import math
 import types
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from common import evaluate
 from common.cli import UserError
@@ -52,6 +55,11 @@ def test_figures_on_text_against_a_reference(model):
     assert figures["kl"] == pytest.approx(float(divergence), rel=1e-5)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
     assert figures["agreement"] == pytest.approx(float(agreement))
+    predictions.hidden = [hidden.clone() for hidden in predictions.hidden]
+    predictions.hidden[0][:, -1] *= -1  # the last position alone, which predicts what no token shows
+    figures, _ = evaluate.text_figures(tiny_model(), TOKENS, predictions)
+    assert figures["agreement"] == pytest.approx(1 - 1 / TOKENS.numel()) and figures["kl"] > 0
+    predictions.hidden[0][:, -1] *= -1
     itself, _ = evaluate.text_figures(tiny_model(), TOKENS, predictions)
     assert (itself["kl"], itself["agreement"]) == (0, 1)
     small = tiny_model(vocab_size=300)
@@ -67,9 +75,10 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
     while len(expected) < len(ids) + 5 and expected[-1] != tokenizer.eos_token_id:
         expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
     answer = tokenizer.decode(expected[len(ids):], skip_special_tokens=True).strip()
-    assert evaluate.complete(model, tokenizer, ["What is red?"], 5) == [answer]
-    batch = evaluate.complete(model, tokenizer, ["What is red, and what is blue?", "What is red?"], 5, 2)
-    assert batch[1] == answer
+    questions = ["What is red, and what is blue?", "What is red?"]
+    prompts = [evaluate.prompt_ids(question, tokenizer) for question in questions]
+    assert prompts[1] == ids and evaluate.complete(model, tokenizer, prompts[1:], 5) == [answer]
+    assert evaluate.complete(model, tokenizer, prompts, 5, 2)[1] == answer
 
 
 class Waits(TorchDispatchMode):
@@ -135,10 +144,10 @@ def test_a_model_on_several_devices_has_the_same_figures(tmp_path):
     assert evaluate.perplexity(spread, TOKENS) == evaluate.perplexity(whole, TOKENS)
     assert evaluate.cache_bytes_per_token(spread, TOKENS[0]) == 2 * 3 * 8 * 8 * 4
     samples = [tokenize(example, tokenizer) for example in examples()[:4]]
-    for measure, items in ((evaluate.choice_likelihoods, [samples]), (evaluate.generate_answers, samples)):
-        arguments = [tokenizer] if measure is evaluate.generate_answers else []
-        ours, theirs = (measure(model, *arguments, items, 2, bar) for model in (spread, whole))
-        assert ours == theirs
+    prompts = [sample.prompt for sample in samples]
+    for measure in (lambda model: evaluate.choice_likelihoods(model, [samples], 2, bar),
+                    lambda model: evaluate.generate_answers(model, tokenizer, prompts, 4, 2, bar)):
+        assert measure(spread) == measure(whole)
     assert evaluate.speed(spread, TOKENS[0]).keys() == evaluate.speed(whole, TOKENS[0]).keys()
 
 
@@ -179,39 +188,74 @@ def greedy(model, prompt, steps: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_batched_generation_equals_one_at_a_time(model, monkeypatch):
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 5.0)  # as of a chat model
+OWN_SETTINGS = {"repetition_penalty": 5.0, "do_sample": True, "num_beams": 4, "num_return_sequences": 2,
+                "return_dict_in_generate": True, "no_repeat_ngram_size": 1, "guidance_scale": 3.0,
+                "max_time": 1e-9, "min_new_tokens": 3, "stop_strings": ["a"], "penalty_alpha": 0.6}
+
+
+def test_batched_generation_is_greedy_whatever_the_checkpoint_says(model, monkeypatch):
+    for name, value in OWN_SETTINGS.items():
+        monkeypatch.setattr(model.generation_config, name, value)
     tokenizer = byte_tokenizer()
-    samples = [tokenize(example, tokenizer) for example in examples()]
-    samples = [sample for sample in samples if len(sample.answer) == 4]  # every batch generates as far
-    assert len({len(sample.prompt) for sample in samples}) > 3  # padding is needed
-    batched = evaluate.generate_answers(model, tokenizer, samples, 7, tqdm(disable=True))
-    for sample, answer in zip(samples, batched, strict=True):
-        ids = greedy(model, sample.prompt, len(sample.answer))
-        assert answer == tokenizer.decode(ids, skip_special_tokens=True).strip()
+    prompts = [tokenize(example, tokenizer).prompt for example in examples()]
+    assert len(set(map(len, prompts))) > 3  # padding is needed
+    batched = evaluate.generate_answers(model, tokenizer, prompts, 4, 7, tqdm(disable=True))
+    for prompt, answer in zip(prompts, batched, strict=True):
+        assert answer == tokenizer.decode(greedy(model, prompt, 4), skip_special_tokens=True).strip()
+    assert model.generation_config.num_beams == 4  # as it was
 
 
-class Script:
-    """A model that answers every prompt with the same ids, as many as it may."""
-
-    device = torch.device("cpu")
+class Script(LlamaForCausalLM):
+    """A model that answers every prompt with the same text, then with "z" for ever."""
 
     def __init__(self, text: str):
-        self.ids = torch.tensor(byte_tokenizer()(text)["input_ids"])
+        super().__init__(tiny_model().config)
+        self.ids = byte_tokenizer()(text)["input_ids"]
 
-    def generate(self, input_ids, max_new_tokens, eos_token_id, **options):
-        self.options = options | {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        new = self.ids[:max_new_tokens].expand(len(input_ids), -1)
-        return torch.cat([input_ids, new], dim=1)
+    def generate(self, *arguments, **options):
+        self.coming = itertools.chain(self.ids, itertools.repeat(byte_tokenizer()("z")["input_ids"][0]))
+        return super().generate(*arguments, **options)
+
+    def forward(self, input_ids, **_):
+        token = next(self.coming)
+        logits = torch.zeros(len(input_ids), input_ids.shape[1], 260)
+        logits[..., token] = 1
+        return CausalLMOutput(logits=logits)
 
 
-def test_answers_are_stripped_and_as_long_as_the_longest_right_one():
-    short, long = Sample((1, 2), (3, END)), Sample((1, 2, 3), (4, 5, 6, 7, 8, END))
-    script, tokenizer, bar = Script(" ab\n<eos>"), byte_tokenizer(), tqdm(disable=True)
-    assert evaluate.generate_answers(script, tokenizer, [long, short], 2, bar) == ["ab", "ab"]
-    assert script.options["max_new_tokens"] == 6 and script.options["eos_token_id"] == END
-    assert not script.options["do_sample"]
-    assert evaluate.generate_answers(script, tokenizer, [short, long], 1, bar) == ["a", "ab"]
+@pytest.mark.parametrize("text, right, expected", [
+    (" ab\n<eos>", "ab", "ab"),  # stripped
+    (" ab\nQuestion: 1<eos>", "ab", "ab\nQ"),  # goes on: wrong, and cut where it is
+    ("a b<eos>", "a  b", "a b"),  # blanks are not looked at before the end
+    ("ab<eos>cd", "abcd", "ab"),
+    ("zz", "z" * 20, "z" * 8),  # as many as allowed
+    ("\u00e9t\u00e9<eos>", "\u00e9t\u00e9", "\u00e9t\u00e9"),  # characters of two tokens each
+    ("\u00e9", "\u00e8", "\u00e9"),
+])
+@pytest.mark.parametrize("beside", [[], ["a much longer right answer"]])
+def test_an_answer_ends_where_it_cannot_be_right_whatever_is_in_its_batch(text, right, expected, beside):
+    script, tokenizer, rights = Script(text), byte_tokenizer(), [right, *beside]
+    prompts, bar = [[1]] * len(rights), tqdm(disable=True)
+    answers = evaluate.generate_answers(script, tokenizer, prompts, 8, 2, bar, rights)
+    assert answers[0] == expected
+
+
+@pytest.mark.parametrize("where", ["config", "generation_config"])
+def test_tokens_that_end_an_answer_are_also_those_of_the_configs(where):
+    script, tokenizer = Script("Yes.!z"), byte_tokenizer()
+    getattr(script, where).eos_token_id = [END, tokenizer("!")["input_ids"][0]]
+    assert evaluate.generate_answers(script, tokenizer, [[1]], 8, 1, tqdm(disable=True)) == ["Yes."]
+
+
+@pytest.mark.parametrize("template", [
+    "{{ raise_exception('a system message is required') }}",
+    {"rag": "x", "tool_use": "y"},
+], ids=["refuses", "no default"])
+def test_a_template_that_refuses_a_prompt_is_one_line(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="chat template"):
+        evaluate.prompt_ids("hello", tokenizer)
 
 
 def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):

@@ -397,12 +397,29 @@ def test_loaded_part_by_part_or_sharded_it_is_the_model(changes, group_of_one, t
     """What no checkpoint stores is computed: RoPE's frequencies, the scale of embeddings."""
     path, model = save_tiny(tmp_path / "model", **changes), tiny_model(**changes)
     layers = Layers(path, torch.float32, "cpu", layerwise=True)
-    logits = torch.stack(layers.logits(TOKENS, str(tmp_path)))
+    logits = torch.stack(layers.logits(TOKENS))
     torch.testing.assert_close(logits, logits_of(model), rtol=0, atol=1e-4)
     sharded = build(load_config(path), group_of_one, Execution(), lambda name: (path, name))
     row, whole = build_row(random_samples(5), 5), Trainee(tiny_model(attn_implementation="packed", **changes))
     with torch.no_grad():
         torch.testing.assert_close(sharded(row), whole(row), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma", "olmo", "olmo2"])
+@torch.no_grad()
+def test_a_sliding_window_that_the_class_ignores_masks_nothing(family, layerwise, tmp_path):
+    """Layer by layer as in the class's own forward pass, which the model's logits are."""
+    path = save_tiny(tmp_path / "model", model_type=family)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"sliding_window": 5}))
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    layers, expected = Layers(path, torch.float32, "cpu", layerwise), plain(TOKENS, use_cache=False).logits
+    hidden = layers.embed(TOKENS.split(1), str(tmp_path))
+    for layer in layers.decoder_layers():
+        layers.advance(layer, hidden)
+    torch.testing.assert_close(torch.stack(list(layers.logits_of(hidden))), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.stack(layers.logits(TOKENS)), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from common import files
 from common.artifacts import read_record, read_tensors
 from common.cli import UserError
+from common.files import files_in
 from common.layers import Layers
 from common.models import (
     SUPPORTED,
@@ -67,7 +68,7 @@ def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | setting))
     model = load_model(path)
     for logits in (model(tokens).logits[0], *Layers(path, torch.float32, "cpu").logits(tokens),
-                   *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens, str(tmp_path))):
+                   *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens)):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert hasattr(model.model(input_ids=tokens), "last_hidden_state")
     model.save_pretrained(tmp_path / "again")  # transformers refuses attentions as outputs of sdpa
@@ -485,15 +486,33 @@ def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
 # -- tokenizers --
 
 
-def test_a_copied_tokenizer_has_the_same_settings(tmp_path):
-    """Not how this program loaded it: local_files_only, is_local."""
-    for name in ("source", "copy"):
-        (tmp_path / name).mkdir()
+def test_a_tokenizer_is_copied_byte_for_byte(tmp_path):
+    """All files that some program reads it from, whether or not this one does, and no others."""
     save_tiny(tmp_path / "source")
+    others = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+              "merges.txt", "chat_template.jinja", "qwen.tiktoken", "additional_chat_templates/tools.jinja"]
+    (tmp_path / "source" / "additional_chat_templates").mkdir()
+    for name in others:
+        (tmp_path / "source" / name).write_bytes(name.encode() + b"\r\n\xff")
+    (tmp_path / "copy").mkdir()
     save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
-    settings = [json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in
-                ("source", "copy")]
-    assert settings[0] == settings[1]
+    written = files_in(str(tmp_path / "copy"))
+    assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
+    for name in written:
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "source" / name).read_bytes(), name
+    before = fingerprint(str(tmp_path / "source"))
+    for name in others:  # each is part of what the model is
+        (tmp_path / "source" / name).write_bytes(b"another")
+        assert fingerprint(str(tmp_path / "source")) != before, name
+        before = fingerprint(str(tmp_path / "source"))
+
+
+def test_a_sentencepiece_model_alone_needs_a_package(copy):
+    path = copy("whole")
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (path / "tokenizer.model").write_bytes(b"damaged")
+    assert "tokenizer.model; pip install sentencepiece protobuf" in refusal(load_tokenizer, str(path))
 
 
 def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):

@@ -149,9 +149,11 @@ def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
 def test_the_card_says_what_training_did_to_the_held_out_kl(tmp_path, records):
     records[1]["summary"] |= {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
     card = words(write(tmp_path, records))
-    assert "KL to the teacher on held-out data: 0.0600 before, 0.0500 after." in card
+    assert "KL to the teacher, on what was held out: on text 0.0600 before, 0.0500 after." in card
     records[1]["summary"]["heldout_kl"] = 0.08
-    worse = "0.0600 before, 0.0800 after, which is no better."
+    records[1]["summary"] |= {"start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56}
+    worse = ("on text 0.0600 before, 0.0800 after, which is no better; on questions 3.4000 before, 2.5600 "
+             "after.")
     assert worse in words(write(tmp_path, records))
 
 

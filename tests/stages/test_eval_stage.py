@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import evaluate, models
+from common import models
 from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
@@ -392,22 +392,6 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     figures = json.loads((home / "eval.json").read_text())["results"]["merged"]
     assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
     assert "(tasks, the first 1 per task)" in (home / "eval.md").read_text()
-
-
-def test_answers_are_as_long_as_the_right_one(inputs, tmp_path, monkeypatch):
-    tasks, lengths, generate = tmp_path / "tasks", [], evaluate.generate_answers
-    tasks.mkdir()
-    row = {"goal": "g", "sol1": "a", "sol2": "b" * 40, "label": 1}
-    (tasks / "piqa.validation.jsonl").write_text(json.dumps(row) + "\n")
-
-    def generate_answers(model, tokenizer, samples, *options):
-        lengths.extend(len(sample.answer) for sample in samples)
-        return generate(model, tokenizer, samples, *options)
-
-    monkeypatch.setattr(evaluate, "generate_answers", generate_answers)
-    arguments = ["--model", inputs["model"], "--tasks", tasks, "--text", "none", "--only", "piqa"]
-    run("07_eval.py", "--run", tmp_path / "run", *arguments)
-    assert lengths == [41]  # its tokens and end-of-sequence
 
 
 @pytest.mark.parametrize("device, given, expected", [

@@ -112,7 +112,7 @@ def test_merged_is_exported_as_it_is(finished_run, tmp_path):
 
 
 def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
-    """By the held-out KL in metrics.jsonl; the last one where nothing was measured."""
+    """By the held-out KL in metrics.jsonl; the last one where nothing was measured, and after tasks."""
     home, stage = copy_run(finished_run, tmp_path / "run"), importlib.import_module("06_export")
     training = str(home / "train")
     monkeypatch.setattr(checkpoints, "origin", lambda path: {})  # other metrics than it was saved with
@@ -121,7 +121,9 @@ def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
     for measured, expected in (({}, saved[-1]), ({saved[0]: 0.1, saved[-1]: 0.2}, saved[0])):
         lines = [{"step": step, "heldout_kl": kl} for step, kl in measured.items()]
         (home / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert step_of(stage.best_weights(training, saved[-1]).path) == expected
+        for tasks, chosen in (("none", expected), ("hub", saved[-1])):
+            trained = {"summary": {"steps": saved[-1]}, "arguments": {"tasks": tasks}}
+            assert step_of(stage.chosen_weights(training, trained).path) == chosen
 
 
 @pytest.mark.release

@@ -34,6 +34,7 @@ from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
 from students import stage5
 from test_checkpoints import Attack, seal
+from test_layers import Tensors
 from training_runs import (
     STAGE,
     assert_same_bits,
@@ -134,10 +135,10 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
 
 
 def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
-    """From float32 weights, by a model that has no weights of its own before."""
+    """From float32 weights, a layer at a time."""
     source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
-    monkeypatch.setattr(teacher.checkpoints, "whole_weights", lambda path: dict(trained))
+    monkeypatch.setattr(teacher.checkpoints, "TrainedWeights", lambda path: Tensors(trained))
     monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: [None])
     monkeypatch.setattr(teacher, "make_record", lambda *_: None)
     monkeypatch.setattr(teacher, "write_record", lambda *_: None)

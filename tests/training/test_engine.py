@@ -367,9 +367,13 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
 
 def test_the_outcome_of_a_training_in_words():
     first, last = {"loss": 3.0, "start_heldout_kl": 0.06}, {"loss": 1.0, "heldout_kl": 0.05}
-    assert outcome([first, last]) == "held-out KL 0.0600 before, 0.0500 after"
+    assert outcome([first, last]) == "held-out KL of text 0.0600 before, 0.0500 after"
     worse = outcome([first, last | {"heldout_kl": 0.06}])
     assert worse.endswith("0.0600 after (no better than before: lower --lr, or train on more text)")
     assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
-    chats = {"start_heldout_chat_kl": 0.4}, {"heldout_chat_kl": 0.2, "heldout_task_kl": 0.1}
-    assert outcome(list(chats)).startswith("held-out KL 0.4000 before, 0.2000 after")
+    first |= {"start_heldout_chat_kl": 0.4, "start_heldout_task_kl": 0.2}
+    last |= {"heldout_chat_kl": 0.2, "heldout_task_kl": 0.3}
+    assert outcome([first, last]) == ("held-out KL of text 0.0600 before, 0.0500 after; of chats 0.4000 "
+                                      "before, 0.2000 after; of questions 0.2000 before, 0.3000 after")
+    assert metrics.heldout_kl(last) == pytest.approx((0.05 + 0.2) / 2)  # stage 7 asks the questions
+    assert metrics.heldout_kl({"heldout_task_kl": 0.3}) is None

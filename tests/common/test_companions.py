@@ -1,0 +1,96 @@
+"""The files beside a checkpoint's weights: what the source wrote, and what older programs read."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from common import companions
+from common.models import load_config
+from conftest import byte_tokenizer, save_tiny, tiny_model
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+OLMO3 = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+         "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0,
+                            "original_max_position_embeddings": 32}}
+
+
+def settings_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def written(tmp_path, **changes) -> dict:
+    """config.json as made from the checkpoint in tmp_path / "source", with these changes of its config."""
+    config = load_config(str(tmp_path / "source"))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    (tmp_path / "made").mkdir()
+    companions.write(str(tmp_path / "made"), config, str(tmp_path / "source"))
+    return settings_of(tmp_path / "made")
+
+
+def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
+    """A config as hub checkpoints of Llama have it, with a key that transformers does not know."""
+    save_tiny(tmp_path / "source", rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
+    source = settings_of(tmp_path / "source")
+    rope = source.pop("rope_parameters")
+    source |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": source.pop("dtype"),
+               "transformers_version": "4.40.0", "mine": [1.5, None], "output_attentions": True}
+    code = {"auto_map": {"AutoConfig": "configuration_mine.Config"}}  # not copied, so not named
+    (tmp_path / "source" / "config.json").write_text(json.dumps(source | code))
+    made = written(tmp_path, num_key_value_heads=2)
+    assert made == source | {"num_key_value_heads": 2, "dtype": "float32"}
+    assert list(made)[: len(source)] == list(source)
+
+
+@pytest.mark.parametrize("model_type, rope, older", [
+    ("llama", {"rope_type": "default", "rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": None}),
+    ("llama", LLAMA3 | {"rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": LLAMA3}),
+    ("qwen2", {"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
+    ("olmo3", OLMO3, {"rope_theta": 500.0, "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}),
+], ids=["llama", "scaled", "qwen2", "olmo3"])
+def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, model_type, rope, older):
+    """They say the same, also to the release that reads both."""
+    save_tiny(tmp_path / "source", model_type=model_type, rope_parameters=rope)
+    source, made = settings_of(tmp_path / "source"), written(tmp_path, dtype="bfloat16")
+    assert made == source | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    ours, theirs = (AutoConfig.from_pretrained(tmp_path / name) for name in ("made", "source"))
+    assert ours.rope_parameters == theirs.rope_parameters and str(ours.dtype) == "torch.bfloat16"
+
+
+def test_a_generation_config_is_copied_and_none_invented(tmp_path):
+    save_tiny(tmp_path / "source")
+    content = b'{"eos_token_id": [256, 7], "mine": 1}'
+    (tmp_path / "source" / companions.GENERATION).write_bytes(content)
+    written(tmp_path)
+    assert (tmp_path / "made" / companions.GENERATION).read_bytes() == content
+    (tmp_path / "source" / companions.GENERATION).unlink()
+    (tmp_path / "made").rename(tmp_path / "before")
+    written(tmp_path)
+    assert not (tmp_path / "made" / companions.GENERATION).exists()
+
+
+def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
+    """As related/ writes it: the source's tokenizer and generation config, and the older keys."""
+    save_tiny(tmp_path / "source")
+    model = tiny_model(model_type="mistral", sliding_window=9)
+    model.generation_config.eos_token_id = 3
+    companions.save(model, str(tmp_path / "made"), str(tmp_path / "source"))
+    made = settings_of(tmp_path / "made")
+    assert (made["model_type"], made["sliding_window"], made["rope_theta"]) == ("mistral", 9, 10000.0)
+    assert GenerationConfig.from_pretrained(tmp_path / "made").eos_token_id == 256
+    assert AutoTokenizer.from_pretrained(tmp_path / "made").eos_token == "<eos>"
+
+
+def test_a_tokenizer_made_here_is_named_as_older_releases_know_it(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    tokenizer.save_pretrained(tmp_path)
+    companions.loadable_by_older_releases(str(tmp_path))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<a>", "<b>"] and "extra_special_tokens" not in settings
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("a <b>é") == tokenizer("a <b>é") and again.eos_token == "<eos>"
