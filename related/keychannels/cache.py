@@ -6,7 +6,8 @@
 The first forward pass is the prompt and is computed with whole keys. After it each layer chooses channels per
 sample and key head (channels.py) and drops the others from all keys but the last `recent`. Those, and every
 later key (a second prompt's included), stay whole. Values are not touched. Prompts in a batch are padded on
-the left, and padding does not influence the choice.
+the left, and padding does not influence the choice. Decoding that takes tokens back (prompt lookup, assistant
+models) is refused.
 
 Layers with a sliding window keep their own small cache, unpruned; a model with only such layers is refused.
 """
@@ -77,9 +78,6 @@ class KeyChannelLayer(DynamicLayer):
         super().reset()
         self.pruned = self.channels = None
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("pruned channels cannot be restored")
-
     def _change_samples(self, change) -> None:
         for name in ("keys", "values", "pruned", "channels"):
             if getattr(self, name) is not None:
@@ -120,6 +118,13 @@ class KeyChannelCache(DynamicCache):
             if not layer.is_sliding:
                 self.layers[index] = KeyChannelLayer(ratio, select, recent, observed)
         model.set_attn_implementation(ATTENTION)
+
+    def crop(self, *args) -> None:
+        """Raise UserError: what was pruned cannot be restored."""
+        raise UserError("key channels: expected decoding that takes no token back, found prompt lookup, an "
+                        "assistant model or another crop of the cache: pruned keys cannot be cropped")
+
+    activate_past_recording = crop  # transformers calls it before it decodes with drafts
 
 
 def require_prunable(config) -> None:

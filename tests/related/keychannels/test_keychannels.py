@@ -372,6 +372,16 @@ def test_what_cannot_be_pruned_is_refused():
         prefilled(model, batch)
 
 
+def test_decoding_that_takes_tokens_back_is_refused_before_it_starts():
+    model, batch, cache = tiny_model(), batch_of([random_text(20, 0)]), KeyChannelCache(tiny_model(), 0.5)
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model(seed=1)}):
+        with pytest.raises(UserError, match="key channels: expected .*, found prompt lookup, an assistant"):
+            model.generate(**batch, **GENERATION, **drafts, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    with pytest.raises(UserError, match="another crop"):
+        cache.crop(-1)
+
+
 # ---- effects.py and measure.py
 
 
