@@ -8,6 +8,10 @@ sample and key head (channels.py) and drops the others from all keys but the las
 later key (a second prompt's included), stay whole. Values are not touched. Prompts in a batch are padded on
 the left, and padding does not influence the choice.
 
+A prompt in chunks (prefill_chunk_size) needs `prompt`, its number of tokens, and ends with the pass that
+reaches it. A second prompt right after the first, which looks like a next chunk, needs it too. Decoding that
+takes tokens back (prompt lookup, assistant models) is refused.
+
 Layers with a sliding window keep their own small cache, unpruned; a model with only such layers is refused.
 """
 
@@ -33,26 +37,47 @@ class KeyChannelLayer(DynamicLayer):
 
     pruned [B, G, L - recent, d'] are the prompt's keys in the kept channels [B, G, d'] (int16), keys [B, G,
     n, d] the whole keys after them, values [B, G, L - recent + n, d]. Before the prompt is pruned, and where
-    there is nothing to prune, channels is None and keys holds every key.
+    there is nothing to prune, channels is None and keys holds every key. Between chunks of the prompt queries
+    [B, H, n, d] holds its last ones so far, at most `observed`.
     """
 
     is_croppable = False
 
-    def __init__(self, ratio: float, select: str, recent: int, observed: int):
+    def __init__(self, ratio: float, select: str, recent: int, observed: int, prompt: int | None = None):
         super().__init__()
         self.ratio, self.select, self.recent, self.observed = ratio, select, recent, observed
-        self.pruned = self.channels = None
+        self.prompt, self.first = prompt, None  # tokens: of the prompt, of the first pass
+        self.pruned = self.channels = self.queries = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append keys and values. Returns this layer in place of the keys: `attention` below reads it."""
+        """Append keys and values. Returns this layer in place of the keys: `attention` below reads it.
+
+        Raises UserError where they may be the prompt's second chunk, but its length is not known.
+        """
+        length, new = self.get_seq_length(), key_states.shape[-2]
+        if self.prompt is None and length == self.first and new > 1:
+            raise UserError(f"key channels: expected the prompt in one forward pass, or its number of tokens "
+                            f"in KeyChannelCache(prompt=...), found passes of {length} and {new} tokens")
+        if length == 0:
+            self.first = new
         super().update(key_states, value_states)
         return self, self.values
+
+    def read_prompt(self, queries: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Keep the last queries [B, H, T, d] of a pass over the prompt; where the prompt ends, prune."""
+        if self.queries is not None:
+            queries = torch.cat((self.queries, queries), -2)
+        if self.get_seq_length() < (self.prompt or 1):
+            self.queries = queries[:, :, -self.observed :].clone()  # a view would keep the whole chunk
+            return
+        self.queries = None
+        self.prune(queries, real)
 
     def prune(self, queries: torch.Tensor, real: torch.Tensor | None) -> None:
         """Drop channels of the prompt's keys.
 
-        queries: [B, H, L, d] of the prompt; real: [B, L] bool, False at padding, or None without any. Raises
-        UserError for padding on the right.
+        queries: [B, H, n, d], the last of the prompt; real: [B, L] bool, False at padding, or None without
+        any. Raises UserError where a sample ends in padding.
         """
         length, size = self.keys.shape[-2:]
         old, count = length - self.recent, removed_count(self.ratio, size)
@@ -61,9 +86,11 @@ class KeyChannelLayer(DynamicLayer):
         keys = self.keys
         if real is not None:
             if not real[:, -1].all():
-                raise UserError("key channels: expected prompts padded on the left, found right padding")
+                raise UserError("key channels: expected prompts padded on the left, in one forward pass or "
+                                "with KeyChannelCache(prompt=...), found padding at the end of a sample")
             padding = ~real[:, None, :, None]
-            queries, keys = queries.masked_fill(padding, 0), keys.masked_fill(padding, 0)
+            keys = keys.masked_fill(padding, 0)
+            queries = queries.masked_fill(padding[:, :, -queries.shape[-2] :], 0)
         observed = by_key_head(queries[:, :, -self.observed :], keys)
         channels = kept_channels(self.select, observed, keys, self.recent, count)
         self.pruned = self.keys[:, :, :old].gather(-1, channels[:, :, None].expand(-1, -1, old, -1))
@@ -75,13 +102,10 @@ class KeyChannelLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.pruned = self.channels = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("pruned channels cannot be restored")
+        self.pruned = self.channels = self.queries = None
 
     def _change_samples(self, change) -> None:
-        for name in ("keys", "values", "pruned", "channels"):
+        for name in ("keys", "values", "pruned", "channels", "queries"):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
@@ -108,18 +132,27 @@ class KeyChannelCache(DynamicCache):
         select: str = "greedy+swap",  # one of SELECTORS
         recent: int = 32,  # last keys of the prompt that stay whole
         observed: int = 32,  # last queries of the prompt that represent those to come
+        prompt: int | None = None,  # tokens of the prompt, padding included; None: those of the first pass
     ):
         if not 0 <= ratio < 1 or select not in SELECTORS:
             raise UserError(f"key channels: expected 0 <= ratio < 1 and select in {list(SELECTORS)}, "
                             f"found {ratio}, {select!r}")
-        if recent < 0 or observed < 1:
-            raise UserError(f"key channels: expected recent >= 0, observed >= 1, found {recent}, {observed}")
+        if recent < 0 or observed < 1 or (prompt is not None and prompt < 1):
+            raise UserError(f"key channels: expected recent >= 0, observed >= 1, prompt >= 1 or None, "
+                            f"found {recent}, {observed}, {prompt}")
         super().__init__(config=model.config)
         require_prunable(model.config)
         for index, layer in enumerate(self.layers):
             if not layer.is_sliding:
-                self.layers[index] = KeyChannelLayer(ratio, select, recent, observed)
+                self.layers[index] = KeyChannelLayer(ratio, select, recent, observed, prompt)
         model.set_attn_implementation(ATTENTION)
+
+    def crop(self, *args) -> None:
+        """Raise UserError: what was pruned cannot be restored."""
+        raise UserError("key channels: expected decoding that takes no token back, found prompt lookup, an "
+                        "assistant model or another crop of the cache: pruned keys cannot be cropped")
+
+    activate_past_recording = crop  # transformers calls it before it decodes with drafts
 
 
 def require_prunable(config) -> None:
@@ -147,8 +180,8 @@ def attention(module, query, key, value, attention_mask, scaling: float, **kwarg
     if key.channels is None:
         keys = key.keys
         output = sdpa_attention_forward(module, query, keys, value, attention_mask, scaling=scaling, **kwargs)
-        if query.shape[2] == value.shape[2]:  # the cache was empty: this is the prompt
-            key.prune(query, None if attention_mask is None else attention_mask[:, 0, -1])
+        if value.shape[2] - query.shape[2] < (key.prompt or 1):  # tokens before this pass: still the prompt
+            key.read_prompt(query, None if attention_mask is None else attention_mask[:, 0, -1])
         return output
     return pruned_attention(query, key, value, attention_mask, scaling), None
 

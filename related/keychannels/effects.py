@@ -51,7 +51,7 @@ def head_effects(setting: Setting, queries, keys, values, output, scaling: float
     mask = torch.ones(setting.continuation, keys.shape[2], dtype=torch.bool, device=keys.device).tril(prompt)
     effects = {}
     for ratio, select in setting.choices:
-        layer = KeyChannelLayer(ratio, select, setting.recent, setting.observed)
+        layer = KeyChannelLayer(ratio, select, setting.recent, setting.observed, setting.prompt)
         layer.update(keys[:, :, :prompt], values[:, :, :prompt])
         layer.prune(queries[:, :, :prompt], None)
         layer.update(keys[:, :, prompt:], values[:, :, prompt:])

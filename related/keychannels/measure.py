@@ -131,7 +131,7 @@ def check_checkpoint(setting: Setting, path: str) -> None:
 def new_cache(setting: Setting, model, choice):
     """An empty cache: pruning for a choice (lambda, selector), else plain. The same attention reads both."""
     ratio, select = choice or UNPRUNED
-    pruning = KeyChannelCache(model, ratio, select, setting.recent, setting.observed)
+    pruning = KeyChannelCache(model, ratio, select, setting.recent, setting.observed, setting.prompt)
     return DynamicCache(config=model.config) if choice is PLAIN else pruning
 
 

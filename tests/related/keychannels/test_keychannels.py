@@ -181,7 +181,7 @@ def logits(model, batch: dict, cache) -> torch.Tensor:
 
 
 def prefilled(model, batch: dict, **changes) -> KeyChannelCache:
-    cache = KeyChannelCache(model, **(PRUNING | changes))
+    cache = KeyChannelCache(model, **(PRUNING | changes), prompt=batch["input_ids"].shape[1])
     logits(model, batch, cache)
     return cache
 
@@ -249,7 +249,7 @@ def test_padding_among_the_observed_queries_is_not_counted():
 
 
 def test_a_second_prompt_after_a_short_one_is_not_pruned():
-    """Only the first forward pass prunes, even when it was too short to."""
+    """Only the end of the first prompt prunes, even when it was too short to."""
     model, batch = tiny_model(), batch_of([random_text(4, 0)])
     cache, plain = prefilled(model, batch), DynamicCache(config=model.config)
     logits(model, batch, plain)
@@ -264,7 +264,7 @@ def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
     expected = [logits(model, batch, plain), logits(model, second, plain)]
     for changes in ({"ratio": 0.0}, {"recent": 20}):
-        cache = KeyChannelCache(model, **(PRUNING | changes))
+        cache = KeyChannelCache(model, **(PRUNING | changes), prompt=20)
         assert torch.equal(logits(model, batch, cache), expected[0])
         assert torch.equal(logits(model, second, cache), expected[1])
     tokens = model.generate(**batch, **GENERATION, past_key_values=KeyChannelCache(model, 0))
@@ -314,6 +314,34 @@ def test_generation_and_a_second_prompt(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [1, 3, 19])  # the 7 observed queries lie in several chunks
+def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
+    """Tokens, tensors and bytes of the cache are those after the same prompt in one forward pass."""
+    model, batch = tiny_model(**MODELS[name]).double(), batch_of([random_text(20, 0), random_text(5, 1)])
+    whole, chunked = KeyChannelCache(model, **PRUNING), KeyChannelCache(model, **PRUNING, prompt=20)
+    tokens = model.generate(**batch, **GENERATION, past_key_values=whole)
+    flags = GENERATION | {"prefill_chunk_size": chunk}
+    assert torch.equal(model.generate(**batch, **flags, past_key_values=chunked), tokens)
+    assert cached_bytes(chunked) == cached_bytes(whole)
+    for expected, layer in zip(whole.layers, chunked.layers, strict=True):
+        assert torch.equal(layer.channels, expected.channels)
+        for tensor in ("pruned", "keys", "values"):
+            torch.testing.assert_close(getattr(layer, tensor), getattr(expected, tensor))
+
+
+def test_a_prompt_in_chunks_of_unknown_length_is_refused():
+    model, batch = tiny_model(), batch_of([random_text(20, 0), random_text(13, 1)])
+    for size, found in ((6, "padding at the end"), (8, "passes of 8 and 8 tokens"), (12, "passes of 12")):
+        with pytest.raises(UserError, match="KeyChannelCache.prompt=.*, found " + found):
+            model.generate(**batch, **GENERATION, prefill_chunk_size=size,
+                           past_key_values=KeyChannelCache(model, **PRUNING))
+    cache = KeyChannelCache(model, **PRUNING)
+    logits(model, batch, cache)
+    cache.reset()
+    assert torch.equal(logits(model, batch, cache), logits(model, batch, None))
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_memory_is_freed(name):
     model, batch = tiny_model(**MODELS[name]), batch_of([random_text(40, 0), random_text(40, 1)])
     plain, cache = DynamicCache(config=model.config), prefilled(model, batch)
@@ -324,6 +352,9 @@ def test_memory_is_freed(name):
     assert cached_bytes(cache) == rows * (35 * 4 + 5 * 8 + 40 * 8) * 4 + rows * 4 * 2
     logits(model, second_prompt(batch, 3), cache)
     assert cached_bytes(cache) == rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + rows * 4 * 2
+    chunked = KeyChannelCache(model, **PRUNING, prompt=41)
+    logits(model, batch, chunked)  # not the whole prompt: its last 7 queries are kept for the choice
+    assert cached_bytes(chunked) == cached_bytes(plain) + 3 * 2 * 8 * 7 * 8 * 4
     cache.layers[0].keys = plain.layers[0].keys[:, :, -5:]  # a view keeps alive the whole tensor behind it
     assert cached_bytes(cache) > rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + 2 * heads * 30 * 8 * 4
 
@@ -364,12 +395,23 @@ def test_what_cannot_be_pruned_is_refused():
         KeyChannelCache(tiny_model(model_type="mistral", sliding_window=8), 0.5)
     model, batch = tiny_model(), batch_of([random_text(20, 0), random_text(13, 1)])
     for arguments in ({"ratio": 1.0}, {"ratio": float("nan")}, {"ratio": 0.5, "select": "best"},
-                      {"ratio": 0.5, "recent": -1}, {"ratio": 0.5, "observed": 0}):
+                      {"ratio": 0.5, "recent": -1}, {"ratio": 0.5, "observed": 0},
+                      {"ratio": 0.5, "prompt": 0}):
         with pytest.raises(UserError, match="key channels: expected"):
             KeyChannelCache(model, **arguments)
     batch["attention_mask"][0, -2:] = 0
     with pytest.raises(UserError, match="padded on the left"):
         prefilled(model, batch)
+
+
+def test_decoding_that_takes_tokens_back_is_refused_before_it_starts():
+    model, batch, cache = tiny_model(), batch_of([random_text(20, 0)]), KeyChannelCache(tiny_model(), 0.5)
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model(seed=1)}):
+        with pytest.raises(UserError, match="key channels: expected .*, found prompt lookup, an assistant"):
+            model.generate(**batch, **GENERATION, **drafts, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    with pytest.raises(UserError, match="another crop"):
+        cache.crop(-1)
 
 
 # ---- effects.py and measure.py
