@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.machine import machine
 from common.cli import run_stage
+from common.companions import save_new
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import write_text
@@ -128,8 +129,7 @@ def main():
     stream = torch.tensor(tokenizer(train_text, verbose=False)["input_ids"])
     print(f"{model.num_parameters():,} parameters, {len(stream):,} tokens to train on", flush=True)
     train(model, stream, args)
-    model.eval().save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    save_new(model.eval(), tokenizer, args.out)
     heldout, _ = load_tokens(heldout_path, tokenizer, 16, args.length)
     print(json.dumps({"heldout_loss": round(math.log(perplexity(model, heldout)), 4), "settings": vars(args),
                       "parameters": model.num_parameters(), "tokens": len(stream),

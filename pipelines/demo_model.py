@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.cli import positive, run_stage
+from common.companions import save_new
 from common.data.demo import SHIPPED
 from common.data.tasks import Example, example_from_row
 from common.files import refuse_overwrite, write_directory
@@ -206,8 +207,7 @@ def main():
     tokenizer = make_tokenizer([text, *statements])
     model = train_model(tokenizer, text, tasks, args.steps)
     with write_directory(args.out) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        save_new(model, tokenizer, directory)
     print(f"wrote   {args.out}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 

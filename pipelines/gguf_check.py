@@ -7,8 +7,8 @@ smallest lead of transformers' likeliest token over its second: where it is no l
 the logits, rounding decides between the two. --text adds the perplexity of both. llama.cpp reads a
 Mistral's whole context, whatever its sliding window: keep prompts within the window.
 
-Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, or if a token of an f32
-file differs.
+Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, if it tokenizes a prompt
+otherwise, or if a token of an f32 file differs.
 """
 
 import argparse
@@ -272,7 +272,7 @@ def main() -> None:
               f"{sum(equal)} of {total} tokens equal to transformers; "
               f"{sum(alike)} of {len(prompts)} prompts tokenized alike; "
               f"{os.path.getsize(args.out) / 2**20:.1f} MiB")
-    if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total:
+    if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total or not all(alike):
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
     if args.text:
         print(f"perplexity of {text_tokens.numel()} tokens of {args.text}: "

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +110,31 @@ def test_merged_is_exported_as_it_is(finished_run, tmp_path):
     assert "was not trained after merging" in (home / "gqa-merged" / "README.md").read_text()
     (home / "merged" / "config.json").write_text("{}")
     expect_error("config.json", "06_export.py", "--run", home, "--untrained", "--force", "--name", "merged")
+
+
+@pytest.mark.parametrize("name, kv_heads", [("teacher", 8), ("aligned", 8), ("merged", 2), ("gqa", 2)])
+def test_what_is_beside_the_weights_is_the_sources(finished_run, inputs, name, kv_heads):
+    """The same keys but for the heads, with those that older releases read; the same tokenizer files."""
+    source, made = Path(inputs["model"]), finished_run / name
+    expected, written = (json.loads((path / "config.json").read_text()) for path in (source, made))
+    older = {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
+    assert written == expected | older | {"num_key_value_heads": kv_heads}
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (made / file).read_bytes() == (source / file).read_bytes()
+
+
+def test_the_record_in_an_export_has_no_path_of_this_machine(finished_run, inputs):
+    record = (finished_run / "gqa" / "stage.json").read_text()
+    assert os.path.basename(inputs["model"]) in record and finished_run.name in record
+    assert os.path.dirname(inputs["model"]) not in record and str(finished_run.parent) not in record
+
+
+@pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
+def test_a_hub_name_is_no_path(name, expected):
+    stage = importlib.import_module("06_export")
+    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"}}
+    assert stage.without_paths(record) == {"model": {"name": expected, "path": "abc"},
+                                           "arguments": {"run": "x"}}
 
 
 def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
