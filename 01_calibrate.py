@@ -13,12 +13,14 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 3 GiB of memory
 
 By default 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper: random ones),
-shorter if the model has fewer positions. The KV cache is never stored: a 7B model's statistics take 7 GiB,
+shorter if the model has fewer positions, each with the begin-of-sequence token if the tokenizer adds it to
+text (--bos, --no-bos). The KV cache is never stored: a 7B model's statistics take 7 GiB,
 its 16-bit cache would take 128. The text passes through the model layer by layer; with --layerwise only the
 current layer is in memory, and the hidden states are kept in a temporary file in RUN (sequences x length x
 hidden x 4 bytes). Both modes write the same bytes.
 """
 
+import argparse
 import common.waiting  # noqa: F401 - before torch
 import os
 
@@ -55,9 +57,9 @@ def parse():
     parser.add_argument("--sequences", type=positive, default=128, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
-    parser.add_argument("--bos", action="store_true",
-                        help="begin every sequence with the tokenizer's begin-of-sequence token, as in the "
-                             "authors' code")
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction,
+                        help="begin every sequence of text with the begin-of-sequence token (default: if the "
+                             "tokenizer does so itself, as Llama's and Gemma's do)")
     parser.section("output")
     parser.add_argument("--sample-tokens", type=positive, default=256,
                         help="number of evenly spaced tokens whose raw head vectors are kept")
@@ -147,6 +149,7 @@ def main():
         path = resolve_model(args.model)
     config = models.load_config(path)
     models.require_convertible(path, config)
+    args.bos = bool(models.bos_prefix(models.load_tokenizer(path), args.bos))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = models.describe(path, args.model), models.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
@@ -158,7 +161,8 @@ def main():
     args.chat = chats[0] if chats else None
     origin = Origin(path, args.run, compute_device, layerwise=args.layerwise)
     tokens, text = read_sequences(args.text, args.chat, origin, args.sequences, length, bos=args.bos)
-    print(f"reads   {text}; {tokens.numel()} tokens")
+    begin = ", begin-of-sequence tokens included" if args.bos else ""
+    print(f"reads   {text}; {tokens.numel()} tokens{begin}")
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
 
     with write_directory(output) as aside:

@@ -11,7 +11,7 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
                       when training is complete
         RUN/tokens/   the tokens of --text
 
-    torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b  # one node of 8 GPUs
+    torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
@@ -20,8 +20,9 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
-tokens KL, texts included. With --tasks none the teacher is the untouched source. Before the first step and
-every --heldout-every steps student and teacher are compared on held-out text and questions.
+tokens KL, texts included. Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
+adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Before the first
+step and every --heldout-every steps student and teacher are compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
@@ -55,7 +56,7 @@ from common.artifacts import RECORD, claim, input_digests, make_record, write_re
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
-from common.models import fingerprint, load_config
+from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, students
@@ -98,6 +99,9 @@ def parse():
     parser.add_argument("--text-length", type=cli.positive, metavar="N",
                         help=f"tokens per sample of text (default: {TEXT_LENGTH}, or the model's limit if "
                              "lower)")
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction,
+                        help="begin every sample of text and every task's prompt with the begin-of-sequence "
+                             "token (default: if the tokenizer does so itself; the authors' code: no)")
     parser.add_argument("--text-tokens", type=cli.positive, metavar="N",
                         help="tokens to take from each source of text, and of generated chats (default: "
                              "all; c4 and generated need this flag)")
@@ -350,6 +354,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     pair = students.read_pair(args.run, ranks, args.student)
     source = pair.model["path"]
     args = with_defaults(args, pair, load_config(source).max_position_embeddings)
+    args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
     texts = heldout_texts(args, source, ranks)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(args, source, ranks)
     heldout = load_heldout(args, source, pool, texts, ranks)

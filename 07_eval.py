@@ -17,9 +17,11 @@ stripped, equals the text of the right answer (in eval.jsonl an answer ends wher
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
-(top-1 agreement). As in training, prompts and text have no begin-of-sequence token, unless --bos adds one.
+(top-1 agreement). Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to
+text (--bos, --no-bos).
 """
 
+import argparse
 import common.waiting  # noqa: F401 - before torch
 import importlib
 import json
@@ -71,9 +73,9 @@ def parse():
                         help="use the first N questions of each task (default: all)")
     parser.add_argument("--seed", type=cli.seed, default=None,
                         help="with --limit: draw the N questions with this random seed instead")
-    parser.add_argument("--bos", action="store_true",
-                        help="begin every prompt and sequence of text with the tokenizer's begin-of-sequence "
-                             "token, as in the authors' code")
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction,
+                        help="begin every task's prompt and sequence of text with the begin-of-sequence "
+                             "token (default: if the checkpoint's tokenizer does so itself)")
     parser.add_argument("--prompts", default=None, metavar="FILE",
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("perplexity and speed")
@@ -206,15 +208,15 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
                         f"found {config.model_type!r}")
     tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
-    tokens, description = None, ""
+    tokens, description, bos = None, "", bool(models.bos_prefix(tokenizer, args.bos))
     if text != NONE:
-        tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", args.bos)
+        tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", bos)
         if tokens.max() >= config.vocab_size:
             raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
                             f"found {tokens.max()}")
     samples = {}
     for task, questions in tasks.items():
-        samples[task] = [choice_samples(example, tokenizer, args.bos) for example in questions.values()]
+        samples[task] = [choice_samples(example, tokenizer, bos) for example in questions.values()]
         for index, choices in zip(questions, samples[task], strict=True):
             check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
     asked = [evaluate.prompt_ids(prompt, tokenizer, args.bos) for prompt in prompts]
@@ -301,6 +303,7 @@ def main():
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
     reference, device = next(iter(checkpoints)), models.pick_device(args.device)
+    args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer, args.bos))
 
     results, outcomes, predictions = {}, [], None
     for name in checkpoints:

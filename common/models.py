@@ -351,14 +351,19 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
-def bos_prefix(tokenizer, bos: bool | None = True) -> list[int]:
-    """The begin-of-sequence token. Raises UserError if the tokenizer has none."""
-    if not bos:
-        return []
-    if tokenizer.bos_token_id is None:
+def bos_prefix(tokenizer, bos: bool | None) -> list[int]:
+    """What every sequence begins with: the begin-of-sequence token or nothing.
+
+    bos: whether to begin with it; None: as the tokenizer itself does, where it encodes a plain text. Raises
+    UserError if it is asked for and the tokenizer has none.
+    """
+    begin = tokenizer.bos_token_id
+    if bos is None:
+        bos = tokenizer("a")["input_ids"][:1] == [begin]
+    if bos and begin is None:
         raise UserError(f"--bos: expected a tokenizer with a begin-of-sequence token, found none in "
                         f"{tokenizer.name_or_path}")
-    return [tokenizer.bos_token_id]
+    return [begin] if bos else []
 
 
 def save_tokenizer(path: str, directory: str) -> None:

@@ -72,7 +72,7 @@ def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: 
 
 
 def _differs(tokenizer, example: Example, delimiter: str) -> bool:
-    for choice, sample in zip(example.choices, choice_samples(example, tokenizer), strict=True):
+    for choice, sample in zip(example.choices, choice_samples(example, tokenizer, bos=False), strict=True):
         text = f"{example.prompt}{delimiter}{choice}"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if (*ids[len(sample.prompt) :], tokenizer.eos_token_id) != sample.answer:

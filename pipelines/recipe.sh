@@ -14,7 +14,9 @@
 #            SHORTEN=500 trains students for a 500th of the published steps
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
-#   BOS=1    begin calibration and evaluation sequences with the BOS token, as in the authors' code
+#
+# As in the authors' code, calibration and evaluation begin sequences with the BOS token, as Llama's tokenizer
+# does, and training does not.
 #
 # Existing results are reused: after an interruption, run the same command. An existing RUN/eval.md is printed
 # as it is: remove eval.md, eval.json and eval.jsonl to evaluate more rows.
@@ -33,8 +35,7 @@ else
   CALIBRATE=(--model "$MODEL" --text "${TEXT:-c4}" --sequences 128 --length 2048)
   EVALUATE=(--tasks "${TASKS:-hub}" --text "${HELDOUT:-c4}" --dtype bfloat16)
 fi
-CALIBRATE+=(${BOS:+--bos})
-EVALUATE+=(${LIMIT:+--limit "$LIMIT"} ${BOS:+--bos})
+EVALUATE+=(${LIMIT:+--limit "$LIMIT"})
 read -ra STAGE_5 <<< "${FLAGS:-}"
 RUN=${RUN:-runs/$NAME${FLAGS:+_${FLAGS//[ \/]/_}}}
 TEACHER=${TEACHER:-$RUN/teacher}
@@ -80,8 +81,8 @@ convert() {
       ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
   fi
   transform "$@"
-  local settings=(--run-dir "$row" --teacher "$TEACHER" --tasks "${TASKS:-hub}" --text none "${length[@]}"
-    "${STAGE_5[@]}")
+  local settings=(--run-dir "$row" --teacher "$TEACHER" --tasks "${TASKS:-hub}" --text none --no-bos
+    "${length[@]}" "${STAGE_5[@]}")
   if [ -n "${PLAN:-}" ]; then
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
     return

@@ -1,8 +1,8 @@
 """Text and chats from the source model itself: a conversion then needs no data set.
 
 `generated` is text from the begin-of-sequence token on; `generated:FILE` continues the first 32 to 64 tokens
-of FILE's documents. Of chats, the model writes the user's turn and then the answer, in its tokenizer's
-template. Temperature 1, no token excluded.
+of FILE's documents after it. Of chats, the model writes the user's turn and then the answer, in its
+tokenizer's template. Temperature 1, no token excluded.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from common.data.text import (
 )
 from common.files import sha256, write_json
 from common.method.losses import product
-from common.models import bos_prefix, fingerprint, geometry, load_config, load_model, load_tokenizer
+from common.models import fingerprint, geometry, load_config, load_model, load_tokenizer
 from common.progress import Progress
 
 SEEDS = {"train": 0, "heldout": 1}
@@ -173,6 +173,7 @@ def decoded(tokens: np.ndarray) -> np.ndarray:
 def generated(source: str, origin: Origin, sequences: int, length: int, split="train", chats=False):
     """[sequences, length] int32, as `sample` returns them, generated unless RUN/tokens/ has them.
 
+    A text begins with the token that it is sampled after: begin-of-sequence or, without one, end-of-sequence.
     They are written there in pieces, each with a seed of its own: a killed run goes on with the next piece,
     and the number of ranks, which share them, changes nothing. split: "train" or "heldout", whose seeds
     differ. Raises UserError for a model or a template that cannot generate.
@@ -192,6 +193,7 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
     record = {"source": fingerprint(origin.model), "chats": form, "continued": file,
               "sha256": sha256(file) if os.path.isfile(file) else None, "seed": SEEDS[split],
               "temperature": 1, "length": length, "rows_at_once": at_once, "device": device}
+    record |= {} if chats else {"begin": start}
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
     directory = os.path.join(origin.run, "tokens", f"generated-{key}")
     pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
@@ -210,9 +212,9 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
                     begin = begins[row % len(begins)][: draw.randint(SHORTEST, LONGEST)]
                     writers.append(chat_row(*form, end) if form else text_row([start, *begin]))
                 generator = torch.Generator(model.device).manual_seed(draw.getrandbits(63))
-                tokens = sample(model, writers, length + (not form), generator, bar)
+                tokens = sample(model, writers, length, generator, bar)
                 write_json(os.path.join(directory, "record.json"), record)
-                write_array(paths[piece], tokens[:, -length:])  # a text without its start token
+                write_array(paths[piece], tokens)
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
@@ -255,18 +257,17 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
 
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
-                   split="train", bos=False) -> tuple[torch.Tensor, str]:
+                   split="train", bos: bool | None = None) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
-    after another; all of them if text is none. Raises UserError for tokens beyond the vocabulary, too.
+    after another; all of them if text is none. Chats begin as their template says, generated text with the
+    token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
     """
     tokenizer, config = load_tokenizer(origin.model), load_config(origin.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
     parts = []
     for source, rows, chats in ((text, sequences - count, False), (chat, count, True)):
         if rows and is_generated(source):
-            prefix = bos_prefix(tokenizer) if bos else []
-            ids = decoded(generated(source, origin, rows, length - len(prefix), split, chats))
-            ids = np.concatenate((np.tile(np.array(prefix, np.int64), (rows, 1)), ids), 1)
+            ids = decoded(generated(source, origin, rows, length, split, chats))
             parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
         elif rows and chats:
             samples, description = load_chats(source, tokenizer, config.max_position_embeddings)

@@ -254,23 +254,22 @@ def _ids(text: str, tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def tokenize(example: Example, tokenizer) -> Sample:
+def _prompt(example: Example, tokenizer, bos: bool | None) -> tuple[int, ...]:
+    return (*bos_prefix(tokenizer, bos), *_ids(example.prompt, tokenizer))
+
+
+def tokenize(example: Example, tokenizer, bos: bool | None = None) -> Sample:
     """Prompt and answer, tokenized separately; end-of-sequence is appended to the answer.
 
-    There is no begin-of-sequence token.
+    bos: as for bos_prefix, which begins the prompt.
     """
     answer = (*_ids(example.answer, tokenizer), tokenizer.eos_token_id)
-    return Sample(_ids(example.prompt, tokenizer), answer)
+    return Sample(_prompt(example, tokenizer, bos), answer)
 
 
-def choice_samples(example: Example, tokenizer, bos: bool = False) -> list[Sample]:
-    """One sample per choice: the prompt with the choice as its answer.
-
-    bos: begin the prompt with the begin-of-sequence token. Raises UserError if the tokenizer has none.
-    """
-    prompt, end = _ids(example.prompt, tokenizer), tokenizer.eos_token_id
-    if bos:
-        prompt = (*bos_prefix(tokenizer), *prompt)
+def choice_samples(example: Example, tokenizer, bos: bool | None = None) -> list[Sample]:
+    """One sample per choice, as tokenize gives it: the prompt with the choice as its answer."""
+    prompt, end = _prompt(example, tokenizer, bos), tokenizer.eos_token_id
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 

@@ -45,27 +45,27 @@ def sequence_length(
 
 
 def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = "train",
-                bos: bool = False) -> tuple[torch.Tensor, str]:
+                bos: bool | None = None) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
     with a column "text", or a .npy file of tokens, which may have fewer of them. split: "train" or "heldout",
-    which differ for c4 and demo; a file gives the same text for both. bos: begin every sequence with the
-    begin-of-sequence token, one of its `length` tokens.
+    which differ for c4 and demo; a file gives the same text for both. bos: as for bos_prefix; the
+    begin-of-sequence token is one of the `length` tokens. Rows of a .npy file that all begin with it stay as
+    they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, documents are packed instead: concatenated in order, separated by
     end-of-sequence, and cut into sequences. Raises UserError if that gives too few tokens, for text that
     cannot be read, and for bos if the tokenizer has none.
     """
-    source, prefix = _located(source, split), bos_prefix(tokenizer) if bos else []
-    length -= len(prefix)  # tokens of text per sequence
+    source, prefix = _located(source, split), bos_prefix(tokenizer, bos)
     if source.endswith(".npy"):
-        rows = read_token_rows(source)[:sequences, :length].astype(np.int64)
+        rows = _begun(read_token_rows(source)[:sequences], prefix)[:, :length]
         if rows.min() < 0:
             raise UserError(f"text {source}: expected token ids, found {rows.min()}")
-        tokens = torch.from_numpy(np.concatenate((np.tile(prefix, (len(rows), 1)).astype(np.int64), rows), 1))
-        return tokens, f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
+        return torch.from_numpy(rows), f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
+    length -= len(prefix)  # tokens of text per sequence
     whole, packed, documents = [], [], 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for text in read_documents(source, split):
@@ -100,6 +100,13 @@ def read_token_rows(path: str) -> np.ndarray:
     return rows
 
 
+def _begun(rows: np.ndarray, prefix: list[int]) -> np.ndarray:
+    """Rows of tokens as int64, each after the prefix, unless all of them begin with it."""
+    if (rows[:, : len(prefix)] == prefix).all():
+        return rows.astype(np.int64)
+    return np.array([[*prefix, *row] for row in rows.tolist()])
+
+
 def write_array(path: str, array: np.ndarray) -> None:
     """Write a .npy file to a temporary name, then rename it."""
     with write_file(path) as file:
@@ -116,11 +123,13 @@ def evenly_spaced(samples: int, count: int) -> range:
 class TextSamples(Sequence):
     """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one.
 
-    heldout: how many samples to keep out, evenly spaced, a tenth of all at most.
+    heldout: how many samples to keep out, evenly spaced, a tenth of all at most. prefix: tokens that begin
+    each sample, of its `length`; they are not in the file.
     """
 
-    def __init__(self, path: str, length: int, heldout: int = 0):
-        self.path, self.tokens = path, np.load(path, mmap_mode="r").reshape(-1, length)
+    def __init__(self, path: str, length: int, heldout: int = 0, prefix: Sequence[int] = ()):
+        self.path, self.prefix = path, list(prefix)
+        self.tokens = np.load(path, mmap_mode="r").reshape(-1, length - len(prefix))
         self.heldout = evenly_spaced(len(self.tokens), heldout)
 
     def __len__(self) -> int:
@@ -130,16 +139,20 @@ class TextSamples(Sequence):
         if not 0 <= index < len(self):
             raise IndexError(index)
         between = self.heldout.step - 1  # two held-out samples
-        return Sample(self.tokens[index + min(index // between + 1, len(self.heldout))].tolist())
+        return self._sample(index + min(index // between + 1, len(self.heldout)))
+
+    def _sample(self, row: int) -> Sample:
+        return Sample(self.prefix + self.tokens[row].tolist())
 
     def heldout_samples(self) -> list[Sample]:
         """The samples that are kept out."""
-        return [Sample(row) for row in self.tokens[: self.heldout.stop : self.heldout.step].tolist()]
+        return [self._sample(row) for row in self.heldout]
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the length and all tokens."""
-        digest = hashlib.sha256(f"{self.tokens.shape[1]}\n".encode())
+        """sha256 of the length, the prefix and all tokens."""
+        begin = "".join(f"{token} " for token in self.prefix)
+        digest = hashlib.sha256(f"{begin}{self.tokens.shape[1]}\n".encode())
         digest.update(self.tokens)
         return digest.hexdigest()
 

@@ -142,7 +142,7 @@ def heldout_texts(args, model: str, ranks) -> list[Sample]:
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
     tokens, description = read_sequences(
-        source, None, origin, args.heldout_sequences, args.text_length, "heldout")
+        source, None, origin, args.heldout_sequences, args.text_length, "heldout", args.bos)
     ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 
@@ -162,7 +162,7 @@ def heldout_questions(args, tokenizer, positions: int) -> list[Sample]:
         if asked is None and not has_split(task, "validation", args.tasks):
             continue
         examples, origin = load_task(task, "validation", args.tasks)
-        chosen = [tokenize(example, tokenizer) for example in examples[: asked or QUESTIONS]]
+        chosen = [tokenize(example, tokenizer, args.bos) for example in examples[: asked or QUESTIONS]]
         check_lengths(enumerate(chosen), positions, origin)
         samples += chosen
     return samples

@@ -17,7 +17,7 @@ from common.data.samples import Sample
 from common.data.tasks import check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TextSamples, check_source, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json
-from common.models import fingerprint, load_config, load_tokenizer
+from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 
 SPLIT = "split"  # --heldout-text: some samples of --text
 
@@ -52,7 +52,7 @@ def load_pool(args, model: str, ranks) -> Pool:
     Raises UserError if there are none, and for data that cannot be read or used.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
-    answered = load_tasks(args.only, args.tasks, tokenizer, positions, ranks) if args.tasks != NONE else []
+    answered = load_tasks(args, tokenizer, positions, ranks) if args.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
     chat_files = [source for source in args.chat if not is_generated(source)]
     loaded = {source: load_chats(source, tokenizer, positions) for source in chat_files}
@@ -69,16 +69,16 @@ def load_pool(args, model: str, ranks) -> Pool:
     return Pool(answered, texts, [chats[number] for number in sorted(heldout)])
 
 
-def load_tasks(tasks: list[str], source: str, tokenizer, positions: int, ranks) -> list[Sample]:
-    """The training sets of the tasks, concatenated. source: as for load_task.
+def load_tasks(args, tokenizer, positions: int, ranks) -> list[Sample]:
+    """The training sets of the tasks, concatenated.
 
     Raises UserError for missing files, and for a sample of more than `positions` tokens or without a prompt.
     """
-    require_split(tasks, "train", source)
+    require_split(args.only, "train", args.tasks)
     samples = []
-    for task in tasks:
-        examples, origin = load_task(task, "train", source)
-        tokenized = [tokenize(example, tokenizer) for example in examples]
+    for task in args.only:
+        examples, origin = load_task(task, "train", args.tasks)
+        tokenized = [tokenize(example, tokenizer, args.bos) for example in examples]
         check_lengths(enumerate(tokenized, 1), positions, origin)
         for number, sample in enumerate(tokenized, 1):
             if not sample.prompt:
@@ -94,18 +94,20 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
     for source in args.text:
         if not is_generated(source):
             check_source(source)  # a missing file is found before minutes of generating
-    sources = [generate(source, args, model, ranks) if is_generated(source) else source
+    prefix = bos_prefix(tokenizer, args.bos)
+    length = args.text_length - len(prefix)  # of a sample's tokens in the file
+    sources = [generate(source, args, model, ranks, len(prefix)) if is_generated(source) else source
                for source in args.text]
     digests = [hashlib.sha256(source).hexdigest() for source in sources if isinstance(source, np.ndarray)]
     files = [(path, sha256(path) if os.path.isfile(path) else None) for path in args.text]
-    key = json.dumps([files, digests, args.text_length, args.text_tokens, fingerprint(model)])
+    key = json.dumps([files, digests, length, args.text_tokens, fingerprint(model)])
     path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")
     with ranks.waiting():
         recorded = read_json(record)
         named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
         if ranks.first and not (named and os.path.exists(path)):  # a killed run may have left no record
-            counts = write_text_tokens(sources, tokenizer, args.text_length, args.text_tokens, path)
+            counts = write_text_tokens(sources, tokenizer, length, args.text_tokens, path)
             if args.plan and digests:  # zeros in place of generated tokens
                 cli.cleanup.callback(os.remove, path)
             else:
@@ -113,16 +115,20 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
         elif ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
-    texts = TextSamples(path, args.text_length, args.heldout_sequences if args.heldout_text == SPLIT else 0)
-    ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens")
+    heldout = args.heldout_sequences if args.heldout_text == SPLIT else 0
+    texts = TextSamples(path, args.text_length, heldout, prefix)
+    begin = f", {tokenizer.bos_token} first" if prefix else ""
+    ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens{begin}")
     return texts
 
 
-def generate(source: str, args, model: str, ranks, chats: bool = False) -> np.ndarray:
-    """What stage 5's flags ask the model to generate: --text-tokens in rows of --text-length."""
-    rows = -(-args.text_tokens // args.text_length)
+def generate(source: str, args, model: str, ranks, begin: int = 0, chats: bool = False) -> np.ndarray:
+    """What stage 5's flags ask the model to generate: --text-tokens in rows of --text-length, of which the
+    first `begin` are neither counted nor returned.
+    """
+    rows = -(-args.text_tokens // (args.text_length - begin))
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
-    return generated(source, origin, rows, args.text_length, chats=chats)
+    return np.ascontiguousarray(generated(source, origin, rows, args.text_length, chats=chats)[:, begin:])
 
 
 def generate_chats(source: str, args, model: str, ranks) -> tuple[list[Sample], str]:

@@ -202,12 +202,12 @@ def test_documents_are_continued(model, tmp_path):
     rows = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 30, 100)
     common = []
     for number, row in enumerate(rows):
-        ids = ids_of(load_tokenizer(model), lines[number % 3])[:100]
-        same = [*(row[: len(ids)] == ids), False].index(False)
+        ids = ids_of(load_tokenizer(model), lines[number % 3])[:99]
+        same = [*(row[1 : 1 + len(ids)] == ids), False].index(False)
         common.append(same)
     assert min(common) >= 32 and max(common) <= 66 and len(set(common)) > 10
     heldout = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 1, 100, "heldout")
-    assert heldout[0, :32].tolist() == ids_of(load_tokenizer(model), lines[2])[:32]  # the last one
+    assert heldout[0, 1:33].tolist() == ids_of(load_tokenizer(model), lines[2])[:32]  # the last one
     with pytest.raises(UserError, match="--chat generated:a.txt: expected generated, which"):
         generated("generated:a.txt", origin(model, tmp_path), 2, 100, chats=True)
     (tmp_path / "text.txt").write_text("too short")

@@ -103,21 +103,23 @@ class BeginningTokenizer:
         return {"input_ids": [1, *ids] if add_special_tokens else ids}
 
 
-def test_tokens_are_prompt_then_answer_then_end_without_a_beginning():
+def test_tokens_are_prompt_then_answer_then_end():
     example = example_from_row("arc_easy", LISTED)
     prompt = tuple(map(ord, example.prompt))
-    assert tokenize(example, BeginningTokenizer()) == Sample(prompt, (*map(ord, "two"), 2))
-    assert len(tokenize(example, BeginningTokenizer())) == len(prompt) + 4
+    assert tokenize(example, BeginningTokenizer(), False) == Sample(prompt, (*map(ord, "two"), 2))
+    assert len(tokenize(example, BeginningTokenizer(), False)) == len(prompt) + 4
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
-    assert choice_samples(example, BeginningTokenizer()) == expected
+    assert choice_samples(example, BeginningTokenizer(), False) == expected
     assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
 
 
-def test_a_beginning_comes_before_the_prompt_where_it_is_asked_for():
+def test_a_beginning_comes_before_the_prompt_as_the_tokenizer_has_it_or_where_it_is_asked_for():
     example = example_from_row("arc_easy", LISTED)
     prompt = (1, *map(ord, example.prompt))
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
-    assert choice_samples(example, BeginningTokenizer(), bos=True) == expected
+    for bos in (None, True):
+        assert choice_samples(example, BeginningTokenizer(), bos) == expected
+        assert tokenize(example, BeginningTokenizer(), bos) == expected[0]
     with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
         choice_samples(example, byte_tokenizer(), bos=True)
 

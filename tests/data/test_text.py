@@ -58,7 +58,7 @@ def test_too_little_text_says_found_and_needed(documents):
 
 def test_no_special_tokens_are_added(tmp_path):
     class Beginning:
-        eos_token_id = 2
+        bos_token_id, eos_token_id = None, 2  # what it adds is none of them
 
         def __call__(self, text, add_special_tokens=True, verbose=True):
             return {"input_ids": [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]}
@@ -77,6 +77,13 @@ def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=40, bos=True)
     packed = ["^" + "a" * 20 + "<eos>" + "b" * 18, "^" + "b" * 32 + "<eos>" + "c" * 6]
     assert tokenizer.batch_decode(tokens) == packed
+    for bos in (None, False):  # the tokenizer does not add it itself
+        tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=30, bos=bos)
+        assert tokenizer.batch_decode(tokens) == ["b" * 30, "d" * 30]
+    begins = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=31)
+    assert tokenizer.batch_decode(tokens) == ["^" + "b" * 30, "^" + "d" * 30]
     with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
         load_tokens(documents, byte_tokenizer(), sequences=2, length=31, bos=True)
 
@@ -256,7 +263,8 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
     assert len(TextSamples(str(tmp_path / "tokens.npy"), 10)) == 15
 
 
-def test_training_text_has_no_begin_of_sequence(tmp_path):
+def test_documents_of_training_text_do_not_begin_with_special_tokens(tmp_path):
+    """Samples do, where they are read (test_bos.py)."""
     tokenizer = byte_tokenizer()
     begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
     tokenizer.backend_tokenizer.post_processor = begin
@@ -341,6 +349,14 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
         tokens, _ = load_tokens(path, byte_tokenizer(), *asked)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "^"
+    begin = tokenizer.bos_token_id
+    tokens, _ = load_tokens(path, tokenizer, 2, 4, bos=True)
+    assert tokens.tolist() == [[begin, 0, 1, 2], [begin, 4, 5, 6]]
+    for beginning, expected in (([begin, 3, 4], [begin, 3, 4]), ([7, 3, 4], [begin, 7, 3])):
+        text.write_array(path, np.array([[begin, 1, 2], beginning], "<i4"))
+        assert load_tokens(path, tokenizer, 9, 3, bos=True)[0][1].tolist() == expected
     line = "expected rows of tokens, int32, found"
     wrong_rows = [(rows.ravel(), line), (rows.astype("<i8"), line), (rows[:0], line),
                   (rows - 1, "expected token ids, found -1")]

@@ -60,11 +60,10 @@ def test_an_unknown_row_is_refused(name):
 
 
 @pytest.mark.parametrize("small", ["", "1"])
-def test_a_beginning_is_for_calibration_and_evaluation_alone(small, recorded, tmp_path):
-    for setting in ("", "1"):
-        commands = recorded("llama2_7b.sh", RUN=tmp_path / "run", SMALL=small, KV=16, BOS=setting)
-        beginning = {words[0] for words in commands if "--bos" in words}
-        assert beginning == ({"01_calibrate.py", "07_eval.py"} if setting else set())
+def test_training_alone_has_no_beginning(small, recorded, tmp_path):
+    commands = recorded("llama2_7b.sh", RUN=tmp_path / "run", SMALL=small, KV=16)
+    assert all(("--no-bos" in words) == ("05_prune_train.py" in words) for words in commands)
+    assert not any("--bos" in words for words in commands)
 
 
 @pytest.mark.parametrize("small", ["", "1"])

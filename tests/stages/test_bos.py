@@ -1,49 +1,84 @@
-"""--bos: sequences and prompts that begin with a begin-of-sequence token, through the stages."""
+"""Sequences and prompts that begin with the begin-of-sequence token, as the tokenizer's own texts do."""
 
 import json
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import evaluate
 from common.artifacts import read_layer
-from common.data.tasks import choice_samples, example_from_row
+from common.cli import UserError
+from common.data.generate import Origin, generated, read_sequences
+from common.data.tasks import TASKS, choice_samples, example_from_row
+from common.data.text import TextSamples
 from common.files import sha256
-from common.models import load_model
-from conftest import byte_tokenizer, copy_run, expect_error, run, save_tiny
+from common.models import bos_prefix, load_model
+from common.training.heldout import TASK_SET, heldout_texts, load_heldout
+from common.training.pool import load_pool
+from conftest import END, TRAINING, byte_tokenizer, copy_run, expect_error, run, save_tiny
 
 SEQUENCES, LENGTH = 6, 24
+ROWS = 60  # of generated text: more tokens than a row begin them
+TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def beginning(tokenizer, adds: bool = True):
+    """A tokenizer with "^" as begin-of-sequence token, which it adds to a text itself, or does not."""
+    tokenizer.bos_token = "^"
+    if adds:
+        begin = TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer
+
+
+BEGIN = beginning(byte_tokenizer()).bos_token_id
+
+
+def test_a_sequence_begins_as_the_tokenizers_own_texts_do():
+    for tokenizer, by_default in ((beginning(byte_tokenizer()), [BEGIN]), (byte_tokenizer(), []),
+                                  (beginning(byte_tokenizer(), adds=False), [])):
+        assert bos_prefix(tokenizer, None) == by_default and bos_prefix(tokenizer, False) == []
+        if tokenizer.bos_token:
+            assert bos_prefix(tokenizer, True) == [BEGIN]
+    with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token, found"):
+        bos_prefix(byte_tokenizer(), True)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A model with "^" as begin-of-sequence token; documents as they are, and with "^" before each."""
+    """A model whose tokenizer begins texts with "^"; documents as they are, and with "^" before each."""
     home = tmp_path_factory.mktemp("bos")
     save_tiny(home / "model")
-    tokenizer = byte_tokenizer()
-    tokenizer.bos_token = "^"
-    tokenizer.save_pretrained(home / "model")
+    beginning(byte_tokenizer()).save_pretrained(home / "model")
     draw = random.Random(0)
     documents = ["".join(draw.choices("abcdefgh ", k=LENGTH - 1)) for _ in range(SEQUENCES)]
-    for name, beginning in (("bare", ""), ("marked", "^")):
-        lines = [json.dumps({"text": beginning + document}) + "\n" for document in documents]
+    for name, begin in (("bare", ""), ("marked", "^")):
+        lines = [json.dumps({"text": begin + document}) + "\n" for document in documents]
         (home / f"{name}.jsonl").write_text("".join(lines))
     return home
 
 
+ROADS = (("bare", []), ("marked", ["--no-bos"]))  # the same tokens
+
+
 @pytest.fixture(scope="module")
 def aligned(home):
-    """Run directories after stages 1-4: "bare" text with --bos, and "marked" text without."""
-    for name, flags in (("bare", ["--bos"]), ("marked", [])):
+    """Run directories after stages 1-4: "bare" text by default, and "marked" text with --no-bos."""
+    for name, flag in ROADS:
         out, text = home / f"run-{name}", home / f"{name}.jsonl"
         run("01_calibrate.py", "--run", out, "--model", home / "model", "--text", text,
-            "--sequences", SEQUENCES, "--length", LENGTH, *flags)
+            "--sequences", SEQUENCES, "--length", LENGTH, *flag)
         run("02_similarity.py", "--run", out, "--energy")
         run("03_group.py", "--run", out, "--kv-heads", 2, "--by", "energy")
         run("04_align.py", "--run", out, "--merge", "closed-form", "--refit")
-    return {name: home / f"run-{name}" for name in ("bare", "marked")}
+    return {name: home / f"run-{name}" for name, _ in ROADS}
 
 
 def test_calibration_is_that_of_text_which_begins_so(aligned):
@@ -51,6 +86,8 @@ def test_calibration_is_that_of_text_which_begins_so(aligned):
         bare, marked = (read_layer(str(out / "calibration"), index) for out in aligned.values())
         assert bare.keys() == marked.keys()
         assert all(bare[name].equal(marked[name]) for name in bare)
+    records = [json.loads((out / "calibration" / "stage.json").read_text()) for out in aligned.values()]
+    assert [record["arguments"]["bos"] for record in records] == [True, False]
 
 
 def test_alignment_and_refit_take_it_from_the_calibration(aligned):
@@ -71,36 +108,140 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
     assert perplexities[0] == perplexities[1]
 
 
+def flags(inputs, out, **changes) -> SimpleNamespace:
+    """Flags of stage 5 that say what is trained on and held out."""
+    settings = {"run": str(out), "tasks": inputs["tasks"], "only": TASKS, "text": [inputs["text"]],
+                "text_length": LENGTH, "text_tokens": None, "chat": [], "heldout_text": "none",
+                "heldout_sequences": 3, "heldout_chats": 0, "heldout_questions": None, "heldout_every": 5,
+                "plan": None, "bos": None}
+    return SimpleNamespace(**settings | changes)
+
+
+def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_path, group_of_one):
+    """Each once, before the same tokens; held-out ones, too."""
+    model, tokens = str(home / "model"), {}
+    for bos, begin in ((None, [BEGIN]), (False, [])):
+        args = flags(inputs, tmp_path / str(bos), bos=bos, text_length=LENGTH - 1 + len(begin))
+        pool = load_pool(args, model, group_of_one)
+        args.heldout_text = inputs["text"]
+        args.text = []
+        texts = heldout_texts(args, model, group_of_one)
+        questions = load_heldout(args, model, pool, texts, group_of_one).sets[TASK_SET]
+        samples = [*pool.texts, *texts, *pool.answered, *questions]
+        assert len(pool.answered) == 12 * 8 and len(pool.texts) > 10 and len(questions) == 5 * 8
+        assert {len(sample) for sample in (*pool.texts, *texts)} == {LENGTH - 1 + len(begin)}
+        assert all([*sample.prompt[: len(begin)]] == begin for sample in samples)
+        tokens[bos] = [[*sample.prompt[len(begin) :]] for sample in samples]
+    assert tokens[None] == tokens[False]
+
+
+def test_the_digest_of_texts_sees_their_beginning(tmp_path):
+    path = str(tmp_path / "tokens.npy")
+    np.save(path, np.arange(12, dtype="<i4"))
+    digests = [TextSamples(path, length, prefix=prefix).digest
+               for length, prefix in ((4, []), (5, [BEGIN]), (5, [7]), (6, [BEGIN, 7]))]
+    assert len(set(digests)) == 4
+    samples = TextSamples(path, 5, prefix=[BEGIN])
+    assert list(samples[2].prompt) == [BEGIN, 8, 9, 10, 11] and len(samples) == 3
+
+
+def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path):
+    """heldout.npy begins with the token once, and stage 7 adds no second one."""
+    out = copy_run(aligned["bare"], tmp_path / "run")
+    words = ["05_prune_train.py", "--run", out, "--tasks", inputs["tasks"], "--text", inputs["text"],
+             "--text-length", LENGTH, "--text-tokens", 3000, *TRAINING, "--steps", 2]
+    printed = run(*words).stdout
+    assert f" samples of {LENGTH} tokens, ^ first" in printed
+    record = json.loads((out / "train" / "stage.json").read_text())
+    rows = np.load(out / "train" / "heldout.npy")
+    assert record["arguments"]["bos"] is True
+    assert (rows[:, 0] == BEGIN).all() and not (rows[:, 1] == BEGIN).any()
+    assert rows.shape[1] == LENGTH and len(rows) > 1
+    expect_error("samples_sha256", *words, "--no-bos")
+    perplexities = []
+    for name, flag in (("by-default", []), ("without", ["--no-bos"])):
+        run("07_eval.py", "--run", tmp_path / name, "--model", home / "model", "--tasks", "none", "--text",
+            out / "train" / "heldout.npy", "--length", LENGTH, *flag)
+        result = json.loads((tmp_path / name / "eval.json").read_text())["results"]["model"]
+        perplexities.append(result["perplexity"])
+        assert result["perplexity_tokens"] == rows.size
+    assert perplexities[0] == perplexities[1]
+
+
 def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
     out = home / "evaluation"
     shared = ["--model", home / "model", "--tasks", inputs["tasks"], "--limit", 2, "--only", "piqa",
               "--sequences", SEQUENCES, "--length", LENGTH]
     results = {}
-    for name, flags in (("bare", ["--bos"]), ("marked", [])):
-        run("07_eval.py", "--run", out / name, *shared, "--text", home / f"{name}.jsonl", *flags)
+    for name, flag in ROADS:
+        run("07_eval.py", "--run", out / name, *shared, "--text", home / f"{name}.jsonl", *flag)
         results[name] = json.loads((out / name / "eval.json").read_text())
     perplexities = [written["results"]["model"]["perplexity"] for written in results.values()]
     assert perplexities[0] == perplexities[1]
     assert [written["begin_of_sequence"] for written in results.values()] == [True, False]
+    assert [written["arguments"]["bos"] for written in results.values()] == [True, False]
     assert "with a begin-of-sequence token" in (out / "bare" / "eval.md").read_text()
     assert "no begin-of-sequence token" in (out / "marked" / "eval.md").read_text()
 
     with open(f"{inputs['tasks']}/piqa.validation.jsonl") as file:
         examples = [example_from_row("piqa", json.loads(next(file))) for _ in range(2)]
-    tokenizer = AutoTokenizer.from_pretrained(home / "model")
-    samples = [choice_samples(example, tokenizer, bos=True) for example in examples]
-    model, bar = load_model(str(home / "model")), tqdm(disable=True)
-    expected = evaluate.choice_likelihoods(model, samples, 64, bar)
-    outcomes = [json.loads(line) for line in (out / "bare" / "eval.jsonl").read_text().splitlines()]
-    assert [outcome["likelihood_scores"] for outcome in outcomes] == expected
+    tokenizer, model = AutoTokenizer.from_pretrained(home / "model"), load_model(str(home / "model"))
+    for (name, _), bos in zip(ROADS, (True, False), strict=True):
+        samples = [choice_samples(example, tokenizer, bos) for example in examples]
+        expected = evaluate.choice_likelihoods(model, samples, 64, tqdm(disable=True))
+        outcomes = [json.loads(line) for line in (out / name / "eval.jsonl").read_text().splitlines()]
+        assert [outcome["likelihood_scores"] for outcome in outcomes] == expected
 
 
-def test_a_tokenizer_without_one_is_refused(inputs, tmp_path):
+@pytest.fixture(params=[True, False])
+def writer(request, tmp_path) -> tuple[str, int]:
+    """A model that chats, and the token that it samples texts after: begin-of-sequence, where it has one."""
+    tokenizer = beginning(byte_tokenizer()) if request.param else byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    save_tiny(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model"), BEGIN if request.param else END
+
+
+def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
+    writer, inputs, tmp_path, group_of_one
+):
+    """No second one is put before it, in whichever stage; chats begin as their template says."""
+    model, begin = writer
+    origin = Origin(model, str(tmp_path), "cpu")
+    rows = generated("generated", origin, ROWS, LENGTH)
+    assert (rows[:, 0] == begin).all() and len(np.unique(rows[:, 1:], axis=0)) == ROWS
+    for bos in (None, False, begin == BEGIN):
+        tokens, _ = read_sequences("generated", None, origin, ROWS, LENGTH, bos=bos)
+        assert tokens.dtype == torch.int64 and (tokens.numpy() == rows).all()
+        tokens_of_text = ROWS * (LENGTH - (begin == BEGIN and bos is not False))
+        args = flags(inputs, tmp_path, bos=bos, tasks="none", text=["generated"], text_tokens=tokens_of_text)
+        assert [sample.prompt for sample in load_pool(args, model, group_of_one).texts] == rows.tolist()
+    chats = [read_sequences("none", "generated", origin, 3, LENGTH, bos=bos)[0]
+             for bos in (False, begin == BEGIN)]
+    assert chats[0].equal(chats[1]) and begin not in chats[0][:, 0]
+
+
+def test_a_file_continued_by_the_model_begins_with_it_too(home, inputs, tmp_path):
+    (tmp_path / "text.txt").write_text("a document to go on with " * 4)
+    source = f"generated:{tmp_path / 'text.txt'}"
+    rows = generated(source, Origin(str(home / "model"), str(tmp_path), "cpu"), 2, 100)
+    begin = beginning(byte_tokenizer())("a document to go on with a docum")["input_ids"]
+    assert rows[0, :33].tolist() == begin and begin[0] == BEGIN
+
+
+def test_a_tokenizer_without_one_is_refused(inputs, aligned_run, tmp_path):
     message = "--bos: expected a tokenizer with a begin-of-sequence token, found none"
     for command in ("01_calibrate.py", "07_eval.py"):
         arguments = ["--model", inputs["model"], "--text", inputs["text"], "--length", 16, "--sequences", 2]
         tasks = ["--tasks", inputs["tasks"]] if command.startswith("07") else []
         expect_error(message, command, "--run", tmp_path, *arguments, *tasks, "--bos")
     assert not list(tmp_path.rglob("*.json"))
-    expect_error("--length: expected 2 to", "01_calibrate.py", "--run", tmp_path, "--model", inputs["model"],
-                 "--text", inputs["text"], "--length", 1, "--bos")
+    home = copy_run(aligned_run, tmp_path / "run")
+    expect_error(message, "05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--bos")
+    assert not (home / "train").exists() and not (home / "teacher.train").exists()
+
+
+def test_a_sequence_of_text_is_more_than_its_beginning(home, inputs, tmp_path):
+    arguments = ["--run", tmp_path, "--text", inputs["text"], "--sequences", 2, "--length", 1]
+    expect_error("--length: expected 2 to", "01_calibrate.py", "--model", home / "model", *arguments)

@@ -302,7 +302,7 @@ def arguments(inputs, **changes) -> argparse.Namespace:
     """Flags of stage 5 that say what is held out."""
     settings = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text": [], "text_length": 64,
                 "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7,
-                "run": None, "plan": None}
+                "run": None, "plan": None, "bos": None}
     return argparse.Namespace(**(settings | changes))
 
 

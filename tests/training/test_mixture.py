@@ -48,7 +48,7 @@ def test_a_pool_is_what_has_answers_and_then_the_texts():
 def flags(run, **changes) -> SimpleNamespace:
     numbers = {"run": str(run), "tasks": "none", "only": TASKS, "text": [], "text_length": 16,
                "text_tokens": None, "chat": [], "heldout_text": "none", "heldout_sequences": 3,
-               "heldout_chats": 3, "plan": None}
+               "heldout_chats": 3, "plan": None, "bos": None}
     return SimpleNamespace(**numbers | changes)
 
 
