@@ -63,13 +63,24 @@ def write_file(path: str):
         raise
 
 
+@contextlib.contextmanager
+def open_text(path: str):
+    """Context manager: a text file open to read. Raises UserError where it is not UTF-8.
+
+    Every newline is read as "\\n", and a byte-order mark is skipped.
+    """
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            yield file
+        except UnicodeDecodeError as error:
+            place = file.buffer.tell() - len(error.object) + error.start  # what it failed on ends there
+            raise UserError(f"{path}: not UTF-8: {error.reason} at byte {place + 1}") from error
+
+
 def read_text(path: str) -> str:
-    """The text of a file. Raises UserError if it is not UTF-8."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    """The text of a file, as by open_text."""
+    with open_text(path) as file:
+        return file.read()
 
 
 def write_text(path: str, text: str) -> None:

@@ -5,15 +5,18 @@ of FILE's documents after it. Of chats, the model writes the user's turn and the
 tokenizer's template. Temperature 1, no token excluded.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import json
 import operator
 import os
 import random
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 
 from common.cli import UserError
 from common.data.chat import fixed_template, load_chats, render
+from common.data.pieces import first_tokens
 from common.data.samples import Sample
 from common.data.text import (
     GENERATED,
@@ -227,15 +231,29 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
 
     Of a .txt file each line is a document. Raises UserError if there is none.
     """
-    texts = (text for document in read_documents(source, split)
-             for text in (document.splitlines() if source.endswith(".txt") else [document]))
     if split == "heldout" and os.path.isfile(source):  # which, unlike c4, has no part of its own for that
-        texts = reversed(list(texts))
-    tokenized = (tokenizer(text, add_special_tokens=False)["input_ids"][:LONGEST] for text in texts)
+        texts = from_the_last(source)
+    else:
+        texts = read_documents(source, split)
+    tokenized = (first_tokens(io.StringIO(text), tokenizer, LONGEST) for text in texts)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:
         raise UserError(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens, found none")
     return chosen
+
+
+def from_the_last(source: str) -> Iterator[str]:
+    """Yield a file's documents from the last one to the first.
+
+    In memory are eight times as many as are taken: it is read again for more.
+    """
+    taken, kept = 0, 64
+    while True:
+        last = collections.deque(read_documents(source, "train"), maxlen=kept)
+        yield from itertools.islice(reversed(last), taken, None)
+        if len(last) < kept:
+            return
+        taken, kept = kept, 8 * kept
 
 
 def as_samples(chats: np.ndarray) -> list[Sample]:

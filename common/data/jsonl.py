@@ -1,6 +1,6 @@
 """Reading rows of JSON Lines files, plain or gzipped, and of parquet files; errors name the file and line."""
 
-import glob
+import codecs
 import gzip
 import json
 import zlib
@@ -10,28 +10,33 @@ from common.cli import UserError
 from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+ROWS = 256  # of a parquet file in memory at a time
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet.
 
-    Raises UserError for a file that cannot be read as what its name says.
+    Raises UserError for a file that cannot be read as what its name says, or has no rows.
     """
+    place = None
     if path.endswith(LINES_OF_JSON):
         for number, row in read_objects(path):
-            yield f"line {number}", row
+            place = f"line {number}"
+            yield place, row
     else:
         for index, row in enumerate(_parquet(path)):
-            yield f"row {index}", row
+            place = f"row {index}"
+            yield place, row
+    if place is None:
+        raise UserError(f"{path}: expected at least one row, found none")
 
 
 def _parquet(path: str) -> Iterator[dict]:
-    import datasets  # slow to import
+    import pyarrow.parquet  # slow to import
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below has the message
-    try:  # streamed: constant memory, and no second copy in the datasets cache
-        files = glob.escape(path)
-        yield from datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(ROWS):
+            yield from batch.to_pylist()
     except Exception as error:  # the exception class depends on the fault
         raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}") from error
 
@@ -39,13 +44,15 @@ def _parquet(path: str) -> Iterator[dict]:
 def read_objects(path: str) -> Iterator[tuple[int, dict]]:
     """Yield (line number, object) for every line that is not blank. A name ending in .gz is decompressed.
 
-    Uses Python's parser instead of Arrow's, which crashes the process on a line that is null.
-    Raises UserError for damaged gzip data and for a line that is not UTF-8, not JSON or not an object.
+    A byte-order mark is skipped. Uses Python's parser instead of Arrow's, which crashes the process on a line
+    that is null. Raises UserError for damaged gzip data and for a line that is not UTF-8, not JSON or not an
+    object.
     """
     number = 0
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, parse_object(line, f"{path} line {number}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -86,7 +93,8 @@ def column(row: dict, name: str):
     value = row.get(name)
     if value is None:
         present = sorted(other for other, content in row.items() if content is not None)
-        raise ValueError(f"column {name!r} is missing; found columns {present}")
+        fault = "null" if name in row else "missing"
+        raise ValueError(f"column {name!r} is {fault}; found columns {present}")
     return value
 
 

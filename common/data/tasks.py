@@ -113,7 +113,7 @@ def _openbookqa(row):
 
 
 def _boolq(row):
-    name = "label" if "label" in row else "answer"
+    name = "answer" if row.get("label") is None else "label"  # a table may have both, and null in one
     value = column(row, name)
     if not isinstance(value, int) or value not in (0, 1):  # the text "false" would count as true
         raise ValueError(f"column {name!r}: expected true, false, 1 or 0, found {abbreviated(value)}")
@@ -188,13 +188,10 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
         rows = list(read_rows(path))
         if os.path.exists(f"{stem}.labels"):
             labels = read_text(f"{stem}.labels").split()
-    if not rows:
-        raise UserError(f"{path}: expected at least one row, found none")
     if labels is not None and len(labels) != len(rows):
         raise UserError(f"{stem}.labels: expected {len(rows)} labels, one per row, found {len(labels)}")
     examples = []
     for index, (place, row) in enumerate(rows):
-        row = {name: value for name, value in row.items() if value is not None}  # tables fill with nulls
         if labels is not None:
             row["label"] = labels[index]
         try:

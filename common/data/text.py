@@ -1,7 +1,9 @@
 """Text as tokens: a matrix for calibration and perplexity, a memory-mapped file for training."""
 
+import contextlib
 import functools
 import hashlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,8 +13,9 @@ from numpy.lib.format import write_array_header_1_0
 
 from common.cli import UserError
 from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
+from common.data.pieces import first_tokens, token_lists
 from common.data.samples import Sample
-from common.files import read_text, write_file
+from common.files import open_text, write_file
 from common.models import DEMO, DEMO_HOME, bos_prefix
 from common.progress import Progress
 from common.weights import first_line
@@ -66,10 +69,12 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
             raise UserError(f"text {source}: expected token ids, found {rows.min()}")
         return torch.from_numpy(rows), f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
+    needed = sequences * length
     whole, packed, documents = [], [], 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
-        for text in read_documents(source, split):
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for document in documents_of(source, split):
+            with document as file:
+                ids = first_tokens(file, tokenizer, needed)
             documents += 1
             if len(ids) >= length:
                 whole.append(prefix + ids[:length])
@@ -77,9 +82,8 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
                 if len(whole) == sequences:
                     description = f"{source}: first {sequences} documents of at least {length} tokens"
                     return torch.tensor(whole), description
-            if len(packed) < sequences * length:
+            if len(packed) < needed:
                 packed += [*ids, tokenizer.eos_token_id]
-    needed = sequences * length
     if len(packed) < needed:
         raise UserError(f"{source}: expected {sequences} x {length} = {needed} tokens, found {len(packed)}")
     description = (f"{source}: packed ({len(whole)} of {documents} documents have {length} tokens, "
@@ -163,8 +167,8 @@ def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, t
 
     sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by
     end-of-sequence; what remains after the last whole sequence of `length` tokens is dropped. tokens: how
-    many to take from each source; None takes all. Memory is constant, but a .txt file, which is one document,
-    is read whole. Raises UserError for too few tokens and for text that cannot be read.
+    many to take from each source; None takes all. Memory is constant. Raises UserError for too few tokens and
+    for text that cannot be read.
     """
     names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
     with write_file(path) as file:
@@ -192,12 +196,9 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
     """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
     if isinstance(source, np.ndarray):
         return file.write(source.ravel()[:tokens].tobytes()) // TOKEN.itemsize
-    count, texts = 0, _batches(read_documents(_located(source, "train"), "train"))
+    count, lists = 0, _token_lists(_located(source, "train"), tokenizer)
     with Progress(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
-        while count != tokens and (batch := next(texts, None)):
-            ids = []
-            for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-                ids += [*document, tokenizer.eos_token_id]
+        while count != tokens and (ids := next(lists, None)) is not None:
             if tokens is not None:
                 ids = ids[: tokens - count]
             file.write(np.array(ids, dtype=TOKEN).tobytes())
@@ -206,6 +207,22 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
     if tokens is not None and count < tokens:
         raise UserError(f"--text {source}: expected {tokens} tokens (--text-tokens), found {count}")
     return count
+
+
+def _token_lists(source: str, tokenizer) -> Iterator[list[int]]:
+    """The tokens of a source's documents, each followed by end-of-sequence, in lists of any length."""
+    end = tokenizer.eos_token_id
+    if source.endswith(".txt"):
+        check_source(source)
+        with open_text(source) as file:
+            yield from token_lists(file, tokenizer)
+        yield [end]
+        return
+    for batch in _batches(read_documents(source, "train")):
+        ids = []
+        for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            ids += [*document, end]
+        yield ids
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -241,13 +258,24 @@ def check_source(source: str) -> None:
         raise UserError(f"text {source}: expected {EXPECTED}")
 
 
+def documents_of(source: str, split: str) -> Iterator[contextlib.AbstractContextManager]:
+    """Yield the documents of a source, each a context manager of a text file; a .txt file is one document."""
+    if source.endswith(".txt"):
+        check_source(source)
+        yield open_text(source)
+    else:
+        yield from map(io.StringIO, read_documents(source, split))
+
+
 def read_documents(source: str, split: str) -> Iterator[str]:
-    """Yield the documents of a source; a .txt file is one document."""
+    """Yield the documents of a source; of a .txt file its lines."""
     check_source(source)
     if source == "c4":
         yield from _c4(*C4_FILES[split])
     elif source.endswith(".txt"):
-        yield read_text(source)
+        with open_text(source) as file:
+            for line in file:
+                yield from line.splitlines()
     else:
         for place, row in read_rows(source):
             try:

@@ -238,7 +238,8 @@ ANSWER = {"role": "assistant", "content": "b"}
     ({"messages": [USER, 5]}, "message 2: expected an object, found 5"),
     ({"messages": [{"content": "a"}, ANSWER]}, r"message 1: column 'role' is missing; .* \['content'\]"),
     ({"messages": [USER, {"role": "assistant"}]}, "message 2: column 'content' is missing"),
-    ({"messages": [USER, ANSWER | {"content": None}]}, "message 2: column 'content' is missing"),
+    ({"messages": [USER, ANSWER | {"content": None}]}, "message 2: column 'content' is null"),
+    ({"messages": None}, "column 'messages' is null"),
     ({"messages": [USER, ANSWER | {"content": ["b"]}]}, r"message 2: .*: expected text, found \[\"b\"\]"),
     ({"messages": [USER | {"role": 1}, ANSWER]}, "message 1: column 'role': expected text, found 1"),
     ({"messages": [USER, USER]}, r"expected an assistant message .*, found roles \[\"user\", \"user\"\]"),
@@ -273,7 +274,7 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.parquet").write_text("x")
     for name, message in (("nowhere.jsonl", "found no such file"), ("chats.txt", "found another name"),
-                          ("empty.jsonl", "empty.jsonl: expected a chat with an answer in its first"),
+                          ("empty.jsonl", "empty.jsonl: expected at least one row, found none"),
                           ("broken.parquet", "broken.parquet: cannot be read as parquet")):
         with pytest.raises(UserError, match=message):
             load_chats(str(tmp_path / name), tokenizer, 100)

@@ -20,6 +20,7 @@ from common.data.generate import (
     chat_row,
     choose_chats,
     drawn,
+    from_the_last,
     generated,
     read_sequences,
     sample,
@@ -213,6 +214,14 @@ def test_documents_are_continued(model, tmp_path):
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens, found none"):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_held_out_documents_are_the_last_ones_of_a_file(tmp_path, name):
+    documents = [f"document {number}" for number in range(1000)]
+    lines = [json.dumps({"text": text}) for text in documents] if name == "text.jsonl" else documents
+    (tmp_path / name).write_text("\n".join(lines))
+    assert list(from_the_last(str(tmp_path / name))) == documents[::-1]
 
 
 def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):

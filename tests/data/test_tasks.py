@@ -217,7 +217,10 @@ def test_parquet_as_the_hub_stores_it(tmp_path):
     examples, read = load_task("boolq", "validation", str(tmp_path))
     assert examples == [example_from_row("boolq", row) for row in rows] and read == str(path)
     datasets.Dataset.from_list([*rows, rows[0] | {"passage": None}]).to_parquet(path)
-    with pytest.raises(UserError, match=r"boolq.validation.parquet row 6: .*: column 'passage' is missing"):
+    with pytest.raises(UserError, match=r"boolq.validation.parquet row 6: .*: column 'passage' is null"):
+        load_task("boolq", "validation", str(tmp_path))
+    datasets.Dataset.from_list(rows[:1]).select([]).to_parquet(path)
+    with pytest.raises(UserError, match=r"boolq.validation.parquet: expected at least one row, found none"):
         load_task("boolq", "validation", str(tmp_path))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"boolq.validation.parquet: cannot be read as parquet"):
@@ -256,7 +259,7 @@ GOOD = json.dumps(PIQA) + "\n"
     (GOOD + "null\n", r"line 2: expected a JSON object, found null"),
     (GOOD + '"row"\n', r"line 2: expected a JSON object, found \"row\""),
     (GOOD + "\n\n" + '{"goal": "g", "sol1": null, "sol2": "b", "label": 0}\n',
-     r"line 4: .*column 'sol1' is missing; found columns \['goal', 'label', 'sol2'\]"),
+     r"line 4: .*column 'sol1' is null; found columns \['goal', 'label', 'sol2'\]"),
     (GOOD * 20_000 + '{"goal": "g"}\n', r"line 20001: .*column 'sol1' is missing"),
     (GOOD + '{"goal": "\udcff"}\n', r"line 2: not UTF-8: .* at byte 11"),
     (f"[{GOOD.strip()},{{}}]", r"line 1: expected a JSON object, found \[\{"),

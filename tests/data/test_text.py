@@ -1,5 +1,6 @@
 """Text: whole documents first, packed where they are too few, refused where too short; training tokens."""
 
+import codecs
 import gzip
 import json
 import os
@@ -13,7 +14,7 @@ import torch
 from tokenizers import processors
 
 from common.cli import UserError
-from common.data import text
+from common.data import pieces, text
 from common.data.samples import Sample
 from common.data.text import TextSamples, load_tokens, sequence_length, write_text_tokens
 from conftest import END, byte_tokenizer
@@ -32,7 +33,10 @@ def documents(request, tmp_path):
     return str(path)
 
 
-def test_first_documents_that_are_long_enough(documents):
+def test_first_documents_that_are_long_enough(documents, tmp_path):
+    source = save_lines(tmp_path / "t.jsonl", ["uvwxyz", "ab", "cde"])
+    tokens, _ = load_tokens(source, byte_tokenizer(), sequences=2, length=3)
+    assert byte_tokenizer().batch_decode(tokens) == ["uvw", "cde"]
     tokens, description = load_tokens(documents, byte_tokenizer(), sequences=2, length=25)
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25]
     assert description == f"{documents}: first 2 documents of at least 25 tokens"
@@ -102,17 +106,20 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("t.txt", b"\x80\xff\x00\x01", r"t.txt: not UTF-8: invalid start byte at byte 1"),
     ("t.txt", "naïve".encode("latin-1"), r"t.txt: not UTF-8: .* at byte 3"),
+    ("t.txt", codecs.BOM_UTF8 + b"\r\n" * 9000 + b"\xff.", r"t.txt: not UTF-8: .* at byte 18004"),
+    ("t.txt", "é".encode() * 9000 + b"\xc3", r"t.txt: not UTF-8: .* at byte 18001"),
     ("t.jsonl", b"\x00\xff\x93\n\x88", r"t.jsonl line 1: not UTF-8: .* at byte 2"),
     ("t.jsonl", ROW + b'{"text": "\xff"}\n', r"t.jsonl line 2: not UTF-8: .* at byte 11"),
     ("t.jsonl", ROW + b"{text}\n", r"t.jsonl line 2: not JSON: .* at column 2"),
     ("t.jsonl", ROW + b'{"txt": "y"}\n', r"line 2: column 'text' is missing; found columns \['txt'\]"),
-    ("t.jsonl", ROW + b'\n{"text": null}\n', r"t.jsonl line 3: column 'text' is missing; found columns \[\]"),
+    ("t.jsonl", ROW + b'\n{"text": null}\n', r"t.jsonl line 3: column 'text' is null; found columns \[\]"),
     ("t.jsonl", ROW + b'{"text": 5}\n', r"t.jsonl line 2: column 'text': expected text, found 5"),
     ("t.jsonl", ROW + b'{"text": ["x"]}\n', r"t.jsonl line 2: column 'text': expected text, found \[\"x\"\]"),
     ("t.jsonl", ROW + b'"x"\n', r"t.jsonl line 2: expected a JSON object, found \"x\""),
     ("t.jsonl", ROW + b"null\n", r"t.jsonl line 2: expected a JSON object, found null"),
     ("t.jsonl", ROW + rb'{"text": "ab\udc80"}', r"line 2: column 'text': .* a lone surrogate at character 3"),
-    ("t.jsonl", b"\n\n", r"t.jsonl: expected 1 x 4000 = 4000 tokens, found 0"),
+    ("t.jsonl", b"\n\n", r"t.jsonl: expected at least one row, found none"),
+    ("t.jsonl", codecs.BOM_UTF8 + b"\n" + codecs.BOM_UTF8 + ROW, r"t.jsonl line 2: not JSON"),
     ("t.json.gz", ROW, r"t.json.gz after line 0: expected gzip data, found a damaged file"),
     ("t.json.gz", GZIPPED[: len(GZIPPED) // 2], r"t.json.gz after line \d+: .*: .*ended before"),
     ("t.json.gz", GZIPPED[:30] + b"\xff" * 12 + GZIPPED[42:], r"t.json.gz after line \d+: .* a damaged file"),
@@ -130,10 +137,24 @@ def test_damaged_text_is_one_line(tmp_path, name, content, message):
 
 def test_parquet_without_text_names_file_and_row(tmp_path):
     path = tmp_path / "t[1].parquet"  # no pattern
-    for columns, place in (({"txt": ["x"]}, "row 0"), ({"text": ["x", None], "txt": ["y", "z"]}, "row 1")):
+    null = {"text": ["x", None], "txt": ["y", "z"]}
+    for columns, message in (({"txt": ["x"]}, r" row 0: column 'text' is missing; .* \['txt'\]"),
+                             (null, r" row 1: column 'text' is null; found columns \['txt'\]"),
+                             ({"text": []}, ": expected at least one row, found none")):
         datasets.Dataset.from_dict(columns).to_parquet(path)
-        with pytest.raises(UserError, match=rf"parquet {place}: column 'text' is missing; .* \['txt'\]"):
+        with pytest.raises(UserError, match=f"parquet{message}"):
             load_tokens(str(path), byte_tokenizer(), 1, 40)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    rows = "".join(json.dumps({"text": document}) + "\n" for document in ("one", "two"))
+    for name, content in (("t.txt", "one"), ("t.jsonl", rows), ("t.json.gz", rows)):
+        content = codecs.BOM_UTF8 + content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        tokens, _ = load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 3)
+        assert byte_tokenizer().decode(tokens[0]) == "one"
+        write_text_tokens([str(tmp_path / name)], byte_tokenizer(), 4, 4, str(tmp_path / "tokens.npy"))
+        assert flat(TextSamples(str(tmp_path / "tokens.npy"), 4)) == expected_tokens("one")
 
 
 def test_unknown_sources_are_named(tmp_path):
@@ -256,11 +277,37 @@ def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
 
 
 def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
-    """The damaged line after them is not seen."""
+    """What is damaged after them is not seen."""
     monkeypatch.setattr(text, "BATCH", 10)
+    monkeypatch.setattr(pieces, "PIECE", 4096)
+    monkeypatch.setattr(pieces, "OVERLAP", 512)
     (tmp_path / "t.jsonl").write_bytes(ROW * 100 + b"damaged")
-    write_text_tokens([str(tmp_path / "t.jsonl")], byte_tokenizer(), 10, 150, str(tmp_path / "tokens.npy"))
-    assert len(TextSamples(str(tmp_path / "tokens.npy"), 10)) == 15
+    (tmp_path / "t.txt").write_bytes(b"a line\r\n" * 4000 + b"\xff")
+    for name in ("t.jsonl", "t.txt"):
+        write_text_tokens([str(tmp_path / name)], byte_tokenizer(), 10, 150, str(tmp_path / "tokens.npy"))
+        assert len(TextSamples(str(tmp_path / "tokens.npy"), 10)) == 15
+    tokens, description = load_tokens(str(tmp_path / "t.txt"), byte_tokenizer(), 2, 7)
+    assert byte_tokenizer().batch_decode(tokens) == ["a line\n"] * 2
+    assert description == f"{tmp_path / 't.txt'}: packed (1 of 1 documents have 7 tokens, 2 needed)"
+
+
+def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkeypatch):
+    """Of samples and of a sequence; nothing of it is in memory longer than its piece."""
+    monkeypatch.setattr(pieces, "PIECE", 4096)
+    monkeypatch.setattr(pieces, "OVERLAP", 512)
+    source, path, peaks = tmp_path / "t.txt", str(tmp_path / "tokens.npy"), []
+    for lines in (1000, 5000):
+        content = "".join(f"line {number}\n" for number in range(lines))
+        source.write_text(content)
+        expected = expected_tokens(content)
+        tracemalloc.start()
+        assert write_text_tokens([str(source)], byte_tokenizer(), 1, None, path) == [
+            f"{source}: {len(expected)} tokens"]
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert flat(TextSamples(path, 1)) == expected
+        assert load_tokens(str(source), byte_tokenizer(), 1, len(expected) - 1)[0].tolist() == [expected[:-1]]
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 def test_documents_of_training_text_do_not_begin_with_special_tokens(tmp_path):
