@@ -134,4 +134,4 @@ def wait_for_step(home, step: int) -> None:
 
 def saved_files(home) -> list[list[Path]]:
     """The tensor files of each checkpoint, oldest first."""
-    return [sorted(Path(path).glob("*.distcp")) for path in saved_checkpoints(str(home / "train"))]
+    return [sorted(Path(path).glob("shard-*")) for path in saved_checkpoints(str(home / "train"))]

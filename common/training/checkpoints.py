@@ -1,14 +1,14 @@
 """Training checkpoints: sharded, written to a temporary directory and renamed, each file with its sha256.
 
 A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
-state. Learning rates and the like follow from the step and are not stored. Kept are the last two checkpoints
-and, of a GQA student, the one with the lowest held-out KL. Reading one never executes code from it.
+state, in safetensors files that each rank writes by itself. Learning rates and the like follow from the step
+and are not stored. Kept are the last two checkpoints and, of a GQA student, the one with the lowest held-out
+KL.
 """
 
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -16,6 +16,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -28,17 +29,8 @@ DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkp
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-METADATA = {  # module -> classes allowed in .metadata, besides torch's dtypes
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "StorageMeta", "ChunkStorageMetadata",
-        "MetadataIndex", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "collections": {"OrderedDict"},
-}
+EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
+LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
 def begin(directory: str, settings: dict, ranks) -> None:
@@ -109,8 +101,9 @@ def save(job) -> None:
     for name, tensor in optimizer_state.items():
         if name.startswith("state."):
             tensors[f"optimizer.{name}"] = tensor
+    files = {name: file_number(name) for name in tensors}
     try:
-        dcp.save(tensors, checkpoint_id=aside)
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
         if rank == 0:
             write_json(os.path.join(aside, ORIGIN), origin(path))
         _write_digests(aside, rank)
@@ -128,6 +121,12 @@ def save(job) -> None:
     dist.barrier()
 
 
+def file_number(name: str) -> int:
+    """A tensor's file among those of its rank: one a decoder layer, which is built in memory."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return int(layer[1]) + 2 if layer else 1
+
+
 def _reason(error: Exception) -> str:
     """First line of an error's message; of errors gathered from all ranks, an OSError's if there is one."""
     failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
@@ -136,13 +135,13 @@ def _reason(error: Exception) -> str:
 
 
 def _write_digests(path: str, rank: int) -> None:
-    """Each rank hashes the files it wrote; rank 0 writes all digests, including that of .metadata."""
-    written = [name for name in os.listdir(path) if name.startswith(f"__{rank}_")]
+    """Each rank hashes the files it wrote; rank 0 writes all digests."""
+    written = [name for name in os.listdir(path) if name.startswith(f"shard-{rank + 1:05d}-")]
     digests = {name: sha256(os.path.join(path, name)) for name in written}
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, digests)
     if rank == 0:
-        merged = {name: sha256(os.path.join(path, name)) for name in (".metadata", ORIGIN)}
+        merged = {ORIGIN: sha256(os.path.join(path, ORIGIN))}
         for part in gathered:
             merged |= part
         write_json(os.path.join(path, DIGESTS), merged)
@@ -169,7 +168,10 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
     for name, value in (origin(path) if rank == 0 else {}).items():
         if saved.get(name) != value:
             return f"its {name} is not that of this training"
-    for name in sorted({".metadata", ORIGIN, *digests})[rank::world]:
+    others = {name for name in os.listdir(path) if name.endswith(".safetensors")} - digests.keys()
+    if others:
+        return f"{min(others)} is not in its {DIGESTS}"
+    for name in sorted({ORIGIN, *digests})[rank::world]:
         file = os.path.join(path, name)
         if os.path.basename(name) != name:
             return f"{DIGESTS} lists {name!r}, which is not a file name"
@@ -194,6 +196,7 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
+        refuse_earlier(path)
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
@@ -216,44 +219,28 @@ def resume_from(directory: str, schedule, ranks) -> str | None:
     return path
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of .metadata, in which torch describes its shards: allows the classes in METADATA and torch's dtypes;
-    anything else is refused before it is imported.
-    """
-
-    def find_class(self, module: str, name: str):
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"a reference to {module}.{name}, which is not allowed")
-        return super().find_class(module, name)
+def refuse_earlier(path: str) -> None:
+    """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
+    if os.path.exists(os.path.join(path, EARLIER)):
+        raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
+                        f"versions, which commit {LAST_EARLIER} reads")
 
 
-class Reader(dcp.FileSystemReader):
-    """torch's checkpoint reader, which loads shards with weights_only, with .metadata read by _Unpickler."""
-
-    def read_metadata(self, *args, **kwargs):
-        """The checkpoint's metadata. Raises UserError if it holds anything but descriptions of tensors."""
-        path = os.path.join(self.path, ".metadata")
-        try:
-            with open(path, "rb") as file:
-                metadata = _Unpickler(file).load()
-            for entry in metadata.storage_data.values():
-                name = entry.relative_path
-                if os.path.basename(name) != name or entry.transform_descriptors:
-                    raise ValueError(f"the name {name!r}, which is not a plain file of this checkpoint")
-            metadata.storage_meta.load_id = self.load_id
-        except Exception as error:  # a damaged pickle may raise anything
-            raise UserError(f"{path}: expected the metadata of a training checkpoint, found none "
-                            f"that can be read: {error}") from error
-        return metadata
+def stored_tensors(path: str) -> dict:
+    """Name -> size and dtype of each tensor of a checkpoint. Raises UserError if they cannot be read."""
+    try:
+        return HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # damaged headers may raise anything
+        raise UserError(f"{path}: expected a training checkpoint, found none that can be read: "
+                        f"{_reason(error)}") from error
 
 
-def _read(tensors: dict, reader: Reader, **options) -> None:
+def _read(tensors: dict, path: str, **options) -> None:
     """Fill tensors from a checkpoint. Raises UserError if its files cannot be read into them."""
     try:
-        dcp.load(tensors, storage_reader=reader, **options)
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path), **options)
     except CheckpointException as error:
-        raise UserError(f"{reader.path}: its tensors cannot be read ({_reason(error)})") from error
+        raise UserError(f"{path}: its tensors cannot be read ({_reason(error)})") from error
 
 
 def load(job, path: str, stored_name=lambda name: name) -> None:
@@ -267,11 +254,10 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     states = {name: tensor for name, tensor in optimizer_state.items() if name.startswith("state.")}
     stored = {f"weights.{stored_name(name)}": tensor for name, tensor in weights.items()}
     stored |= {f"optimizer.{stored_name(name)}": tensor for name, tensor in states.items()}
-    reader = Reader(path)
-    missing = stored.keys() - reader.read_metadata().state_dict_metadata.keys()
+    missing = stored.keys() - stored_tensors(path).keys()
     if missing:
         raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
-    _read(stored, reader)
+    _read(stored, path)
     weights = {name: stored[f"weights.{stored_name(name)}"] for name in weights}
     states = {name: stored[f"optimizer.{stored_name(name)}"] for name in states}
     set_state_dict(trainee, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state | states,
@@ -287,12 +273,12 @@ class TrainedWeights:
     """
 
     def __init__(self, path: str, part: str = "net"):
+        refuse_earlier(path)
         fault = damage(path)
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")
-        self.path, self.reader, self.prefix = path, Reader(path), f"weights.{part}."
-        stored = self.reader.read_metadata().state_dict_metadata
-        self.stored = {key.removeprefix(self.prefix): entry for key, entry in stored.items()
+        self.path, self.prefix = path, f"weights.{part}."
+        self.stored = {key.removeprefix(self.prefix): entry for key, entry in stored_tensors(path).items()
                        if key.startswith(self.prefix)}
 
     def names(self) -> set[str]:
@@ -307,7 +293,7 @@ class TrainedWeights:
                                 f"found {list(self.stored[name].size)}")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-            _read({self.prefix + name: tensor for name, tensor in tensors.items()}, self.reader, no_dist=True)
+            _read({self.prefix + name: tensor for name, tensor in tensors.items()}, self.path, no_dist=True)
 
 
 def whole_weights(path: str, part: str = "net") -> dict[str, torch.Tensor]:

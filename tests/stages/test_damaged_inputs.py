@@ -100,8 +100,7 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
         ("train/stage.json", replace('"kv_heads": 2', '"kv_heads": 4'), "expected kv_heads 2 as in its"),
         ("train/stage.json", replace('"steps": 10', '"steps": 9'), "expected steps 10 as in its settings"),
         ("train/stage.json", teacher, "expected a trained student, found a teacher"),
-        (f"train/{step}/__0_0.distcp", flip_last, not_recorded),
-        (f"train/{step}/.metadata", b"cos\nsystem\n(S'true'\ntR.", not_recorded),
+        (f"train/{step}/shard-00001-model-00002-of-00004.safetensors", flip_last, not_recorded),
         ("train/stage.json", replace('"clip": 1.0', '"clip": 2.0'), "expected clip 1.0 as in its settings"),
         ("train/metrics.jsonl", None, "metrics.jsonl: expected the file written by 05_prune_train.py"),
     )

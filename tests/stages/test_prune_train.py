@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -33,7 +32,6 @@ from common.training.run import Run, start_anew
 from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
 from students import stage5
-from test_checkpoints import Attack, seal
 from test_layers import Tensors
 from training_runs import (
     STAGE,
@@ -321,19 +319,19 @@ def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_pat
     expect_error("settings.json: expected the settings of a", STAGE, *train_arguments(home, inputs))
 
 
-def test_a_crafted_checkpoint_runs_nothing_in_stages_5_and_6(finished_run, inputs, tmp_path):
-    """A .metadata that would run a command when unpickled, with all digests made to fit."""
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(finished_run, inputs, tmp_path):
+    """By stages 5 and 6; its .metadata, which may run a command when unpickled, is not read."""
     home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
-    for path in saved_checkpoints(str(home / "train")):
-        Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
-        seal(path)
+    paths = saved_checkpoints(str(home / "train"))
+    for path in paths:
+        Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
     record = json.loads((home / "train" / "stage.json").read_text())
     write_record(str(home / "train"), record)
-    message = "found none that can be read: a reference to posix.system, which is not allowed"
+    message = "found the format of earlier versions, which commit 4332407 reads"
     expect_error(message, "06_export.py", "--run", home, "--force")
     (home / "train" / "stage.json").unlink()
     expect_error(message, STAGE, *train_arguments(home, inputs))
-    assert not mark.exists()
+    assert saved_checkpoints(str(home / "train")) == paths and not mark.exists()
 
 
 def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):

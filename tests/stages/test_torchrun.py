@@ -151,7 +151,7 @@ def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path
             if node.poll() is None:
                 kill(node)
     assert_same_training(home, alone)
-    shards = {path.name.split("_")[2] for path in saved_files(home)[-1]}
+    shards = {path.name.split("-")[1] for path in saved_files(home)[-1]}
     assert len(shards) >= 2  # more than one rank wrote
 
 

@@ -19,5 +19,5 @@ def digests(path: Path) -> dict[str, str]:
     if path.name == "groups.json":
         return {"groups": str(read(path)["groups"])}
     files = [path] if path.is_file() else sorted(path.rglob("*"))
-    tensors = [file for file in files if file.suffix in (".safetensors", ".distcp")]
+    tensors = [file for file in files if file.suffix == ".safetensors"]
     return {file.name: sha256(str(file)) for file in tensors}

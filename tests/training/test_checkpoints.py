@@ -2,15 +2,12 @@
 
 import json
 import os
-import pickle
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
 from common.files import sha256
@@ -110,16 +107,6 @@ def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
     assert checkpoints.saved_checkpoints(os.path.join(job.directory, "missing")) == []
 
 
-class Attack:
-    """Unpickled, it runs a command."""
-
-    def __init__(self, command: str):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 def seal(path: str) -> None:
     """Write the digests of the files as they are now."""
     names = [name for name in os.listdir(path) if name != checkpoints.DIGESTS]
@@ -127,86 +114,54 @@ def seal(path: str) -> None:
     Path(path, checkpoints.DIGESTS).write_text(json.dumps(digests))
 
 
-def read_pickle(path: str):
-    return pickle.loads(Path(path, ".metadata").read_bytes())
-
-
 def assert_refused(job: Job, path: str, message: str) -> None:
     """By both ways of reading, in one line."""
-    assert checkpoints.damage(path) is None
     for read in (checkpoints.whole_weights, lambda path: checkpoints.load(job, path)):
         with pytest.raises(UserError, match=message) as error:
             read(path)
         assert "\n" not in str(error.value)
 
 
-def test_metadata_that_runs_a_command_is_refused_and_runs_nothing(saved, tmp_path):
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 64, b"\x07" + bytes(7) + b'{"a":1}'])
+def test_a_file_that_holds_no_tensors_is_refused(saved, content):
+    job, path = saved
+    next(Path(path).glob("shard-*")).write_bytes(content)
+    seal(path)
+    assert checkpoints.damage(path) is None
+    assert_refused(job, path, "expected a training checkpoint, found none that can be read")
+
+
+def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
+    """Its metadata is a pickle, which may run a command."""
     job, path = saved
     mark = tmp_path / "executed"
-    Path(path, ".metadata").write_bytes(pickle.dumps(Attack(f"touch '{mark}'")))
+    Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
     seal(path)
-    assert_refused(job, path, r"expected the metadata of a training checkpoint, found .*system")
-    assert not mark.exists()
+    message = "found the format of earlier versions, which commit 4332407 reads"
+    for read in (checkpoints.whole_weights, lambda _: checkpoints.newest(job.directory, job.ranks)):
+        with pytest.raises(UserError, match=message):
+            read(path)
+    assert os.path.isdir(path) and not mark.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "os.system", "torch.nn.Linear"])
-def test_only_what_describes_tensors_is_unpickled(saved, name):
-    module, _, attribute = name.rpartition(".")
+def test_files_of_tensors_beside_the_recorded_ones_are_damage(saved):
+    """They would be read, too."""
+    _, path = saved
+    save_file({"weights.net.lm_head.weight": torch.zeros(260, 48)}, Path(path, "more.safetensors"))
+    assert "more.safetensors is not in its sha256.json" in checkpoints.damage(path)
+
+
+def test_a_layer_is_a_file_and_its_tensors_are_what_safetensors_reads(saved):
     job, path = saved
-    Path(path, ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
-    seal(path)
-    assert_refused(job, path, f"a reference to {name}, which is not allowed")
+    stored = [load_file(file) for file in sorted(Path(path).glob("*.safetensors"))]
+    assert len(stored) == 1 + 3
+    assert all(".layers.2." in name for name in stored[3])
+    tensors = {name: tensor for part in stored for name, tensor in part.items()}
+    for name, parameter in job.trainee.named_parameters():
+        assert torch.equal(tensors[f"weights.{name}"], whole(parameter)), name
 
 
-def test_entries_that_are_no_tensors_are_refused(saved, tmp_path):
-    """torch would unpickle the bytes of such an entry without restriction."""
-    job, path = saved
-    metadata = read_pickle(path)
-    key = next(iter(metadata.state_dict_metadata))
-    metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
-    seal(path)
-    assert_refused(job, path, "BytesStorageMetadata, which is not allowed")
-
-
-@pytest.mark.parametrize("file", ["../other.distcp", "/etc/passwd"])
-def test_metadata_that_names_files_elsewhere_is_refused(saved, file):
-    job, path = saved
-    metadata = read_pickle(path)
-    for entry in metadata.storage_data.values():
-        entry.relative_path = file
-    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
-    seal(path)
-    assert_refused(job, path, "which is not a plain file of this checkpoint")
-
-
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(None)])
-def test_metadata_that_describes_nothing_is_refused(saved, content):
-    job, path = saved
-    Path(path, ".metadata").write_bytes(content)
-    seal(path)
-    assert_refused(job, path, "expected the metadata of a training checkpoint")
-
-
-def test_a_tensor_file_that_holds_code_is_refused(saved, tmp_path):
-    """Shards are unpickled with weights_only."""
-    job, path = saved
-    mark = tmp_path / "executed"
-    metadata = read_pickle(path)
-    content = tmp_path / "attack.pt"
-    torch.save(Attack(f"touch '{mark}'"), content)
-    shard = next(Path(path).glob("*.distcp"))
-    shutil.copy(content, shard)
-    for entry in metadata.storage_data.values():
-        entry.offset, entry.length = 0, content.stat().st_size
-    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
-    seal(path)
-    with pytest.raises(UserError, match="cannot be read"):
-        checkpoints.whole_weights(path)
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("name", [".metadata", "*.distcp"])
+@pytest.mark.parametrize("name", ["origin.json", "shard-*-00002-*"])
 @pytest.mark.parametrize("fault", [flip, Path.unlink])
 def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault, capsys):
     job, path = saved
@@ -219,7 +174,7 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
     Path(job.directory, "step-00000002.damaged-1").mkdir()  # of an earlier time: stays
     assert checkpoints.newest(job.directory, job.ranks) == path
     assert "moved to step-00000002.damaged-2; using the one before it" in capsys.readouterr().out
-    flip(next(Path(path).glob("*.distcp")))
+    flip(next(Path(path).glob("shard-*")))
     message = "expected an intact checkpoint, found 1 damaged; --force starts over"
     with pytest.raises(UserError, match=message):
         checkpoints.newest(job.directory, job.ranks)
@@ -262,14 +217,6 @@ def test_digests_that_cannot_be_read_are_damage(saved, digests):
     assert checkpoints.damage(path)
 
 
-def test_the_description_of_the_shards_must_have_a_digest(saved):
-    _, path = saved
-    digests = json.loads(Path(path, checkpoints.DIGESTS).read_text())
-    del digests[".metadata"]
-    Path(path, checkpoints.DIGESTS).write_text(json.dumps(digests))
-    assert ".metadata" in checkpoints.damage(path)
-
-
 def test_a_tensor_that_is_not_in_the_checkpoint_is_named(saved):
     job, path = saved
     with pytest.raises(UserError, match=r"expected a tensor optimizer\.other\.state.*, found none"):
@@ -291,14 +238,6 @@ def test_damaged_settings_are_one_line(group_of_one, tmp_path, text):
     with pytest.raises(UserError, match="settings.json: .*; --force starts over") as error:
         checkpoints.begin(str(tmp_path), {"lr": 1.0}, group_of_one)
     assert "\n" not in str(error.value)
-
-
-def test_torch_can_still_read_our_checkpoints(saved):
-    """The metadata is torch's own: its reader finds the same tensors."""
-    _, path = saved
-    ours = checkpoints.Reader(path).read_metadata().state_dict_metadata
-    theirs = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    assert ours.keys() == theirs.keys() and all(ours[key].size == theirs[key].size for key in ours)
 
 
 @pytest.mark.parametrize("kl, best", [
