@@ -26,12 +26,14 @@ import os
 
 import torch
 
-from common import models
+from common import families, models
 from common.artifacts import claim, make_record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.data import demo
 from common.data.demo import resolve_model
 from common.data.generate import Origin, choose_chats, read_sequences
 from common.data.text import sequence_length
+from common.families import family
 from common.files import write_directory
 from common.layers import Layers
 from common.method.rope import free_pairs
@@ -44,7 +46,7 @@ LENGTH = 2048  # tokens per sequence in the paper
 def parse():
     parser = stage_parser(__doc__)
     parser.section("input")
-    parser.add_argument("--model", default=models.DEMO,
+    parser.add_argument("--model", default=demo.DEMO,
                         help="checkpoint directory, hub repository, GGUF file (.gguf), or demo")
     parser.add_argument("--text", default=None,
                         help="c4, demo, a .txt, .jsonl, .json, .json.gz, .parquet or .npy file, generated "
@@ -75,7 +77,7 @@ def parse():
 class Collector:
     """Forward hooks on one layer that accumulate sums over its queries, keys and values, and samples."""
 
-    def __init__(self, layer, name: str, shape: models.Geometry, sampled: torch.Tensor, device: str):
+    def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the whole text
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
@@ -83,7 +85,7 @@ class Collector:
                         "v": self.stats.update_values}
         self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
         # before RoPE, which turns pair p of every head by the same angle: conj(z_i[p]) z_j[p] stays the same
-        self.hooks = models.watch_heads(self.attention, self._collect)
+        self.hooks = families.watch_heads(self.attention, self._collect)
 
     def begin(self, start: int, end: int) -> None:
         """Set the position of the next forward pass: tokens start to end - 1 of the whole text."""
@@ -105,14 +107,13 @@ class Collector:
         tensors = self.stats.tensors()
         tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
         tensors["key.free"] = free_pairs(self.attention)
-        joint_norm = self.attention.config.model_type in models.JOINT_NORMS
-        tensors["key.joint_norm"] = torch.tensor(joint_norm)
+        tensors["key.joint_norm"] = torch.tensor(family(self.attention.config).norm == "joint")
         weight = self.attention.o_proj.weight
         tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
         return tensors
 
 
-def collect(layers: Layers, shape: models.Geometry, tokens: torch.Tensor, args):
+def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args):
     """Run the text, tokens [sequences, length], through the model once and yield each layer's tensors."""
     batches, length = tokens.split(args.batch), tokens.shape[1]
     samples = min(args.sample_tokens, tokens.numel())
@@ -129,7 +130,7 @@ def collect(layers: Layers, shape: models.Geometry, tokens: torch.Tensor, args):
                     bar.update()
                 tensors = collector.finish()
                 rotary = layers.model.model.rotary_emb
-                tensors["rope.frequencies"] = models.rope_frequencies(rotary, layer.self_attn)
+                tensors["rope.frequencies"] = families.rope_frequencies(rotary, layer.self_attn)
             yield tensors
 
 
@@ -148,15 +149,15 @@ def main():
     else:
         path = resolve_model(args.model)
     config = models.load_config(path)
-    models.require_convertible(path, config)
+    families.require_convertible(path, config)
     args.bos = bool(models.bos_prefix(models.load_tokenizer(path), args.bos))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = models.describe(path, args.model), models.geometry(config)
+    model, shape = models.describe(path, args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     compute_device = models.pick_device(args.device)
     if args.text is None:  # resolved here because stage 4 takes it from the record
-        _, args.text = models.default_sources(args.model == models.DEMO)
+        _, args.text = demo.default_sources(args.model == demo.DEMO)
     chats = choose_chats([args.chat] if args.chat else None, [args.text], path)
     args.chat = chats[0] if chats else None
     origin = Origin(path, args.run, compute_device, layerwise=args.layerwise)

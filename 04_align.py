@@ -37,8 +37,10 @@ from common.cli import Clock, UserError, device, peak_memory, positive, run_stag
 from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
 from common.data.text import sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
+from common.families import family
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
+from common.method import closed_form
 from common.method.align import align_layer, within_group_cosine
 from common.method.closed_form import closed_form_layer, with_energies
 from common.method.fuse import fuse_layer
@@ -110,7 +112,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     path, by = models.source_model(calibration)["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    if args.merge == "closed-form" and config.model_type in models.HEAD_NORMS:
+    if args.merge == "closed-form" and family(config).norm == "head":
         raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
                         "would undo the scale folded into the queries")
     if args.merge == "closed-form" and by != "energy":
@@ -271,7 +273,7 @@ def main():
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
     context = None
     if (args.merge, args.merge_keys) == ("closed-form", "rope"):
-        context = models.key_context(args.key_context, calibrated["positions"])
+        context = closed_form.key_context(args.key_context, calibrated["positions"])
         print(f"keys    merged for contexts of up to {context} tokens")
     compute_device = models.pick_device(args.device)
     grams_of = partial(artifacts.read_grams, calibration_path, source["kv_heads"], compute_device)

@@ -26,19 +26,12 @@ from common import artifacts, cli
 from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
 from common.data.text import NONE
 from common.evaluate import max_difference, require_close
+from common.families import geometry, merged_modules
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
-from common.models import (
-    empty_model,
-    geometry,
-    is_hub_name,
-    load_config,
-    load_tokenizer,
-    merged_modules,
-    weight_dtype,
-)
+from common.models import empty_model, is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
 from common.reporting import model_card
 from common.training import checkpoints

@@ -31,9 +31,10 @@ from pathlib import Path
 
 import torch
 
-from common import cli, evaluate, models
+from common import cli, evaluate, families, models
 from common.artifacts import RECORD, claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, run_stage, stage_parser
+from common.data import demo
 from common.data.jsonl import abbreviated, parse_object
 from common.data.samples import Sample
 from common.data.tasks import (
@@ -166,8 +167,8 @@ def verify(path: str) -> None:
 def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path = os.path.join(args.run, "calibration")
-    demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == models.DEMO
-    tasks, text = models.default_sources(demo)
+    of_demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == demo.DEMO
+    tasks, text = demo.default_sources(of_demo)
     return args.tasks or tasks, args.text or text
 
 
@@ -203,8 +204,8 @@ class Tokenized:
 def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts, args) -> Tokenized:
     """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions."""
     config = models.load_config(path)
-    if args.layerwise and config.model_type not in models.SUPPORTED:
-        raise UserError(f"{path}: --layerwise: expected model_type in {list(models.SUPPORTED)}, "
+    if args.layerwise and config.model_type not in families.SUPPORTED:
+        raise UserError(f"{path}: --layerwise: expected model_type in {list(families.SUPPORTED)}, "
                         f"found {config.model_type!r}")
     tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from common import companions, models
+from common import companions, families, models
 from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -44,7 +44,7 @@ class Layers:
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
-            models.restore_buffers(self.model, device)
+            families.restore_buffers(self.model, device)
         else:
             self.model = models.load_model(path, dtype, device)
         self.config = self.model.config
@@ -59,7 +59,7 @@ class Layers:
             yield module
             return
         module.to_empty(device=self.device)
-        models.restore_buffers(self.model, self.device)
+        families.restore_buffers(self.model, self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
         stored_name = "model.embed_tokens" if tied else name
         tensors = {f"{stored_name}.{key}": tensor.detach() for key, tensor in module.named_parameters()}
@@ -176,8 +176,8 @@ def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
     """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal, positions from 0."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
     attention, rotary = getattr(layer, "self_attn", layer), model.model.rotary_emb
-    mask = models.window_mask(hidden.shape[1], models.sliding_window(attention), hidden.device)
-    turns = rotary(hidden, position_ids=positions, **models.rope_options(rotary, attention))
+    mask = families.window_mask(hidden.shape[1], families.sliding_window(attention), hidden.device)
+    turns = rotary(hidden, position_ids=positions, **families.rope_options(rotary, attention))
     output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
     return output[0] if isinstance(output, tuple) else output
 

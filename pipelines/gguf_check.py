@@ -28,7 +28,8 @@ from transformers import DynamicCache
 from common import evaluate
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
-from common.models import geometry, load_config, load_model, load_tokenizer
+from common.families import geometry
+from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
 
 PROMPTS = (

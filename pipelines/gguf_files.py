@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.cli import UserError
 from common.companions import GENERATION, loadable_by_older_releases
+from common.families import geometry, require_convertible
 from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
-from common.models import SIZES, geometry, require_convertible
+from common.models import SIZES
 from common.progress import Progress
 from common.records import COUNT, Optional, mismatch
 from common.weights import check_names, fingerprint, first_line

@@ -16,9 +16,16 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.files import write_directory
-from common.models import DEMO, DEMO_HOME, local_model
+from common.models import local_model
 
+DEMO = "demo"
+DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
 SHIPPED = Path(__file__).parent / "demo_model"  # the model; its text and tasks, compressed
+
+
+def default_sources(demo: bool) -> tuple[str, str]:
+    """Where tasks and text come from by default: the demo model's own, or the hub and C4."""
+    return (os.path.join(DEMO_HOME, "tasks"), DEMO) if demo else ("hub", "c4")
 
 
 def resolve_model(name: str) -> str:

@@ -38,9 +38,10 @@ from common.data.text import (
     read_token_rows,
     write_array,
 )
+from common.families import geometry
 from common.files import sha256, write_json
 from common.method.losses import product
-from common.models import fingerprint, geometry, load_config, load_model, load_tokenizer
+from common.models import fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
 
 SEEDS = {"train": 0, "heldout": 1}

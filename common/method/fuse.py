@@ -7,8 +7,8 @@ columns of o_proj are moved and rotated with it.
 
 import torch
 
+from common.families import head_parameters
 from common.method.rope import rotate_pairs
-from common.models import head_parameters
 
 
 def head_rows(parameter: torch.Tensor, head_dim: int) -> torch.Tensor:

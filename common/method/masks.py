@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from common.models import fused_parts
+from common.families import fused_parts
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
 START = 7.5  # initial log_alpha: E[1 - z] is 7e-4; three draws in a thousand are below 1

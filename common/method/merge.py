@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.families import as_stored, head_parameters
 from common.method.fuse import head_columns, head_rows
-from common.models import as_stored, head_parameters
 
 
 @dataclass

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from common.families import attention_input, merged_parameters
 from common.method.muon import HeadMuon
-from common.models import attention_input, merged_parameters
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out

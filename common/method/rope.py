@@ -7,7 +7,7 @@ which commutes with multiplication by any other complex number.
 
 import torch
 
-from common.models import HEAD_NORMS, JOINT_NORMS
+from common.families import family
 
 
 def to_complex(keys: torch.Tensor) -> torch.Tensor:
@@ -63,9 +63,9 @@ def free_pairs(attention) -> torch.Tensor:
     norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
     which exchange those of a pair, are exact, too.
     """
-    if attention.config.model_type in JOINT_NORMS:
+    if family(attention.config).norm == "joint":
         return torch.zeros(attention.head_dim // 2, dtype=torch.bool)
-    if attention.config.model_type not in HEAD_NORMS:
+    if family(attention.config).norm != "head":
         return torch.ones(attention.head_dim // 2, dtype=torch.bool)
     a, b = attention.q_norm.weight.detach().double().cpu().chunk(2)
     c, e = attention.k_norm.weight.detach().double().cpu().chunk(2)

@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.models import geometry, window_mask
+from common.families import geometry, window_mask
 
 
 def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.families import geometry
 from common.method import masks
-from common.models import geometry, load_config
+from common.models import load_config
 from common.training.hardware import Cluster, cluster_of, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation

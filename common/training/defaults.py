@@ -7,9 +7,9 @@ import os
 from transformers.utils import is_flash_attn_2_available
 
 from common.cli import UserError
+from common.data.demo import DEMO, default_sources
 from common.data.generate import choose_chats
 from common.data.text import is_generated, sequence_length
-from common.models import DEMO, default_sources
 from common.records import SOURCE
 from common.training.engine import Schedule
 from common.training.pool import NONE, SPLIT, Pool

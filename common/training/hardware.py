@@ -50,6 +50,12 @@ def processor(ranks: int) -> Hardware:
     return Hardware(2 * 1024**3 / fastest / ranks, memory / ranks, math.inf, math.inf)
 
 
+def processor_dtype() -> str:
+    """"bfloat16" if this machine's processor has instructions for products of it, else "float32"."""
+    instructions = torch.cpu.get_capabilities()
+    return "bfloat16" if instructions.get("avx512_bf16") or instructions.get("amx_bf16") else "float32"
+
+
 def on_gpus(plan: str | None, ranks) -> bool:
     """Whether a run is on GPUs: the planned one where there is a --plan, else that of these ranks."""
     return not plan.endswith(f"x{CPU}") if plan else ranks.device.type == "cuda"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
-from common.models import restore_buffers
+from common.families import restore_buffers
 from common.training.attention import sample_bounds
 from common.weights import open_checkpoint
 

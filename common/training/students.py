@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from common.artifacts import check_input, input_digests, read_record, verify_files
+from common.families import merged_modules
 from common.method import masks
-from common.models import load_config, merged_modules, source_model
+from common.models import load_config, source_model
 from common.training.distill import MASKS
 from common.training.engine import make_optimizer
 from common.training.sharding import Execution, Ranks, Trainee, build

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
-from common.models import geometry
+from common.families import geometry
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 
 

@@ -31,18 +31,11 @@ from transformers import AutoModelForCausalLM
 from common import companions
 from common.artifacts import claim, input_digests, make_record, verify_files, write_record
 from common.cli import Clock, UserError, non_negative_float, positive, run_stage, seed, stage_parser
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
+from common.families import Geometry, geometry
 from common.files import write_directory, write_json
-from common.models import (
-    DEMO,
-    Geometry,
-    check_kv_heads,
-    describe,
-    geometry,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from common.method.grouping import check_kv_heads
+from common.models import describe, load_config, load_model, load_tokenizer
 from common.training.engine import STOPPED, steps
 from common.training.sharding import joined_ranks
 from related.dha import export, fusion, grouping, similarity, training

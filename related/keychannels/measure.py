@@ -37,10 +37,11 @@ from transformers import DynamicCache
 from common.artifacts import claim, make_record
 from common.cli import Clock, UserError, non_negative, positive, run_stage, stage_parser
 from common.cli import device as device_flag
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
+from common.families import geometry
 from common.files import write_json, write_text
-from common.models import DEMO, describe, geometry, load_config, load_model, load_tokenizer, pick_device
+from common.models import describe, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from related.keychannels.cache import KeyChannelCache, cached_bytes, require_prunable
 from related.keychannels.channels import SELECTORS, removed_count

@@ -28,10 +28,10 @@ from transformers.masking_utils import sdpa_mask
 
 from common.artifacts import claim, make_record
 from common.cli import Clock, UserError, positive, run_stage, stage_parser
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
 from common.files import write_json, write_text
-from common.models import DEMO, describe, load_config, load_model, load_tokenizer
+from common.models import describe, load_config, load_model, load_tokenizer
 from common.progress import Progress
 from common.reporting.tables import markdown_table
 from related.keychannels.cache import by_key_head

@@ -29,22 +29,12 @@ import torch
 from common.artifacts import claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
 from common.cli import device as device_flag
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
+from common.families import SUPPORTED, geometry, require_convertible
 from common.files import write_json, write_text
 from common.layers import Layers
-from common.models import (
-    DEMO,
-    FUSED,
-    SUPPORTED,
-    describe,
-    geometry,
-    load_config,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    require_convertible,
-)
+from common.models import FUSED, describe, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.records import FILES, POSITIVE, STRING, mismatch
 from common.reporting.tables import markdown_table

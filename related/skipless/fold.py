@@ -27,9 +27,10 @@ import torch
 from common import companions
 from common.artifacts import claim, make_record, read_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
+from common.data.demo import DEMO
 from common.data.text import load_tokens
 from common.files import write_directory
-from common.models import DEMO, describe, load_config, load_model, load_tokenizer, weight_dtype
+from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
 from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, fold
 from related.skipless.exactness import LOGIT_TOLERANCE, exact_logits, relative_difference, rounded
 from related.skipless.modeling import SkiplessConfig

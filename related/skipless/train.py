@@ -17,8 +17,9 @@ import os
 
 from common.artifacts import claim
 from common.cli import Clock, run_stage, stage_parser
-from common.data.demo import resolve_model
-from common.models import DEMO, load_config, require_convertible
+from common.data.demo import DEMO, resolve_model
+from common.families import require_convertible
+from common.models import load_config
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks
 from related.skipless.training import (

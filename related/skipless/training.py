@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 from common import companions
 from common.artifacts import make_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
+from common.data.demo import DEMO
 from common.data.samples import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import move_aside, write_directory
 from common.layers import run_layer
-from common.models import DEMO, describe, fingerprint, load_config, load_model, load_tokenizer
+from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training.distill import next_token_loss
 from common.training.engine import Job, Schedule, make_optimizer, steps

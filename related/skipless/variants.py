@@ -19,9 +19,10 @@ from copy import copy
 
 from common.artifacts import claim, make_record, read_record
 from common.cli import Clock, positive, run_stage, stage_parser
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
+from common.families import require_convertible
 from common.files import write_json, write_text
-from common.models import DEMO, describe, load_config, load_model, require_convertible
+from common.models import describe, load_config, load_model
 from common.reporting.tables import markdown_table
 from common.training.engine import STOPPED
 from common.training.sharding import joined_ranks

@@ -7,7 +7,7 @@ when reading the weights takes all the time: total weights over remaining weight
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.models import SUPPORTED, geometry
+from common.families import SUPPORTED, geometry
 from related.skipless.modeling import SkiplessConfig
 
 PYTHIA = "gpt_neox"

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.families import geometry, head_parameters, merged_modules, watch_heads
 from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.fuse import fuse_layer
@@ -21,14 +22,7 @@ from common.method.procrustes import align_keys, key_similarity
 from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase, to_complex
 from common.method.stats import key_gram
-from common.models import (
-    JOINT_NORMS,
-    geometry,
-    head_parameters,
-    load_config,
-    merged_modules,
-    watch_heads,
-)
+from common.models import JOINT_NORMS, load_config
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build

@@ -18,21 +18,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from common import files
 from common.artifacts import read_record, read_tensors
 from common.cli import UserError
+from common.families import SUPPORTED, geometry, require_convertible
 from common.files import files_in
 from common.layers import Layers
+from common.method.closed_form import key_context
+from common.method.grouping import check_kv_heads
 from common.models import (
-    SUPPORTED,
-    check_kv_heads,
     describe,
     empty_model,
-    geometry,
-    key_context,
     load_config,
     load_model,
     load_tokenizer,
     local_model,
     needs_several_gpus,
-    require_convertible,
     save_tokenizer,
     source_model,
 )

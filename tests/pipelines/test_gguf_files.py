@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from common.models import geometry, load_model, load_tokenizer
+from common.families import geometry
+from common.models import load_model, load_tokenizer
 from conftest import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
 from pipelines import gguf_files
 

@@ -3,9 +3,9 @@
 import pytest
 
 from common.cli import UserError
+from common.data.demo import DEMO
 from common.data.samples import Sample
 from common.method import masks
-from common.models import DEMO
 from common.training.defaults import (
     OF_DEMO,
     OF_LENGTH,

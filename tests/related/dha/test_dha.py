@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from common.cli import UserError
 from common.data.samples import Sample
 from common.evaluate import cache_bytes_per_token, max_difference
-from common.models import geometry
+from common.families import geometry
 from conftest import ROOT, tiny_model
 from dha_models import EIGHT, GROUPS, SECOND, averages, fused_tiny, random_operators, tokens
 from related.dha import export, fusion, pool, search, training

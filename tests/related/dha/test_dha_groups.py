@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.models import Geometry
+from common.families import Geometry
 from conftest import tiny_model
 from dha_models import EIGHT, WHOLE, averages
 from related.dha import fusion, grouping, search, similarity

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.models import Geometry
+from common.families import Geometry
 from common.training.engine import Step, steps
 from conftest import byte_tokenizer, expect_error, save_tiny, tiny_model
 from dha_models import (
