@@ -23,9 +23,8 @@ import torch
 
 from common import artifacts
 from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
-from common.method.align import layer_similarity
 from common.method.closed_form import key_context, merging_loss
-from common.method.procrustes import pair_mean
+from common.method.procrustes import layer_similarity, pair_mean
 from common.models import pick_device
 from common.progress import Progress
 from common.reporting import plots

@@ -41,10 +41,9 @@ from common.families import family
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import closed_form
-from common.method.align import align_layer, within_group_cosine
 from common.method.closed_form import closed_form_layer, with_energies
-from common.method.fuse import fuse_layer
-from common.method.merge import first_merge, mean_merge, merge_layer, merged_config
+from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
+from common.method.procrustes import align_layer, within_group_cosine
 from common.method.refit import ERRORS, Refit
 from common.progress import Progress
 

@@ -60,7 +60,6 @@ from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, students
-from common.training.budget import must_recompute
 from common.training.defaults import FEWEST_STEPS, TEXT_LENGTH, make_schedules, with_defaults
 from common.training.distill import (
     MASKS,
@@ -74,6 +73,7 @@ from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.hardware import CPU, HARDWARE, on_gpus
 from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
+from common.training.plan import must_recompute
 from common.training.pool import load_pool
 from common.training.run import STAGE, Run, start_anew, was_forced
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
@@ -370,7 +370,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
         run = replace(run, execution=replace(execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if args.plan:
-        from pipelines.training_cost import print_plan
+        from common.training.plan import print_plan
 
         if ranks.first:
             print_plan(run, schedules)

@@ -35,8 +35,7 @@ from common import cli, evaluate, families, models
 from common.artifacts import RECORD, claim, make_record, read_record, verify_files
 from common.cli import Clock, UserError, run_stage, stage_parser
 from common.data import demo
-from common.data.jsonl import abbreviated, parse_object
-from common.data.samples import Sample
+from common.data.rows import Sample, abbreviated, parse_object
 from common.data.tasks import (
     TASKS,
     Example,

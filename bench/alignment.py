@@ -17,8 +17,7 @@ import torch
 import paper
 from bench.machine import machine, timed
 from common.artifacts import read_calibration, read_layer, read_record
-from common.method.align import key_overlap, value_overlap
-from common.method.procrustes import align_keys, align_values
+from common.method.procrustes import align_keys, align_values, key_overlap, value_overlap
 from common.method.stats import CRITERIA, LayerGrams, group_blocks
 
 ROUNDS, GAIN = 500, 1e-10  # of the printed update

@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, timed
 from common.cli import run_stage
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.evaluate import choice_likelihoods, generate_answers
 from common.method.merge import merged_config
 from common.models import load_model

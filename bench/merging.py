@@ -34,7 +34,7 @@ from bench import plots
 from bench.machine import machine
 from common.cli import UserError, run_stage
 from common.data.demo import resolve_model
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import write_text

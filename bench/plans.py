@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from transformers import LlamaConfig
 
 from common.reporting.tables import markdown_table
-from common.training import budget
+from common.training import plan as budget
+from common.training import plan as training_cost
 from common.training.hardware import parse_hardware
-from pipelines import training_cost
 
 MODELS = {  # hidden, intermediate, layers, heads, kv heads
     "7B": (4096, 11008, 32, 32, 32),

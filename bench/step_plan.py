@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 
 from common.method import masks
-from common.training import budget
+from common.training import plan as budget
+from common.training import plan as training_cost
 from common.training.hardware import HARDWARE, Cluster, peak_flops
-from pipelines import training_cost
 
 STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
 

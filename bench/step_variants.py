@@ -22,10 +22,11 @@ import torch
 
 from bench import step_plan, train_step
 from bench.machine import machine, timed
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.files import files_in
 from common.reporting.tables import markdown_table
-from common.training import budget, checkpoints
+from common.training import checkpoints
+from common.training import plan as budget
 from common.training.hardware import peak_flops
 from common.training.packing import build_row
 from common.training.sharding import joined_ranks, recompute_layers

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import step_plan, step_profile
 from bench.machine import machine
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method import masks
 from common.training import distill, students
 from common.training.engine import Job, Schedule, Step

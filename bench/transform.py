@@ -41,10 +41,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import paper
 from bench.alignment import objective_gain, printed_alignment, vectors_of
 from bench.machine import machine, timed
-from common.method.align import align_layer, layer_similarity, within_group_cosine
-from common.method.fuse import fuse_layer
 from common.method.grouping import anneal, score
-from common.method.merge import mean_merge, merged_state
+from common.method.merge import fuse_layer, mean_merge, merged_state
+from common.method.procrustes import align_layer, layer_similarity, within_group_cosine
 from common.method.refit import Moments, best_fit
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 

@@ -18,7 +18,7 @@ import sys
 
 from common.artifacts import read_record
 from common.cli import UserError, run_stage
-from common.data.jsonl import read_objects
+from common.data.rows import read_objects
 from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts

@@ -23,11 +23,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import paper
 from common.artifacts import read_layer
 from common.cli import Clock, StageParser, UserError, non_negative
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.files import write_text
 from common.layers import return_freed_memory
 from common.method import masks
-from common.method.align import align_layer, key_overlap, layer_similarity, value_overlap
+from common.method.procrustes import align_layer, key_overlap, layer_similarity, value_overlap
 from common.method.rope import to_matrix
 from common.method.stats import CRITERIA, group_blocks, to_unit
 from common.reporting.tables import markdown_table

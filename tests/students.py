@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import paper
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method import masks
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config

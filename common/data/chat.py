@@ -7,8 +7,7 @@ from bisect import bisect_left, bisect_right
 from jinja2 import sandbox
 
 from common.cli import UserError
-from common.data.jsonl import LINES_OF_JSON, abbreviated, column, read_rows, text_column
-from common.data.samples import Sample
+from common.data.rows import LINES_OF_JSON, Sample, abbreviated, column, read_rows, text_column
 from common.progress import Progress
 from common.weights import first_line
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from common.cli import UserError
 from common.data.chat import fixed_template, load_chats, render
 from common.data.pieces import first_tokens
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import (
     GENERATED,
     NONE,

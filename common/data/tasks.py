@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.data.jsonl import abbreviated, checked_text, column, read_rows, text_column
-from common.data.samples import Sample
+from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
 from common.files import read_text
 from common.models import bos_prefix
 

@@ -13,9 +13,8 @@ from numpy.lib.format import write_array_header_1_0
 
 from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
-from common.data.jsonl import LINES_OF_JSON, read_rows, text_column
 from common.data.pieces import first_tokens, token_lists
-from common.data.samples import Sample
+from common.data.rows import LINES_OF_JSON, Sample, read_rows, text_column
 from common.files import open_text, write_file
 from common.models import bos_prefix
 from common.progress import Progress

@@ -1,7 +1,8 @@
 """Procrustes analysis on Gram matrices: similarity of two aligned heads, and rotations that align a group.
 
 All in float64 / complex128. C[i, j] = sum_n v_i v_j^T and c[i, j, p] = sum_n conj(z_i[p]) z_j[p] as in
-common/method/stats.py, over H heads, or over the D heads of each group.
+common/method/stats.py, over H heads, or over the D heads of each group. In a layer of G groups Q
+[G, D, d, d] rotates values and u [G, D, d/2] keys, both in the order of `groups` [G, D] (head indices).
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from common.method.rope import quarter_phase, unit_phase
+from common.method.stats import CRITERIA, LayerGrams, group_blocks
 
 RELAXED, RELAXED_SWEEPS = 1.25, 8  # 1.5 and 12 reach no better optima on real values, 1.125 and 4 do worse
 MAX_SWEEPS = 500  # convergence takes 3 to 20
@@ -195,3 +197,61 @@ def pair_mean(overlap: torch.Tensor) -> torch.Tensor:
     members = overlap.shape[-1]
     rows, columns = torch.triu_indices(members, members, 1)
     return overlap[..., rows, columns].mean(-1)
+
+
+def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
+    """One layer's similarities by name, before and after alignment, each [H, H]."""
+    matrices = {}
+    for criterion, kind in CRITERIA.items():
+        pairs = {
+            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free,
+                                  grams.joint_norm),
+            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
+        }
+        for head, (before, after) in pairs.items():
+            matrices[f"{head}.{criterion}.before"] = before
+            matrices[f"{head}.{criterion}.after"] = after
+    return matrices
+
+
+def align_layer(grams: LayerGrams, groups: torch.Tensor, criterion: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and u by Procrustes on unit-norm vectors ("cos") or raw ones ("dist"); the identity for "none"."""
+    if criterion == "none":
+        pairs, device = len(grams.free), grams.free.device
+        identity = torch.eye(2 * pairs, dtype=torch.float64, device=device)
+        ones = torch.ones(*groups.shape, pairs, dtype=torch.complex128, device=device)
+        return identity.expand(*groups.shape, 2 * pairs, 2 * pairs), ones
+    kind = CRITERIA[criterion]
+    value_rotation = align_values(group_blocks(grams.value(kind), groups))
+    key_rotation = align_keys(group_blocks(grams.key(kind), groups), grams.free, grams.joint_norm)
+    return value_rotation, key_rotation
+
+
+def value_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """sum_n <Q_i v_i, Q_j v_j> [..., D, D] from C [..., D, D, d, d] and Q [..., D, d, d]."""
+    return torch.einsum("...iab,...ijbc,...jac->...ij", rotation, gram, rotation)
+
+
+def key_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """sum_n Re(conj(u_i z_i) u_j z_j) [..., D, D] from c [..., D, D, d/2] and u [..., D, d/2]."""
+    return torch.einsum("...ip,...ijp,...jp->...ij", rotation.conj(), gram, rotation).real
+
+
+def within_group_cosine(
+    grams: LayerGrams,
+    groups: torch.Tensor,
+    value_rotation: torch.Tensor,
+    key_rotation: torch.Tensor,
+) -> dict[str, float]:
+    """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
+
+    Returns key_before, key_after, value_before and value_after.
+    """
+    value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
+    overlaps = {
+        "key_before": key.real.sum(-1),
+        "key_after": key_overlap(key, key_rotation),
+        "value_before": torch.einsum("gijaa->gij", value),
+        "value_after": value_overlap(value, value_rotation),
+    }
+    return {name: float(pair_mean(overlap).mean()) / grams.tokens for name, overlap in overlaps.items()}

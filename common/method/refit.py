@@ -10,8 +10,14 @@ W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the can
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and norms over all heads are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
 of the output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head,
-trains the matrices (common/method/muon.py), AdamW the rest. Learning rates are relative to each tensor's root
-mean square, because the scale of merged keys and values is arbitrary.
+trains the matrices, AdamW the rest. Learning rates are relative to each tensor's root mean square, because
+the scale of merged keys and values is arbitrary.
+
+Muon (Jordan et al., 2024): a head's gradient, averaged over steps, is replaced by the nearest matrix with
+singular values of about 1, so that no direction waits for its turn. Head by head that costs a fraction of
+what it does for the whole matrix, whose products with itself cost more than the layer, and gets further
+(docs/LOG.md). float32, unlike torch.optim.Muon, which multiplies in bfloat16: without instructions for it a
+layer's refit takes over ten times as long.
 """
 
 from dataclasses import dataclass
@@ -20,13 +26,16 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from common.families import attention_input, merged_parameters
-from common.method.muon import HeadMuon
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
 RATE = 0.03  # learning rate at the start, relative to a tensor's root mean square; a cosine takes it to 0
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1
+ITERATIONS = 5
+MOMENTUM = 0.9
+STEP = 0.2  # root mean square of a step's elements at a learning rate of 1: about that of AdamW's
 
 
 class Tap:
@@ -192,3 +201,39 @@ def best_fit(weight: torch.Tensor, fit: Moments,
         if error < least:
             best, best_ridge, least = candidate, ridge, error
     return best, best_ridge, before, least
+
+
+def orthogonalized(heads: torch.Tensor) -> torch.Tensor:
+    """U f(S) V^T of each U S V^T in [heads, rows, columns], with f(S) of 0.7 to 1.2 where S is not tiny."""
+    a, b, c = NEWTON_SCHULZ
+    x = heads / heads.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+class HeadMuon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum and without weight decay.
+
+    groups: dicts of "params", an "lr", and whether "columns", instead of rows, are split into heads, as of
+    W_O. head_dim: rows or columns of a head.
+    """
+
+    def __init__(self, groups: list[dict], head_dim: int):
+        super().__init__(groups, {"columns": False})
+        self.head_dim = head_dim
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight)
+                momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
+                direction = weight.grad.lerp(momentum, MOMENTUM)
+                rows = direction.T if group["columns"] else direction
+                heads = rows.unflatten(0, (-1, self.head_dim))
+                step = STEP * max(heads.shape[1:]) ** 0.5 * orthogonalized(heads).flatten(0, 1)
+                weight.sub_(group["lr"] * (step.T if group["columns"] else step))

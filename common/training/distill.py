@@ -6,7 +6,7 @@ import torch
 
 from common.method import masks, released_masks
 from common.method.losses import bild, chunked, cross_entropy, kl, product
-from common.training import budget
+from common.training import plan as budget
 
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
 

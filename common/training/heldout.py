@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common.cli import UserError
 from common.data.generate import Origin, read_sequences
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
 from common.data.text import TOKEN, write_array
 from common.method.losses import cross_entropy, kl, product

@@ -9,7 +9,7 @@ import time
 import torch
 
 from common.cli import UserError
-from common.data.jsonl import parse_object
+from common.data.rows import parse_object
 from common.files import write_text
 from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START, TASK_SET

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from common.data.samples import Sample
+from common.data.rows import Sample
 
 
 @functools.lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from common import cli
 from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.tasks import check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TextSamples, check_source, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json

@@ -38,9 +38,9 @@ from common.evaluate import mean_kl
 from common.files import write_directory
 from common.layers import Layers
 from common.method.closed_form import key_context, key_fit, merging_loss
-from common.method.fuse import head_columns, head_rows
 from common.method.grouping import anneal, check_kv_heads
 from common.method.low_rank import merge_values, value_loss
+from common.method.merge import head_columns, head_rows
 from common.method.refit import Refit
 from common.method.rope_merge import merge_rope_keys
 from common.method.stats import LayerGrams, group_blocks

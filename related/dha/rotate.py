@@ -31,8 +31,8 @@ from common.artifacts import (
 )
 from common.cli import Clock, run_stage, stage_parser
 from common.files import write_directory, write_json
-from common.method.align import align_layer
-from common.method.fuse import fuse_layer
+from common.method.merge import fuse_layer
+from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams
 from common.models import describe, load_model
 from related.dha import training

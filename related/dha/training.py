@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError, positive, probability
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import max_difference
 from common.models import load_config, load_model

@@ -19,7 +19,7 @@ from common import companions
 from common.artifacts import make_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, seed
 from common.data.demo import DEMO
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.files import move_aside, write_directory

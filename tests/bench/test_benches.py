@@ -27,15 +27,15 @@ from bench import (
 )
 from bench.machine import machine, timed
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import masks
 from common.models import load_model, load_tokenizer
-from common.training import budget
+from common.training import plan as budget
+from common.training import plan as training_cost
 from common.training.hardware import parse_hardware
 from conftest import copy_run, expect_error, run, save_tiny, tiny_model
-from pipelines import training_cost
 
 
 def last_line(completed) -> dict:

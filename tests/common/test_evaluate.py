@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from common import evaluate
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
 from common.layers import Layers
 from common.models import load_model

@@ -16,8 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from common.families import geometry, head_parameters, merged_modules, watch_heads
 from common.layers import Layers, run_layer
 from common.method import masks
-from common.method.fuse import fuse_layer
-from common.method.merge import Merge, mean_merge, merge_layer, merged_config
+from common.method.merge import Merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_keys, key_similarity
 from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase, to_complex

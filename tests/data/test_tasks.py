@@ -9,8 +9,7 @@ import pytest
 
 from common.cli import UserError
 from common.data import tasks
-from common.data.jsonl import read_objects
-from common.data.samples import Sample
+from common.data.rows import Sample, read_objects
 from common.data.tasks import (
     TASKS,
     check_lengths,

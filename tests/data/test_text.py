@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from common.cli import UserError
 from common.data import pieces, text
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import TextSamples, load_tokens, sequence_length, write_text_tokens
 from conftest import END, byte_tokenizer
 

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from common import layers
 from common.artifacts import check_input, digest, read_layer, read_record
 from common.cli import UserError
-from common.method import fuse
-from common.method.align import align_layer, within_group_cosine
+from common.method import merge as fuse
 from common.method.closed_form import closed_form_layer
-from common.method.procrustes import align_keys, align_values
+from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit, unpack_half
 from conftest import GROUPING, ROOT, copy_run, expect_error, run, save_tiny

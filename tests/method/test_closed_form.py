@@ -9,8 +9,7 @@ import torch
 
 from common.method import low_rank
 from common.method.closed_form import closed_form_layer, key_fit, merging_loss
-from common.method.fuse import fuse_layer
-from common.method.merge import Merge
+from common.method.merge import Merge, fuse_layer
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, start_by_pairs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paper
-from common.method.fuse import fuse_layer
+from common.method.merge import fuse_layer
 from common.method.rope import rotate_pairs
 from conftest import tiny_model
 

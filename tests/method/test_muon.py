@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.method.muon import STEP, HeadMuon, orthogonalized
+from common.method.refit import STEP, HeadMuon, orthogonalized
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,8 +10,7 @@ from torch import nn
 
 from common.layers import Spool, run_layer
 from common.method import refit
-from common.method.muon import HeadMuon
-from common.method.refit import HELD_OUT_EVERY, RIDGE_STRENGTHS, Moments, Refit, best_fit
+from common.method.refit import HELD_OUT_EVERY, RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
 from conftest import tiny_model
 from students import merge_model
 

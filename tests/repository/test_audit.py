@@ -1,7 +1,7 @@
 """AUDIT.md names functions and tests that exist, and every row's test is tried by a mutation.
 
 A row is | what | function | test | or | paper | what | function | test |: the last two cells are read. The
-function cell links files and names definitions in them, [`common/method/fuse.py`] `fuse_layer`; the links'
+function cell links files and names definitions in them, [`common/method/merge.py`] `fuse_layer`; the links'
 targets are listed at the end. The test cell names `test_file::test_name`, where `::test_name` is in the file
 named before it.
 """

@@ -28,9 +28,8 @@ from common import models
 from common.artifacts import read_layer
 from common.evaluate import max_difference
 from common.method import masks
-from common.method.align import align_layer, key_overlap, value_overlap
 from common.method.losses import bild, chunked, cross_entropy, kl
-from common.method.procrustes import polar
+from common.method.procrustes import align_layer, key_overlap, polar, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
 from common.training import attention, engine

@@ -22,7 +22,8 @@ from common.artifacts import write_record
 from common.cli import run_stage
 from common.data.tasks import TASKS
 from common.models import load_model, load_tokenizer
-from common.training import budget, checkpoints, teacher
+from common.training import checkpoints, teacher
+from common.training import plan as budget
 from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
@@ -96,7 +97,7 @@ def test_the_plan_is_printed_once(monkeypatch, rank):
     monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
     stage5.with_defaults.return_value = MagicMock(plan="8xA100-80GB", dtype="bfloat16")
     printed = MagicMock()
-    monkeypatch.setattr("pipelines.training_cost.print_plan", printed)
+    monkeypatch.setattr("common.training.plan.print_plan", printed)
     assert stage5.prune_train(MagicMock(), None, MagicMock(first=not rank)) == 0
     assert printed.call_count == 1 - rank
 

@@ -11,14 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method import masks
-from common.training import budget, hardware
+from common.training import hardware
+from common.training import plan as budget
+from common.training import plan as training_cost
 from common.training.engine import Schedule
 from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Ranks, Trainee, recompute_layers
 from conftest import tiny_model
-from pipelines import training_cost
 from test_packing import random_samples
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from common.cli import UserError
 from common.data.demo import DEMO
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method import masks
 from common.training.defaults import (
     OF_DEMO,

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.models import load_config
 from common.training import checkpoints, engine, metrics
 from common.training.checkpoints import saved_checkpoints

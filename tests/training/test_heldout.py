@@ -21,13 +21,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from common.data.demo import DEMO
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import load_tokens
 from common.evaluate import perplexity
 from common.method import losses, masks
 from common.models import load_config, load_model, load_tokenizer
-from common.training import budget, checkpoints
+from common.training import checkpoints
+from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.defaults import with_defaults
 from common.training.engine import steps

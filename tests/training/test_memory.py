@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method import masks
-from common.training import budget, students
+from common.training import plan as budget
+from common.training import students
 from common.training.distill import distillation_loss
 from common.training.packing import build_row
 from common.training.sharding import Execution, Ranks, build, reduce_gradients

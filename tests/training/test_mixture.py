@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task
 from common.files import sha256
 from common.training import pool as pool_module

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.method.losses import cross_entropy
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step

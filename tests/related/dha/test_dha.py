@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.cli import UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.evaluate import cache_bytes_per_token, max_difference
 from common.families import geometry
 from conftest import ROOT, tiny_model

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.cli import Clock, UserError
-from common.data.samples import Sample
+from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
 from common.training.distill import next_token_loss

@@ -1,10 +1,14 @@
-"""Reading rows of JSON Lines files, plain or gzipped, and of parquet files; errors name the file and line."""
+"""Rows of JSON Lines files, plain or gzipped, and of parquet files; and samples, what training makes of them.
+
+Errors name the file and line.
+"""
 
 import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from common.cli import UserError
 from common.weights import first_line
@@ -113,3 +117,34 @@ def checked_text(value, name: str) -> str:
         message = f"column {name!r}: expected text, found a lone surrogate at character {error.start + 1}"
         raise ValueError(message) from error
     return value
+
+
+@dataclass(frozen=True, init=False)
+class Sample:
+    """A tokenized sample: segments of token ids, prompt and answer in turn.
+
+    A text is a prompt alone, a question a prompt and its answer, a chat several of both.
+    """
+
+    segments: tuple[Sequence[int], ...]
+
+    def __init__(self, *segments: Sequence[int]):
+        object.__setattr__(self, "segments", segments)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """A question's prompt."""
+        return self.segments[0]
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """A question's answer, which ends with end-of-sequence."""
+        return self.segments[1]
+
+    @property
+    def answer_tokens(self) -> int:
+        """The number of tokens in all answers."""
+        return sum(map(len, self.segments[1::2]))
