@@ -1,4 +1,4 @@
-"""Edits of a layer's weights: fusing rotations into them (Eq. 11-17), merging groups of heads into shared ones.
+"""Edits of a layer's weights: fusing rotations (Eq. 11-17), and merging groups of heads into shared ones.
 
 All in float64, stored in the original dtype. A weight [heads * d, hidden] consists of blocks of rows, one per
 head; o_proj [hidden, heads * d] of blocks of columns. Rotations are per key/value head. In a GQA source, its

@@ -1,8 +1,8 @@
 """What training costs on given hardware, from configs alone: memory per rank, FLOPs, bytes moved, and time.
 
 05_prune_train.py --plan prints it. Weights, gradients and optimizer state are counted exactly, activations
-tensor by tensor for a Llama layer as transformers computes it. Buffers of the allocator, NCCL and CUDA are not
-counted, hence USABLE.
+tensor by tensor for a Llama layer as transformers computes it. Buffers of the allocator, NCCL and CUDA are
+not counted, hence USABLE.
 """
 
 import copy
