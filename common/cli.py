@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -114,6 +115,28 @@ def manual(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width)
 
 
+@dataclass
+class Flag:
+    """A row of a stage's table of flags.
+
+    kind: an argparse type, the tuple of its values, bool for --NAME and --no-NAME, True for a switch.
+    default: where it is left out; a list where that depends on what is trained: [published, with --tasks
+    none, for the demo model]. resumed: it must be the same to go on with a training.
+    """
+
+    name: str
+    kind: object
+    help: str
+    default: object = None
+    resumed: bool = False
+    nargs: str | None = None
+    metavar: str | None = None
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+
 class StageParser(argparse.ArgumentParser):
     """argparse with sections of flags and one-line errors: what, expected, found, and a suggestion."""
 
@@ -140,6 +163,24 @@ class StageParser(argparse.ArgumentParser):
         action = self.group.add_argument(*flags, help=help, **options)
         self.flags += action.option_strings
         return action
+
+    def add_flag(self, flag: Flag) -> None:
+        """Add a row of a table; a default that depends on what is trained is None until that is known."""
+        options = {name: value for name in ("nargs", "metavar") if (value := getattr(flag, name))}
+        help, default = flag.help, flag.default
+        if isinstance(default, list):
+            published, text, demo = default
+            help += f" (published: {published}; with --tasks none: {text}; for the demo model: {demo})"
+            default = None
+        if flag.kind is True:
+            options["action"] = "store_true"
+        elif flag.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(flag.kind, tuple):
+            options |= {"choices": flag.kind, "default": default}
+        else:
+            options |= {"type": flag.kind, "default": default}
+        self.add_argument(f"--{flag.name}", help=help, **options)
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)

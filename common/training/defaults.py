@@ -17,38 +17,34 @@ from common.training.students import Pair
 
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> passes over the training sets (Table 1)
 TEACHER_EPOCHS = 2
-PUBLISHED = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
-             "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16,
-             "beta2": 0.95, "weight_decay": 1e-4, "rest_lr_factor": 1.0,  # as in the authors' code
-             "masks": "l0-released"}
-# Without tasks: a rate that suits small steps, most of it for attention, which merging changed. Measured on a
-# model of 135M parameters, nothing larger. The batch follows from the number of samples.
-WITHOUT_TASKS = PUBLISHED | {"lr": 2e-4, "rest_lr_factor": 0.25, "batch": None}
 FEWEST_STEPS, BATCHES = 250, (2, 64)  # the batch is chosen for so many steps within these limits
-# The demo's masks must close within hundreds of steps, not ten thousand: hence the higher rate and weight.
-OF_DEMO = {"lr": 2e-3, "mask_lr": 0.5, "l0_weight": 30.0, "batch": 16, "warmup": 20,
-           "teacher_lr": 1e-3, "teacher_batch": 32, "teacher_warmup": 20,
-           "beta2": 0.999, "weight_decay": 0.0, "rest_lr_factor": 1.0, "masks": "l0"}
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 
 
-def defaults_of(pair: Pair, tasks: str | None) -> dict:
-    """Flag -> its value where it is left out: as published, without tasks, or the demo model's."""
-    if tasks == NONE:
-        return WITHOUT_TASKS | ({"masks": "off"} if "o_proj" in pair.blended else {})
-    return OF_DEMO if pair.model["name"] == DEMO else PUBLISHED
+def defaults_of(flags: dict[str, list], pair: Pair, tasks: str | None) -> dict:
+    """Flag -> its value where it is left out, of those that depend on what is trained.
+
+    flags: the table of stage 5. Without tasks: learning rates that suit small steps, highest for attention,
+    which merging changed; measured on a model of 135M parameters, nothing larger. For the demo model: its
+    masks must close within hundreds of steps, not ten thousand.
+    """
+    column = 1 if tasks == NONE else 2 if pair.model["name"] == DEMO else 0
+    defaults = {flag.attribute: flag.default[column] for rows in flags.values() for flag in rows
+                if isinstance(flag.default, list)}
+    return defaults | ({"masks": "off"} if tasks == NONE and "o_proj" in pair.blended else {})
 
 
-def with_defaults(args, pair: Pair, positions: int) -> argparse.Namespace:
+def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.Namespace:
     """A copy of the flags with each that was left out, but for those that depend on the number of samples.
 
-    positions: of the source model. Raises UserError for flags that do not fit it or this machine.
+    defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
+    or this machine.
     """
     demo = pair.model["name"] == DEMO
     filled = argparse.Namespace(**vars(args))
-    for name, value in defaults_of(pair, args.tasks).items():
+    for name, value in defaults.items():
         if getattr(filled, name) is None and name not in OF_LENGTH:
             setattr(filled, name, value)
     filled.tasks = args.tasks or default_sources(demo)[0]
@@ -97,12 +93,14 @@ def epochs_to_steps(epochs: float, samples: int, batch: int) -> int:
     return max(1, math.ceil(epochs * samples / batch))
 
 
-def make_schedules(args, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict[str, Schedule]:
-    """The schedules of the "teacher" (unless it exists) and of the "student". args: with defaults."""
+def make_schedules(
+    args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool
+) -> dict[str, Schedule]:
+    """The schedules of the "teacher" (unless it exists) and of the "student". args: with these defaults."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
               "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
-    schedules, defaults = {}, defaults_of(pair, args.tasks)
+    schedules = {}
     if not has_teacher:
         epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
         steps = args.teacher_steps or epochs_to_steps(epochs, len(pool.answered), batch)

@@ -89,19 +89,6 @@ def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, mon
     assert all(flag in errors for flag in ("--tokens-per-microbatch", "--loss-chunk", "--recompute"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_plan_is_printed_once(monkeypatch, rank):
-    for name in ("load_config", "with_defaults", "heldout_texts", "load_pool", "load_heldout", "find_teacher",
-                 "make_schedules", "was_forced", "on_gpus"):
-        monkeypatch.setattr(stage5, name, MagicMock())
-    monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
-    stage5.with_defaults.return_value = MagicMock(plan="8xA100-80GB", dtype="bfloat16")
-    printed = MagicMock()
-    monkeypatch.setattr("common.training.plan.print_plan", printed)
-    assert stage5.prune_train(MagicMock(), None, MagicMock(first=not rank)) == 0
-    assert printed.call_count == 1 - rank
-
-
 def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
     """Modules refer to each other in circles, which only the garbage collector takes apart."""
     model, alive = torch.nn.Linear(1, 1), []
@@ -117,7 +104,8 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         alive.append(reference())
         return True
 
-    for name in ("load_config", "heldout_texts", "load_pool", "load_heldout", "find_teacher"):
+    for name in ("load_config", "load_tokenizer", "bos_prefix", "defaults_of", "heldout_texts", "load_pool",
+                 "load_heldout", "find_teacher"):
         monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
     monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
     args = MagicMock(plan=None, force=False, dtype="float32")

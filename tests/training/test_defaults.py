@@ -7,12 +7,10 @@ from common.data.demo import DEMO
 from common.data.rows import Sample
 from common.method import masks
 from common.training.defaults import (
-    OF_DEMO,
     OF_LENGTH,
-    PUBLISHED,
     TEACHER_EPOCHS,
-    WITHOUT_TASKS,
     batch_for,
+    defaults_of,
     epochs_to_steps,
     make_schedules,
     published_epochs,
@@ -21,7 +19,21 @@ from common.training.defaults import (
 )
 from common.training.pool import Pool
 from common.training.students import Pair
+from students import stage5
 from training_runs import flags
+
+PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
+    {flag.attribute: flag.default[column] for rows in stage5.FLAGS.values() for flag in rows
+     if isinstance(flag.default, list)} for column in range(3))
+
+
+def filled(args, pair: "Pair", positions: int = 2048):
+    """The flags with what is left out."""
+    return with_defaults(args, defaults_of(stage5.FLAGS, pair, args.tasks), pair, positions)
+
+
+def schedules_of(args, pair: "Pair", pool: Pool, cuda: bool, has_teacher: bool):
+    return make_schedules(args, defaults_of(stage5.FLAGS, pair, args.tasks), pair, pool, cuda, has_teacher)
 
 
 def test_published_numbers():
@@ -52,9 +64,9 @@ def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALU
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
     pair = pair_of(group_size, demo)
-    args = with_defaults(flags(*words), pair, positions=2048)
+    args = filled(flags(*words), pair, positions=2048)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    schedules = make_schedules(args, pair, pool, False, args.teacher == "source")
+    schedules = schedules_of(args, pair, pool, False, args.teacher == "source")
     return {name: schedule.steps for name, schedule in schedules.items()}
 
 
@@ -91,27 +103,27 @@ def test_data_flags_left_out():
              (False, ["--tasks", "none", "--teacher", "DIR/", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
     for demo, words, tasks, text, teacher in cases:
         given = flags(*words)
-        args, before = with_defaults(given, pair_of(4, demo), positions=100), dict(vars(flags(*words)))
+        args, before = filled(given, pair_of(4, demo), positions=100), dict(vars(flags(*words)))
         assert vars(given) == before  # a copy is filled in
         assert args.tasks == (tasks or "runs/demo-model/tasks")
         assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
     with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        with_defaults(flags("--text-length", "101"), pair_of(4), positions=100)
+        filled(flags("--text-length", "101"), pair_of(4), positions=100)
 
 
 def test_flags_left_out_take_the_published_values():
     for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
-        args, of_schedule = with_defaults(flags(), pair_of(4, demo), positions=2048), set(OF_LENGTH)
-        filled = {name: getattr(args, name) for name in expected.keys() - of_schedule}
-        assert filled.items() <= expected.items()
+        args, of_schedule = filled(flags(), pair_of(4, demo), positions=2048), set(OF_LENGTH)
+        values = {name: getattr(args, name) for name in expected.keys() - of_schedule}
+        assert values.items() <= expected.items()
         pool = Pool([Sample((1,), (2,))] * 64_000)
-        schedules = make_schedules(args, pair_of(4, demo), pool, False, False)
+        schedules = schedules_of(args, pair_of(4, demo), pool, False, False)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             schedule, batch = schedules[name], expected[f"{prefix}batch"]
             assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
             assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
             assert schedule.tokens_per_microbatch == 2048
-    args = with_defaults(flags("--lr", "3e-4", "--batch", "5"), pair_of(4), positions=2048)
+    args = filled(flags("--lr", "3e-4", "--batch", "5"), pair_of(4), positions=2048)
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 
@@ -122,10 +134,10 @@ def test_defaults_without_tasks():
                          (pair_of(4, blended=("qkv_proj",)), "l0-released"),
                          (pair_of(4, blended=("qkv_proj", "o_proj")), "off"),
                          (pair_of(4, True), "l0-released"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
-        args = with_defaults(flags(*words), pair, positions=2048)
+        args = filled(flags(*words), pair, positions=2048)
         assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
-        assert with_defaults(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
-    with_tasks = [with_defaults(flags(), pair_of(4, demo, masks.WHOLE_HEAD), 2048) for demo in (False, True)]
+        assert filled(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
+    with_tasks = [filled(flags(), pair_of(4, demo, masks.WHOLE_HEAD), 2048) for demo in (False, True)]
     assert [args.masks for args in with_tasks] == ["l0-released", "l0"]
 
 
@@ -133,14 +145,14 @@ def test_the_batch_without_tasks_follows_from_the_samples():
     assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
     pair, words = pair_of(4), ("--tasks", "none", "--text", "a.txt")
     for extra, batch, count in (((), 8, 250), (("--batch", "5"), 5, 400)):
-        args = with_defaults(flags(*words, *extra), pair, positions=2048)
-        student = make_schedules(args, pair, Pool([], [Sample((1, 2))] * 2000), False, True)["student"]
+        args = filled(flags(*words, *extra), pair, positions=2048)
+        student = schedules_of(args, pair, Pool([], [Sample((1, 2))] * 2000), False, True)["student"]
         assert (student.batch, student.steps) == (batch, count)
 
 
 def test_the_demo_without_tasks_passes_once_over_its_texts():
-    args = with_defaults(flags("--tasks", "none"), pair_of(4, True), positions=2048)
-    schedules = make_schedules(args, pair_of(4, True), Pool([], [Sample((1, 2))] * 160), False, True)
+    args = filled(flags("--tasks", "none"), pair_of(4, True), positions=2048)
+    schedules = schedules_of(args, pair_of(4, True), Pool([], [Sample((1, 2))] * 160), False, True)
     assert (schedules["student"].steps, schedules["student"].batch) == (80, 2)
 
 
@@ -149,8 +161,8 @@ def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
     pair = pair_of(4)
     for words, warmup in ((("--steps", "50"), 5), (("--steps", "50", "--warmup", "20"), 20)):
-        args = with_defaults(flags(*words, "--teacher-steps", "40"), pair, positions=2048)
-        schedules = make_schedules(args, pair, Pool([Sample((1,), (2,))] * 640), False, False)
+        args = filled(flags(*words, "--teacher-steps", "40"), pair, positions=2048)
+        schedules = schedules_of(args, pair, Pool([Sample((1,), (2,))] * 640), False, False)
         assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
 
 

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from common.models import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from common.training.defaults import with_defaults
+from common.training.defaults import defaults_of, with_defaults
 from common.training.engine import steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, heldout_texts, load_heldout
 from common.training.metrics import METRICS, Metrics, read_metrics
@@ -40,7 +39,7 @@ from common.training.sharding import Ranks
 from common.training.students import Pair
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
 from conftest import TRAINING as TRAINING_FLAGS
-from students import NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
+from students import NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student, stage5
 from training_runs import STAGE, TIMING
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
@@ -346,14 +345,14 @@ def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one
     (False, ["a.txt"], SPLIT),
 ])  # fmt: skip
 def test_default_held_out_text(demo, text, expected):
-    parse = runpy.run_path(str(ROOT / STAGE))["parse"]
     model = {"kv_heads": 8, "name": DEMO if demo else "other", "path": "model"}
     pair = Pair("a", "m", model, 2, "mean", ())
     for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
         with pytest.MonkeyPatch.context() as patched:
             flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
             patched.setattr(sys, "argv", [STAGE, *flags])
-            args = with_defaults(parse(), pair, positions=2048)
+            given = stage5.parse()
+            args = with_defaults(given, defaults_of(stage5.FLAGS, pair, given.tasks), pair, 2048)
         assert args.heldout_text == chosen
 
 
