@@ -8,9 +8,7 @@ says in --tokens tokens. Writes OUT/answers.md, the share of right answers, ± t
 questions, and all answers side by side; the last line is JSON.
 """
 
-import argparse
 import json
-import math
 import os
 import re
 import statistics
@@ -18,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine
-from bench.positions import named_directories
+from bench.machine import machine, named_directories, parser, standard_error
 from common.cli import positive, run_stage
 from common.evaluate import complete, prompt_ids
 from common.files import write_text
@@ -30,15 +27,14 @@ QUESTIONS = Path(__file__).with_name("questions.txt")  # QUESTION | WORD / WORD
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR",
-                        help="checkpoints; the others are compared with the first")
-    parser.add_argument("--tokens", type=positive, default=40, help="of an answer, at most")
-    parser.add_argument("--batch", type=positive, default=50, help="questions answered at a time")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--out", default="runs/answers")
-    return parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR",
+                       help="checkpoints; the others are compared with the first")
+    flags.add_argument("--tokens", type=positive, default=40, help="of an answer, at most")
+    flags.add_argument("--batch", type=positive, default=50, help="questions answered at a time")
+    flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    flags.add_argument("--out", default="runs/answers")
+    return flags.parse_args()
 
 
 def read_questions() -> dict[str, list[str]]:
@@ -52,10 +48,9 @@ def is_right(answer: str, words: list[str]) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE) for word in words)
 
 
-def mean_and_error(values: list[float]) -> str:
-    """In percent: mean ± its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return f"{100 * statistics.mean(values):.0f} ± {100 * error:.1f}"
+def percent(values: list[float]) -> str:
+    """The mean ± its standard error, in percent."""
+    return f"{100 * statistics.mean(values):.0f} ± {100 * standard_error(values):.1f}"
 
 
 def table(right: dict[str, list[bool]]) -> str:
@@ -64,7 +59,7 @@ def table(right: dict[str, list[bool]]) -> str:
     rows = []
     for name, ours in right.items():
         differences = [mine - theirs for mine, theirs in zip(ours, first, strict=True)]
-        rows.append([name, mean_and_error(ours), mean_and_error(differences) if ours is not first else ""])
+        rows.append([name, percent(ours), percent(differences) if ours is not first else ""])
     return markdown_table(["answers", "% right", "minus the first's"], rows) + "\n"
 
 

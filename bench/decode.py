@@ -8,22 +8,18 @@ Without --model, two random Llamas of the given shape: MHA, and GQA with --kv-he
 random tokens fills the cache, then --steps tokens are decoded one by one. Attention and cache are
 transformers' own, as generate() uses them: the cache is copied as it grows. The two models alternate; rates
 are medians, speed-ups are medians of paired rounds. Bytes are those of the tensors in the cache after
-prefill. questions_per_s: --questions questions as stage 7 asks the GQA model, 120 random tokens and two
-choices each. The last line is JSON.
+prefill. The last line is JSON.
 """
 
-import argparse
+import itertools
 import json
 import statistics
-from types import SimpleNamespace
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine, timed
+from bench.machine import machine, parser, timed
 from common.cli import run_stage
-from common.data.rows import Sample
-from common.evaluate import choice_likelihoods, generate_answers
 from common.method.merge import merged_config
 from common.models import load_model
 from common.reporting.tables import markdown_table
@@ -32,40 +28,37 @@ HEADER = ("context", "batch", "cache MiB", "prefill tokens/s", "speed-up", "deco
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--model", nargs=2, metavar="DIR", help="the source and its GQA checkpoint")
+    flags = parser(__doc__)
+    flags.add_argument("--model", nargs=2, metavar="DIR", help="the source and its GQA checkpoint")
     # the random pair
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=1024)
+    flags.add_argument("--layers", type=int, default=4)
+    flags.add_argument("--heads", type=int, default=8)
+    flags.add_argument("--kv-heads", type=int, default=2)
+    flags.add_argument("--head-dim", type=int, default=64)
+    flags.add_argument("--intermediate", type=int, default=1024)
     # the measurements
-    parser.add_argument("--contexts", type=int, nargs="+", default=(512, 2048),
-                        help="tokens in the cache before decoding")
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 4))
-    parser.add_argument("--steps", type=int, default=32, help="tokens decoded per sequence and round")
-    parser.add_argument("--pairs", type=int, default=3, help="paired rounds")
-    parser.add_argument("--questions", type=int, default=16, help="asked as by stage 7")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1,
-                        help="CPU threads; only one measures the same on a busy machine as on an idle one")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    return parser.parse_args()
+    flags.add_argument("--contexts", type=int, nargs="+", default=(512, 2048),
+                       help="tokens in the cache before decoding")
+    flags.add_argument("--batches", type=int, nargs="+", default=(1, 4))
+    flags.add_argument("--steps", type=int, default=32, help="tokens decoded per sequence and round")
+    flags.add_argument("--pairs", type=int, default=3, help="paired rounds")
+    flags.add_argument("--device", default="cpu", help="cpu or cuda")
+    flags.add_argument("--threads", type=int, default=1,
+                       help="CPU threads; only one measures the same on a busy machine as on an idle one")
+    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    return flags.parse_args()
 
 
-def random_pair(args) -> tuple:
+def random_pair(args) -> list:
     """A random MHA model, and a random GQA model of otherwise the same shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.heads * args.head_dim, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=args.heads, vocab_size=2000,
-        max_position_embeddings=max(args.contexts) + args.steps,
-    )
+        max_position_embeddings=max(args.contexts) + args.steps)
     with torch.device(args.device):
         models = [LlamaForCausalLM(each) for each in (config, merged_config(config, args.kv_heads))]
-    return tuple(model.to(getattr(torch, args.dtype)).eval() for model in models)
+    return [model.to(getattr(torch, args.dtype)).eval() for model in models]
 
 
 def prefill(model, tokens: torch.Tensor) -> DynamicCache:
@@ -80,13 +73,12 @@ def decode(model, token: torch.Tensor, cache: DynamicCache, steps: int) -> None:
 
 def cache_bytes(cache: DynamicCache) -> int:
     """Bytes of all key and value tensors in the cache."""
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 @torch.no_grad()
 def measure(args, models: dict, context: int, batch: int) -> dict:
-    """Figures of one context length and batch size, by model."""
+    """What one context length and batch size take, by model."""
     vocab = min(model.config.vocab_size for model in models.values())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab, (batch, context), generator=generator).to(args.device)
@@ -100,30 +92,13 @@ def measure(args, models: dict, context: int, batch: int) -> dict:
             seconds["prefill"][name].append(filling)
             seconds["decode"][name].append(decoding)
 
-    figures = {"context": context, "batch": batch, "kv_bytes": kv_bytes,
-               "kv_bytes_ratio": kv_bytes["mha"] / kv_bytes["gqa"]}
+    cell = {"context": context, "batch": batch, "kv_bytes": kv_bytes,
+            "kv_bytes_ratio": kv_bytes["mha"] / kv_bytes["gqa"]}
     for phase, count in (("prefill", batch * context), ("decode", batch * args.steps)):
-        figures[f"{phase}_speedup"] = speedup(seconds[phase])
-        figures[f"{phase}_tokens_per_s"] = {
-            name: round(count / statistics.median(taken), 1) for name, taken in seconds[phase].items()
-        }
-    return figures
-
-
-def questions_per_s(model, args) -> float:
-    """Questions per second: an answer of eight tokens generated, the likelihoods of two choices."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, 2000, (args.questions, 120), generator=generator).tolist()
-    choices = [[Sample(prompt, (1,) * 8), Sample(prompt, (2,) * 8)] for prompt in prompts]
-    tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda ids, **options: "")
-    bar = SimpleNamespace(update=lambda count: None)
-
-    def ask() -> None:
-        generate_answers(model, tokenizer, prompts, 8, 16, bar)
-        choice_likelihoods(model, choices, 16, bar)
-
-    ask()  # not counted
-    return round(args.questions / timed(args.device, ask)[1], 2)
+        cell[f"{phase}_speedup"] = speedup(seconds[phase])
+        cell[f"{phase}_tokens_per_s"] = {
+            name: round(count / statistics.median(taken), 1) for name, taken in seconds[phase].items()}
+    return cell
 
 
 def speedup(seconds: dict[str, list[float]]) -> float:
@@ -131,44 +106,33 @@ def speedup(seconds: dict[str, list[float]]) -> float:
     return round(statistics.median(a / b for a, b in zip(seconds["mha"], seconds["gqa"], strict=True)), 3)
 
 
-def row(figures: dict) -> list:
+def row(cell: dict) -> list:
     """One line of the table."""
-    sizes = figures["kv_bytes"]
-    cells = [figures["context"], figures["batch"]]
-    cells.append(f"{sizes['mha'] / 2**20:.1f} -> {sizes['gqa'] / 2**20:.1f}")
+    arrows = [f"{cell['kv_bytes']['mha'] / 2**20:.1f} -> {cell['kv_bytes']['gqa'] / 2**20:.1f}"]
     for phase in ("prefill", "decode"):
-        rates = figures[f"{phase}_tokens_per_s"]
-        cells += [f"{rates['mha']:.0f} -> {rates['gqa']:.0f}", f"{figures[f'{phase}_speedup']:.2f}"]
-    return cells
+        rates = cell[f"{phase}_tokens_per_s"]
+        arrows += [f"{rates['mha']:.0f} -> {rates['gqa']:.0f}", f"{cell[f'{phase}_speedup']:.2f}"]
+    return [cell["context"], cell["batch"], *arrows]
 
 
 def main():
     args = parse()
     torch.set_num_threads(args.threads)
-    if args.model:
-        pair = [load_model(path, getattr(torch, args.dtype), args.device) for path in args.model]
-    else:
-        pair = random_pair(args)
+    dtype = getattr(torch, args.dtype)
+    pair = [load_model(path, dtype, args.device) for path in args.model] if args.model else random_pair(args)
     models = dict(zip(("mha", "gqa"), pair, strict=True))
     counts = " -> ".join(str(model.config.num_key_value_heads) for model in pair)
     print(f"{counts} kv heads, {pair[0].config.num_attention_heads} query heads")
     measure(args, models, min(args.contexts), 1)  # not counted: the first calls of a process are slow
     cells = []
-    for context in args.contexts:
-        for batch in args.batches:
-            cells.append(measure(args, models, context, batch))
-            print(f"measured context {context}, batch {batch}", flush=True)
+    for context, batch in itertools.product(args.contexts, args.batches):
+        cells.append(measure(args, models, context, batch))
+        print(f"measured context {context}, batch {batch}", flush=True)
     print(markdown_table(HEADER, map(row, cells)))
-    (ratio,) = {figures["kv_bytes_ratio"] for figures in cells}  # the same at every length, as it must be
+    (ratio,) = {cell["kv_bytes_ratio"] for cell in cells}  # the same at every length, as it must be
     speedups = {f"{cell['context']}x{cell['batch']}": cell["decode_speedup"] for cell in cells}
-    print(json.dumps({
-        "kv_bytes_ratio": ratio,
-        "decode_speedup": speedups,
-        "cells": cells,
-        "questions_per_s": questions_per_s(models["gqa"], args),
-        "settings": vars(args),
-        "machine": machine(args.device),
-    }))
+    print(json.dumps({"kv_bytes_ratio": ratio, "decode_speedup": speedups, "cells": cells,
+                      "settings": vars(args), "machine": machine(args.device)}))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,45 @@
-"""Shared by the benchmarks: timing a call, and describing the machine."""
+"""Shared by the benchmarks: arguments, timing a call, errors of means, and the machine in words."""
 
+import argparse
+import math
 import os
 import platform
+import statistics
 import time
+from collections.abc import Sequence
 
 import torch
+
+from common.cli import UserError
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser that prints the module's docstring as its manual."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def named_directories(models: list[str]) -> dict[str, str]:
+    """{name: directory} of the arguments NAME=DIR. Raises UserError for one without a name."""
+    pairs = [model.partition("=") for model in models]
+    for model, parts in zip(models, pairs, strict=True):
+        if not all(parts):
+            raise UserError(f"--models: expected NAME=DIR, found {model}")
+    return {name: directory for name, _, directory in pairs}
 
 
 def timed(device: str, function, *arguments):
     """The result of a call and its seconds, including work queued on the device."""
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
     start = time.perf_counter()
     result = function(*arguments)
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return result, time.perf_counter() - start
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean of independent measurements; 0 for a single one."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def machine(device: str) -> str:
@@ -28,5 +51,4 @@ def machine(device: str) -> str:
         with open("/proc/cpuinfo") as file:
             models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
         name = models[0] if models else name
-    cores, threads = os.cpu_count(), torch.get_num_threads()
-    return f"{name}, {cores} cores, {threads} threads, torch {torch.__version__}"
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

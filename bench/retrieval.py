@@ -6,11 +6,10 @@
 Somewhere in a text stands a line, "The red pass key is 48213."; the text ends with "The red pass key is". A
 key is recalled if every token of the number is the most likely one, so that greedy decoding would write it.
 Each length is tried at ten depths, with that key alone and with seven of other colours in between. Every
-model reads the same texts. Writes OUT/retrieval.md, the share recalled by length, and retrieval.png, by
-length and depth; the last line is JSON.
+model reads the same texts. Writes OUT/retrieval.md, the share recalled by length; the last line is JSON, with
+the share by depth, too.
 """
 
-import argparse
 import json
 import os
 import random
@@ -18,14 +17,12 @@ import statistics
 
 import torch
 
-from bench.machine import machine
-from bench.positions import named_directories
+from bench.machine import machine, named_directories, parser
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
-from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "black", "brown", "purple")
@@ -35,17 +32,16 @@ SHORTEST = 512  # tokens; lengths double from it to the model's positions
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--source", required=True, metavar="DIR", help="the model before merging")
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR", help="merged from it")
-    parser.add_argument("--text", required=True, help="to hide keys in, as --text of 01_calibrate.py")
-    parser.add_argument("--lengths", type=positive, nargs="+", metavar="N",
-                        help=f"tokens (default: {SHORTEST}, {2 * SHORTEST}, ... up to the positions)")
-    parser.add_argument("--samples", type=positive, default=1, help="texts for each length and depth")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--out", default="runs/retrieval")
-    return parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--source", required=True, metavar="DIR", help="the model before merging")
+    flags.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR", help="merged from it")
+    flags.add_argument("--text", required=True, help="to hide keys in, as --text of 01_calibrate.py")
+    flags.add_argument("--lengths", type=positive, nargs="+", metavar="N",
+                       help=f"tokens (default: {SHORTEST}, {2 * SHORTEST}, ... up to the positions)")
+    flags.add_argument("--samples", type=positive, default=1, help="texts for each length and depth")
+    flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    flags.add_argument("--out", default="runs/retrieval")
+    return flags.parse_args()
 
 
 def hide(filler: list[int], tokenizer, length: int, depth: float, keys: int, draw) -> tuple[list[int], int]:
@@ -104,25 +100,6 @@ def table(recalled: dict[str, dict], lengths: list[int]) -> str:
     return markdown_table(["% recalled", *(f"{length} tokens" for length in lengths)], rows) + "\n"
 
 
-@drawing
-def recall_by_depth(plt, recalled: dict[str, dict], lengths: list[int]):
-    """The share recalled by length and depth, one map for each model and number of keys."""
-    figure, axes = plt.subplots(len(KEYS), len(recalled), figsize=(1 + 2.4 * len(recalled), 5.6),
-                                sharex=True, sharey=True, squeeze=False, layout="constrained")
-    for row, keys in zip(axes, KEYS, strict=True):
-        for axis, (name, shares) in zip(row, recalled.items(), strict=True):
-            grid = [[shares[keys, length, depth] for length in lengths] for depth in DEPTHS]
-            image = axis.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-            axis.set(title=f"{name}, {keys} key{'s' * (keys > 1)}", xticks=range(len(lengths)),
-                     xticklabels=lengths, yticks=range(len(DEPTHS)),
-                     yticklabels=[f"{depth:.0%}" for depth in DEPTHS])
-            axis.tick_params(axis="x", rotation=90)
-    figure.supxlabel("tokens")
-    figure.supylabel("text before the key")
-    figure.colorbar(image, ax=axes, label="share recalled", shrink=0.6)
-    return figure
-
-
 def main():
     args = parse()
     directories = {"source": args.source} | named_directories(args.models)
@@ -144,10 +121,10 @@ def main():
     os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "retrieval.md"), text)
     print(text)
-    recall_by_depth(os.path.join(args.out, "retrieval.png"), recalled, lengths)
-    figures = {f"{name}, {keys}": {length: by_length(shares, keys, length) for length in lengths}
-               for name, shares in recalled.items() for keys in KEYS}
-    print(json.dumps({"recalled": figures, "settings": vars(args), "machine": machine("cpu")}))
+    by_depth = {f"{name}, {keys}": {length: [shares[keys, length, depth] for depth in DEPTHS]
+                                    for length in lengths}
+                for name, shares in recalled.items() for keys in KEYS}
+    print(json.dumps({"recalled": by_depth, "settings": vars(args), "machine": machine("cpu")}))
 
 
 if __name__ == "__main__":

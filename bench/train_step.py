@@ -9,30 +9,33 @@ forward pass, forward and backward of the unpatched model with cross-entropy, an
 the whole step: sampling masks, blended projections, KL + BiLD, gradients of masks and weights, clipping, and
 the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
 training. Samples are as long as the paper's, 126 tokens on average. packed_over_single compares samples/s;
-of the samples, --singles run alone in a row. Then one masked step runs under the profiler, and on a GPU its
-memory and time are compared with --plan's. The last line is JSON: medians of paired steps.
+of the samples, --singles run alone in a row. Then one masked step runs under torch's profiler, whose table
+says where its time goes. On a GPU its memory and time are compared with --plan's. The last line is JSON:
+medians of paired steps.
 """
 
-import argparse
+import bisect
 import copy
 import importlib
 import json
 import os
 import statistics
 import tempfile
-import time
 from types import SimpleNamespace
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench import step_plan, step_profile
-from bench.machine import machine
+from bench.machine import machine, parser, timed
+from common.cli import UserError, run_stage
 from common.data.rows import Sample
 from common.method import masks
 from common.training import distill, students
+from common.training import plan as budget
+from common.training import plan as training_cost
 from common.training.engine import Job, Schedule, Step
-from common.training.hardware import peak_flops
+from common.training.hardware import HARDWARE, Cluster, peak_flops
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 from common.training.students import Rates
@@ -47,33 +50,30 @@ SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "7b": (4096, 11008, 32, 32, 32000),
 }
 STEP, STEPS = 150, 1000  # the step that is timed, of that many
+STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
 
 
 def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16)")
-    parser.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=16, help="samples per step")
-    parser.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
-    parser.add_argument("--loss-chunk", type=int, default=512)
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
-    parser.add_argument("--layers", type=int, help="instead of the shape's; fewer if a GPU cannot hold them")
-    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
-    parser.add_argument("--singles", type=int, default=16, help="samples per step of one sample per row")
-    return parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--shape", choices=SHAPES, default="small")
+    flags.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16)")
+    flags.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")
+    flags.add_argument("--tokens-per-microbatch", type=int, default=2048)
+    flags.add_argument("--batch", type=int, default=16, help="samples per step")
+    flags.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
+    flags.add_argument("--loss-chunk", type=int, default=512)
+    flags.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
+    flags.add_argument("--layers", type=int, help="instead of the shape's; fewer if a GPU cannot hold them")
+    flags.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
+    flags.add_argument("--singles", type=int, default=16, help="samples per step of one sample per row")
+    return flags.parse_args()
 
 
 def model_config(args) -> LlamaConfig:
     """The source model's config."""
     hidden, inner, layers, heads, vocab = SHAPES[args.shape]
-    return LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=args.layers or layers,
-        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocab,
-    )
+    return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=args.layers or layers,
+                       num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocab)
 
 
 def random_samples(count: int, vocab: int) -> list[Sample]:
@@ -97,27 +97,13 @@ def lay_out(samples: list[Sample], capacity: int, device) -> list:
     return [build_row([samples[i] for i in row], len(samples)).to(device) for row in packed]
 
 
-class Timed:
-    """Seconds of a call, the device's work included."""
-
-    def __init__(self, cuda: bool):
-        self.wait = torch.cuda.synchronize if cuda else lambda: None
-
-    def __call__(self, function) -> float:
-        self.wait()
-        start = time.perf_counter()
-        function()
-        self.wait()
-        return time.perf_counter() - start
-
-
 class Models:
     """The teacher and three students from random checkpoints: masked, plain and GQA, each with its
     optimizer.
     """
 
     def __init__(self, args, ranks, config):
-        self.ranks, layers, heads = ranks, config.num_hidden_layers, config.num_attention_heads
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
         execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention)
         grouped = copy.deepcopy(config)
@@ -131,8 +117,7 @@ class Models:
             self.teacher = frozen(mha, ranks, execution)
             self.masked = build(
                 config, ranks, execution, students.start_of_masked(mha, gqa),
-                lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)},
-            )
+                lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)})
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
         if args.compile:
@@ -149,8 +134,7 @@ class Models:
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
             self.plain: students.teacher_optimizer(self.plain, rates),
-            self.gqa: students.gqa_optimizer(self.gqa, rates, masks.KEY_VALUE),
-        }
+            self.gqa: students.gqa_optimizer(self.gqa, rates, masks.KEY_VALUE)}
         self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
                                   distill.distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}
@@ -181,12 +165,12 @@ class Models:
         optimizer.zero_grad(set_to_none=True)
 
 
-def time_pairs(ways: dict, pairs: int, timed: Timed) -> dict[str, list[float]]:
+def time_pairs(ways: dict, pairs: int, device: str) -> dict[str, list[float]]:
     """Seconds of each way, taken in turn; the first round is not counted."""
     taken = {name: [] for name in ways}
     for number in range(pairs + 1):
         for name, way in ways.items():
-            seconds = timed(way)
+            _, seconds = timed(device, way)
             if number:
                 taken[name].append(seconds)
         if number:
@@ -196,8 +180,7 @@ def time_pairs(ways: dict, pairs: int, timed: Timed) -> dict[str, list[float]]:
 
 def evenly_spread(samples: list[Sample], count: int) -> list[Sample]:
     """At most `count` of the samples, from the shortest to the longest."""
-    count = min(count, len(samples))
-    by_length = sorted(samples, key=len)
+    count, by_length = min(count, len(samples)), sorted(samples, key=len)
     return [by_length[(2 * i + 1) * len(samples) // (2 * count)] for i in range(count)]
 
 
@@ -211,49 +194,117 @@ def ratios(taken: dict[str, list[float]], single_share: float) -> dict[str, floa
             "packed_over_single": ratio("single", "masked", single_share)}
 
 
+def student_of(config) -> budget.Student:
+    """The masked student, for --plan."""
+    return budget.Student(config.num_key_value_heads // 4)
+
+
+def others_bytes(config) -> int:
+    """Bytes that the plain and the GQA student hold between steps, over all ranks."""
+    grouped = budget.Student(config.num_key_value_heads // 4, ())
+    return STATE * (budget.size(config).whole + budget.size(config, grouped).whole)
+
+
+def planned(config, samples: list, rows: list, args, world: int) -> dict[str, float]:
+    """What --plan expects of a masked step: GiB per rank and, on a GPU of known speed, seconds."""
+    cuda = args.device == "cuda"
+    work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute, 2 if cuda else 4)
+    longest = max(sum(row.lengths) for row in rows)
+    need = budget.memory(work, student_of(config), world, longest, len(rows) > 1)
+    expected = {"memory_gib": round(need["total"] / 2**30, 2)}
+    peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
+    if peak:
+        hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
+        schedule = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
+                                   reduce="step")
+        cost = training_cost.step_cost(work, student_of(config), schedule, Cluster(world, hardware))
+        expected["step_seconds"] = round(cost.seconds, 4)
+    return expected
+
+
+def fit_layers(config, samples: list, args, memory: float):
+    """The config with as many of its layers as a GPU of `memory` bytes holds in all models of this benchmark.
+
+    Raises UserError if not even one fits.
+    """
+    config = copy.deepcopy(config)
+    row = max(args.tokens_per_microbatch, *map(len, samples))
+
+    def need(layers: int) -> float:
+        config.num_hidden_layers = layers
+        work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute)
+        return budget.memory(work, student_of(config), 1, row)["total"] + others_bytes(config)
+
+    counts = range(1, config.num_hidden_layers + 1)
+    fitting = bisect.bisect_right(counts, budget.USABLE * memory, key=need)
+    if not fitting:
+        raise UserError(f"--device cuda: expected memory for one layer, {need(1) / 2**30:.0f} GiB, "
+                        f"found {memory / 2**30:.0f} GiB")
+    config.num_hidden_layers = fitting
+    return config
+
+
+def print_profile(step, device: str) -> None:
+    """The operations of one call of step() that take the longest; on a GPU, by the time of their kernels."""
+    activities, order = [ProfilerActivity.CPU], "self_cpu_time_total"
+    if device == "cuda":
+        activities, order = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
+    with profile(activities=activities) as profiler:
+        timed(device, step)
+    print(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60), flush=True)
+
+
+def peak_memory(step, others: float) -> dict[str, float]:
+    """GiB that tensors and torch's allocator take at most during step(), without `others` bytes."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    tensors, allocator = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"memory_gib": round((tensors - others) / 2**30, 2),
+            "reserved_gib": round((allocator - others) / 2**30, 2)}
+
+
 def measure(args, ranks) -> dict:
-    """The figures of the last line."""
-    assert ranks.device.type == args.device, f"--device {args.device}, but the device here is {ranks.device}"
+    """What the last line says."""
     config, cuda = model_config(args), args.device == "cuda"
     samples = random_samples(args.batch, config.vocab_size)
     if cuda:
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        config = step_plan.fit_layers(config, samples, args, memory)
+        config = fit_layers(config, samples, args, memory)
     models = Models(args, ranks, config)
     packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
     single = lay_out(evenly_spread(samples, args.singles), 1, ranks.device)
     ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.masked_step(packed, samples),
             "gqa": lambda: models.gqa_step(packed, samples),
             "single": lambda: models.masked_step(single, samples)}
-    taken = time_pairs(ways, args.pairs, Timed(cuda))
+    taken = time_pairs(ways, args.pairs, args.device)
 
     seconds = {name: statistics.median(times) for name, times in taken.items()}
     rates = {"packed": args.batch / seconds["masked"], "single": len(single) / seconds["single"]}
-    figures = ratios(taken, len(single) / args.batch)
-    figures |= {"samples_per_s": {name: round(rate, 2) for name, rate in rates.items()},
-                "tokens_per_s": round(sum(map(len, samples)) / seconds["masked"]), "rows": len(packed),
-                "layers": config.num_hidden_layers, "step_seconds": round(seconds["masked"], 4)}
-    flops = sum(map(models.jobs[models.masked].flops, packed))
-    figures["tflops_per_s"] = round(flops / seconds["masked"] / 1e12, 3)
+    flops = sum(map(models.jobs[models.masked].flops, packed)) / seconds["masked"]
+    values = ratios(taken, len(single) / args.batch) | {
+        "samples_per_s": {name: round(rate, 2) for name, rate in rates.items()},
+        "tokens_per_s": round(sum(map(len, samples)) / seconds["masked"]), "rows": len(packed),
+        "layers": config.num_hidden_layers, "step_seconds": round(seconds["masked"], 4),
+        "tflops_per_s": round(flops / 1e12, 3)}
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
-        figures["mfu"] = round(flops / seconds["masked"] / peak, 3)
-    others = sum(step_plan.resident(models.jobs[trainee]) for trainee in (models.plain, models.gqa))
+        values["mfu"] = round(flops / peak, 3)
     if cuda:
-        figures["memory_gib"] = step_plan.peak_memory(ways["masked"], others)
-    figures["planned"] = step_plan.expected(config, samples, packed, args, ranks.world)
-    events, profiled_seconds = step_profile.profiled(ways["masked"], cuda)
-    figures["profile"] = step_profile.shares(events, seconds["masked"] if cuda else profiled_seconds, cuda)
-    print(step_profile.table(figures["profile"]), flush=True)
-    return figures | {"settings": vars(args), "machine": machine(args.device)}
+        values |= peak_memory(ways["masked"], others_bytes(config) / ranks.world)
+    values["planned"] = planned(config, samples, packed, args, ranks.world)
+    print_profile(ways["masked"], args.device)
+    return values | {"settings": vars(args), "machine": machine(args.device)}
 
 
 def main():
     args = parse()
     with joined_ranks() as ranks:
-        figures = measure(args, ranks)
-    print(json.dumps(figures))
+        if ranks.device.type != args.device:
+            raise UserError(f"--device {args.device}: expected such a device, found {ranks.device}")
+        values = measure(args, ranks)
+    print(json.dumps(values))
 
 
 if __name__ == "__main__":
-    main()
+    run_stage(main)

@@ -3,35 +3,28 @@
     python -m bench.transform                    # one layer of 7B proportions; three minutes on one core
     python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
-The direct way is paper.py: it keeps every head's vectors, [d, N] float32, and works on them pair by pair as
-the paper prints it: Eq. 2, 3, 7-10 and 18-22 for each two heads; Algorithm 2 with the whole score summed anew
-at each swap, one start after another; --rounds rounds of Algorithm 1 on the vectors of each group, which real
-values need ten times over. Ours begins with the Grams, does all pairs, all starts and all groups at once, and
-aligns until it has settled.
+The direct way is paper.py on every head's vectors, [d, N] float32: Eq. 2, 3, 7-10 and 18-22 for each two
+heads; Algorithm 2 with the whole score summed anew at each swap, one start after another; --rounds rounds of
+Algorithm 1 on the vectors of each group, which real values need ten times over. Ours begins with the Grams,
+does all pairs, all starts and all groups at once, and aligns until it has settled.
 
 The paper's 128 x 2048 tokens are out of the direct way's reach in a minute. It is timed on --tokens tokens,
 --head-pairs pairs of heads, one start and one round of one group, and scaled linearly to all pairs, starts,
 groups and rounds; work on vectors is scaled to the paper's tokens as well, decompositions of d x d matrices
-are not. transform_speedup is that ratio; transform_speedup_at_measured_tokens scales no tokens;
-transform_speedup_with_grams counts making the Grams as ours.
+are not. transform_speedup is that ratio; ..._at_measured_tokens scales no tokens; ..._with_grams counts
+making the Grams as ours.
 
-align_speedup: seconds to align the layer's values and keys until they have settled: the printed update on
-vectors with the layer's Grams (bench/alignment.py) over ours on these. align_objective_gain is the least of
-any group: objective of ours over the printed update's, minus one. stages_2_to_4_s_per_7b_layer: similarities
-without energies, the grouping, rotations with the cosines that stage 4 prints, fusing them into the weights,
-and the mean merge.
-
-refit_s_per_7b_layer: the sums of stage 4's refit of W_O over --refit-tokens tokens, and its least squares.
-
-calibrate_over_forward: forward passes of a random-weight Llama with stage 1's sums in hooks over plain ones
-of the same tokens, median of alternating pairs. What stage 1 does once (the Grams of W_O, the files) is not
-in it. The last line is JSON.
+align_speedup: seconds to align until settled, of the printed update on vectors with the layer's Grams over
+ours on these; it stops at 500 rounds or when a round gains no more than 1e-10 of the objective sum_n |sum_i
+Q_i v_i|^2. align_objective_gain is the least of any group: our objective over the printed update's, minus
+one. calibrate_over_forward: forward passes of a random Llama with stage 1's sums in hooks over plain ones of
+the same tokens. The last line is JSON: medians of paired passes.
 """
 
-import argparse
 import copy
 import json
 import statistics
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,42 +32,72 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import paper
-from bench.alignment import objective_gain, printed_alignment, vectors_of
-from bench.machine import machine, timed
-from common.method.grouping import anneal, score
+from bench.machine import machine, parser, timed
+from common.families import watch_heads
+from common.method.grouping import anneal
 from common.method.merge import fuse_layer, mean_merge, merged_state
-from common.method.procrustes import align_layer, layer_similarity, within_group_cosine
-from common.method.refit import Moments, best_fit
+from common.method.procrustes import (
+    align_layer,
+    key_overlap,
+    layer_similarity,
+    value_overlap,
+    within_group_cosine,
+)
 from common.method.stats import LayerGrams, LayerStats, group_blocks
+from common.reporting.tables import markdown_table
 
 PAPER_TOKENS = 128 * 2048
+ROUNDS, GAIN = 500, 1e-10  # at which the printed update ends
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1,
-                        help="of the CPU: one is as fast on a busy machine as on a quiet one")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    flags = parser(__doc__)
+    flags.add_argument("--device", default="cpu", help="cpu or cuda")
+    flags.add_argument("--threads", type=int, default=1,
+                       help="of the CPU: one is as fast on a busy machine as on a quiet one")
+    flags.add_argument("--heads", type=int, default=32)
+    flags.add_argument("--head-dim", type=int, default=128)
+    flags.add_argument("--kv-heads", type=int, default=8)
     # the search and the alignment, both ways
-    parser.add_argument("--restarts", type=int, default=200)
-    parser.add_argument("--iterations", type=int, default=3000, help="swaps proposed per start")
-    parser.add_argument("--rounds", type=int, default=50, help="of the direct way's Algorithm 1")
+    flags.add_argument("--restarts", type=int, default=200)
+    flags.add_argument("--iterations", type=int, default=3000, help="swaps proposed per start")
+    flags.add_argument("--rounds", type=int, default=50, help="of the direct way's Algorithm 1")
     # the part of the direct way that is timed
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--head-pairs", type=int, default=4)
+    flags.add_argument("--tokens", type=int, default=8192)
+    flags.add_argument("--head-pairs", type=int, default=4)
     # the forward pass
-    parser.add_argument("--intermediate", type=int, default=11008)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--calibrate-tokens", type=int, default=4096, help="one sequence")
-    parser.add_argument("--pairs", type=int, default=3, help="paired passes, after one not counted")
-    parser.add_argument("--refit-tokens", type=int, default=2048, help="of stage 4's refit of W_O")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
-                        help="of the forward pass")
-    return parser.parse_args()
+    flags.add_argument("--intermediate", type=int, default=11008)
+    flags.add_argument("--layers", type=int, default=1)
+    flags.add_argument("--calibrate-tokens", type=int, default=4096, help="one sequence")
+    flags.add_argument("--pairs", type=int, default=3, help="paired passes, after one not counted")
+    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                       help="of the forward pass")
+    return flags.parse_args()
+
+
+def vectors_of(gram: torch.Tensor) -> list[torch.Tensor]:
+    """X_i of each of D heads [..., D d, d] whose Gram is C [..., D, D, d, d].
+
+    Of keys, whose Gram is c [..., D, D, d/2]: the RoPE pairs of each, X_i [..., d/2, D, 2].
+    """
+    size = 1 if gram.is_complex() else gram.shape[-1]
+    moment = gram.movedim(-1, -3) if size == 1 else gram.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    values, vectors = torch.linalg.eigh(moment)
+    root = (vectors * values.clamp(min=0).sqrt()[..., None, :]).mH  # its square is the moment
+    heads = root.split(size, dim=-1)
+    return [torch.view_as_real(head[..., 0].resolve_conj()) for head in heads] if size == 1 else list(heads)
+
+
+def printed_alignment(gram: torch.Tensor) -> list[torch.Tensor]:
+    """Algorithm 1 as printed, but for the transpose in its update, on vectors with this Gram."""
+    rotation = paper.rotation_2d if gram.is_complex() else paper.minimizer
+    return paper.algorithm_1(vectors_of(gram), rotation, ROUNDS, GAIN)
+
+
+def objective_gain(gram: torch.Tensor, ours: torch.Tensor, printed: list[torch.Tensor]) -> torch.Tensor:
+    """[G] objective of our rotations over that of the printed update's Y_i, minus one; values or keys."""
+    overlap = key_overlap if gram.is_complex() else value_overlap
+    return overlap(gram, ours).sum((-2, -1)) / sum(printed).square().flatten(1).sum(1) - 1
 
 
 def random_cache(tokens: int, heads: int, size: int, seed: int, device: str) -> torch.Tensor:
@@ -86,41 +109,40 @@ def random_cache(tokens: int, heads: int, size: int, seed: int, device: str) -> 
     return (source @ maps + noise).view(tokens, heads, size).to(device)
 
 
+def grams_of(args, raw: dict[str, torch.Tensor]) -> LayerGrams:
+    """The Grams of a layer as stage 1 makes them. raw: "key" and "value" vectors [N, H, d]."""
+    stats = LayerStats(args.heads, args.head_dim, args.device)
+    for key, value in zip(raw["key"].split(4096), raw["value"].split(4096), strict=True):
+        stats.update_keys(key)
+        stats.update_values(value)
+    tensors = stats.tensors() | {"key.free": torch.ones(args.head_dim // 2, dtype=torch.bool)}
+    return LayerGrams({name: tensor.to(args.device) for name, tensor in tensors.items()}, args.heads)
+
+
 class Ours:
-    """Stages 2 to 4 of one layer from its Grams: similarities, grouping, rotations, called in that order."""
+    """Stages 2 to 4 of a layer from its Grams, once, on float32 weights of hidden size heads * d."""
 
-    def __init__(self, args, raw: dict):
-        self.args = args
-        stats, self.grams_seconds = timed(args.device, self._sum_up, raw)
-        free = {"key.free": torch.ones(args.head_dim // 2, dtype=torch.bool)}
-        tensors = {name: tensor.to(args.device) for name, tensor in (stats.tensors() | free).items()}
-        self.grams = LayerGrams(tensors, args.heads)
+    def __init__(self, args, grams: LayerGrams):
+        torch.manual_seed(0)
+        config = LlamaConfig(hidden_size=args.heads * args.head_dim, num_attention_heads=args.heads)
+        with torch.device(args.device):
+            attention = LlamaAttention(config, 0)
+        self.device, self.seconds = args.device, {}
+        self.measured = self.clock("similarities", layer_similarity, grams)
+        self.similarity = self.measured["value.dist.after"].cpu().numpy()  # the default of stage 3
+        search = args.kv_heads, args.restarts, args.iterations, 0
+        groups = self.clock("grouping", anneal, self.similarity[None], *search)[0]
+        self.groups = torch.from_numpy(groups).to(args.device)
+        self.rotations = self.clock("alignment", align_layer, grams, self.groups, "dist")
+        self.clock("cosines", within_group_cosine, grams, self.groups, *self.rotations)
+        turned = [rotation.flatten(0, 1) for rotation in self.rotations]
+        self.clock("fusing", fuse_layer, attention, self.groups.flatten().tolist(), *turned)
+        merge = mean_merge(args.heads, args.kv_heads, args.head_dim)
+        self.clock("merging", merged_state, attention, merge)
 
-    def _sum_up(self, raw: dict) -> LayerStats:
-        stats = LayerStats(self.args.heads, self.args.head_dim, self.args.device)
-        for key, value in zip(raw["key"].split(4096), raw["value"].split(4096), strict=True):
-            stats.update_keys(key)
-            stats.update_values(value)
-        return stats
-
-    def similarities(self) -> list[torch.Tensor]:
-        """[H, H] each: keys then values, cos then dist, before then after alignment."""
-        measured = layer_similarity(self.grams)
-        return [measured[f"{name}.{when}"] for name in ("key.cos", "key.dist", "value.cos", "value.dist")
-                for when in ("before", "after")]
-
-    def grouping(self, similarity: np.ndarray) -> np.ndarray:
-        """[G, D] from similarity [H, H]."""
-        args = self.args
-        return anneal(similarity[None], args.kv_heads, args.restarts, args.iterations, 0)[0]
-
-    def rotations(self, groups: torch.Tensor):
-        """Q [G, D, d, d] and u [G, D, d/2] of settled groups."""
-        return align_layer(self.grams, groups, "dist")
-
-    def blocks(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The groups' Grams of values [G, D, D, d, d] and of keys [G, D, D, d/2]."""
-        return group_blocks(self.grams.value("raw"), groups), group_blocks(self.grams.key("raw"), groups)
+    def clock(self, step: str, function, *arguments):
+        result, self.seconds[step] = timed(self.device, function, *arguments)
+        return result
 
 
 class Direct:
@@ -130,11 +152,6 @@ class Direct:
         self.args = args
         self.raw = {kind: paper.eq_1(vectors.flatten(1).T.contiguous(), args.heads)
                     for kind, vectors in raw.items()}  # [d, N] each
-
-    def decomposition(self) -> float:
-        """Seconds that a singular value decomposition of d x d takes, which do not grow with the tokens."""
-        matrix = self.raw["key"][0] @ self.raw["value"][0].T
-        return statistics.median(timed(self.args.device, torch.linalg.svd, matrix)[1] for _ in range(5))
 
     def scale_to_unit(self) -> None:
         self.unit = {"key": [paper.eq_7(K_i) for K_i in self.raw["key"]],
@@ -156,182 +173,100 @@ class Direct:
         return [([self.raw["value"][head].T for head in group], paper.minimizer),
                 ([paper.pairs(self.raw["key"][head]).mT for head in group], paper.rotation_2d)]
 
-
-def printed_rotations(shapes: list[tuple], rounds: int) -> list[torch.Tensor]:
-    """Of values [D, d, d] and keys [D, d/2, 2, 2], after rounds of Algorithm 1."""
-    rotations = []
-    for X, rotation in shapes:
-        turned = zip(X, paper.algorithm_1(X, rotation, rounds, -1), strict=True)
-        rotations.append(torch.stack([rotation(*paper.eq_5(X_i.mT, Y_i.mT)[::2]) for X_i, Y_i in turned]))
-    return rotations
-
-
-def largest_difference(first, second) -> float:
-    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(first, second, strict=True))
-
-
-def one_pass(args, ours: Ours, direct: Direct, pairs: list, random) -> tuple[dict, dict]:
-    """Both ways once. Seconds per part: ours; of the direct way for a layer, growing with the tokens and not.
-
-    Also the differences between the two ways' results.
-    """
-    matrices, our_similarity = timed(args.device, ours.similarities)
-    matrix = matrices[-1].cpu().numpy()  # values, dist, after alignment: the default of 03_group.py
-    groups, our_grouping = timed(args.device, ours.grouping, matrix)
-    on_device = torch.from_numpy(groups).to(args.device)
-    _, our_alignment = timed(args.device, ours.rotations, on_device)
-
-    decomposition = direct.decomposition()
-    _, scaling = timed(args.device, direct.scale_to_unit)
-    rows, spent = timed(args.device, lambda: [direct.similarities(i, j) for i, j in pairs])
-    decomposing = min(2 * len(pairs) * decomposition, spent)
-    share = args.heads * (args.heads - 1) / 2 / len(pairs)
-    seconds = {"similarity": (our_similarity, scaling + (spent - decomposing) * share, decomposing * share)}
-    search = args.iterations, 1, matrix, args.kv_heads, random
-    _, searching = timed(args.device, paper.algorithm_2, *search)
-    seconds["grouping"] = our_grouping, 0.0, searching * args.restarts
-    shapes = direct.shapes(groups[0].tolist())
-    _, spent = timed(args.device, lambda: [paper.algorithm_1(*shape, 1, -1) for shape in shapes])
-    decomposing, share = min(len(groups[0]) * decomposition, spent), args.kv_heads * args.rounds
-    seconds["alignment"] = our_alignment, (spent - decomposing) * share, decomposing * share
-
-    names = (0, 1, 3, 4, 5, 7)  # of ours, without distances before alignment
-    ours_of_pairs = [torch.stack([matrices[name][i, j] for name in names]) for i, j in pairs]
-    grams = [vectors_of(gram[0]) for gram in ours.blocks(on_device[:1])]
-    on_grams = [(X, rotation) for X, (_, rotation) in zip(grams, shapes, strict=True)]
-    rotations = [printed_rotations(way, 3) for way in (shapes, on_grams)]
-    differences = {
-        "similarity_difference": largest_difference([torch.tensor(row) for row in rows], ours_of_pairs),
-        "score_difference": abs(paper.eq_24(groups, matrix) - float(score(matrix[None], groups[None])[0])),
-        "rotation_difference": largest_difference(*rotations)}
-    return seconds, differences
+    def seconds(self, similarity: np.ndarray, group: list[int]) -> dict[str, tuple[float, float]]:
+        """Part -> seconds of a layer: those that grow with the tokens, and those that do not."""
+        args, parts = self.args, {}
+        matrix = self.raw["key"][0] @ self.raw["value"][0].T
+        svd = statistics.median(timed(args.device, torch.linalg.svd, matrix)[1] for _ in range(5))
+        _, scaling = timed(args.device, self.scale_to_unit)
+        pairs = head_pairs(args)
+        _, spent = timed(args.device, lambda: [self.similarities(i, j) for i, j in pairs])
+        fixed, share = min(2 * len(pairs) * svd, spent), args.heads * (args.heads - 1) / 2 / len(pairs)
+        parts["similarities"] = scaling + (spent - fixed) * share, fixed * share
+        search = args.iterations, 1, similarity, args.kv_heads, np.random.default_rng(0)
+        _, spent = timed(args.device, paper.algorithm_2, *search)
+        parts["grouping"] = 0.0, spent * args.restarts
+        shapes = self.shapes(group)
+        _, spent = timed(args.device, lambda: [paper.algorithm_1(*shape, 1, -1) for shape in shapes])
+        fixed, share = min(len(group) * svd, spent), args.kv_heads * args.rounds
+        parts["alignment"] = (spent - fixed) * share, fixed * share
+        return parts
 
 
-def converge(args, ours: Ours) -> dict:
-    """Seconds until the rotations of a layer have settled, ours against the printed update."""
-    groups = torch.arange(args.heads, device=args.device).view(args.kv_heads, -1)
-    value, key = ours.blocks(groups)
-
-    spent = [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
-    expected, printed_seconds = timed(args.device, lambda: [printed_alignment(gram) for gram in (value, key)])
-    spent += [timed(args.device, ours.rotations, groups) for _ in range(args.pairs)]
-    seconds = statistics.median(seconds for _, seconds in spent)
-    gains = [objective_gain(*pair) for pair in zip((value, key), spent[0][0], expected, strict=True)]
-    figures = {"align_speedup": round(printed_seconds / seconds, 1), "align_seconds": round(seconds, 3),
-               "align_seconds_printed": round(printed_seconds, 3),
-               "align_objective_gain": float(torch.cat(gains).min())}
-    print("alignment until settled: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
-    return figures
+def head_pairs(args) -> list[tuple[int, int]]:
+    return [(i, args.heads - 1 - i) for i in range(min(args.head_pairs, args.heads // 2))]
 
 
-@torch.no_grad()
-def whole_layer(args, ours: Ours) -> dict:
-    """Stages 2 to 4 of a layer, on float32 weights of hidden size heads * d: median seconds of each step."""
-    torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=args.heads * args.head_dim, num_attention_heads=args.heads)
-    with torch.device(args.device):
-        attention = LlamaAttention(config, 0)
-    steps = {"similarities": [], "grouping": [], "alignment": [], "fusing": [], "merging": []}
-    for _ in range(args.pairs):
-        matrices, seconds = timed(args.device, ours.similarities)
-        steps["similarities"].append(seconds)
-        groups, seconds = timed(args.device, ours.grouping, matrices[-1].cpu().numpy())
-        steps["grouping"].append(seconds)
-        groups = torch.from_numpy(groups).to(args.device)
-
-        def align(groups=groups):
-            rotations = ours.rotations(groups)
-            within_group_cosine(ours.grams, groups, *rotations)
-            return rotations
-
-        (value_rotation, key_rotation), seconds = timed(args.device, align)
-        steps["alignment"].append(seconds)
-        parts = groups.flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1)
-        steps["fusing"].append(timed(args.device, fuse_layer, attention, *parts)[1])
-        merge = mean_merge(args.heads, args.kv_heads, args.head_dim)
-        steps["merging"].append(timed(args.device, merged_state, attention, merge)[1])
-    medians = {name: round(statistics.median(seconds), 3) for name, seconds in steps.items()}
-    row = ", ".join(f"{name} {spent}" for name, spent in medians.items())
-    print(f"stages 2 to 4, seconds of a layer: {row}", flush=True)
-    return {"stages_2_to_4_s_per_7b_layer": round(sum(medians.values()), 3), "stages_2_to_4_s": medians}
+def blocks(grams: LayerGrams, groups: torch.Tensor) -> list[torch.Tensor]:
+    """The groups' Grams of values [G, D, D, d, d] and of keys [G, D, D, d/2]."""
+    return [group_blocks(gram, groups) for gram in (grams.value("raw"), grams.key("raw"))]
 
 
-def speedup(passes: list[dict], factor: float = 1.0, grams: float = 0.0) -> float:
+def speedup(passes: list[tuple], factor: float = 1.0, grams: float = 0.0) -> float:
     """Median of the direct way's seconds, vectors scaled by `factor`, over ours plus `grams` seconds."""
-    ratios = []
-    for seconds in passes:
-        direct = sum(growing * factor + fixed for _, growing, fixed in seconds.values())
-        ratios.append(direct / (sum(ours for ours, _, _ in seconds.values()) + grams))
+    ratios = [sum(growing * factor + fixed for growing, fixed in direct.values())
+              / (sum(ours[part] for part in direct) + grams) for ours, direct in passes]
     return round(statistics.median(ratios), 1)
+
+
+def table(args, medians: dict[str, float], passes: list[tuple]) -> str:
+    """Seconds of a layer by step: the direct way's on its tokens and on the paper's, and ours; medians."""
+    lines = []
+    for step, spent in medians.items():
+        cells = ["", ""]
+        if step in passes[0][1]:
+            timings = zip(*(direct[step] for _, direct in passes), strict=True)
+            growing, fixed = map(statistics.median, timings)
+            cells = [f"{growing * factor + fixed:.1f}" for factor in (1, PAPER_TOKENS / args.tokens)]
+        lines.append([step, *cells, f"{spent:.3f}"])
+    header = ["seconds", f"direct, {args.tokens} tokens", f"direct, {PAPER_TOKENS} tokens", "ours"]
+    return markdown_table(header, lines)
 
 
 def transform(args) -> dict:
     """Both ways of stages 2 to 4 on one layer."""
     raw = {kind: random_cache(args.tokens, args.heads, args.head_dim, seed, args.device)
            for seed, kind in enumerate(("key", "value"))}
-    Ours(args, {kind: vectors[:512] for kind, vectors in raw.items()})  # not counted
-    ours, direct, random = Ours(args, raw), Direct(args, raw), np.random.default_rng(0)
-    pairs = [(i, args.heads - 1 - i) for i in range(min(args.head_pairs, args.heads // 2))]
-    one_pass(argparse.Namespace(**vars(args) | {"rounds": 1}), ours, direct, pairs, random)  # not counted
-    passes = []
-    for _ in range(args.pairs):
-        seconds, differences = one_pass(args, ours, direct, pairs, random)
-        passes.append(seconds)
-
+    grams_of(args, {kind: vectors[:512] for kind, vectors in raw.items()})  # not counted
+    grams, grams_seconds = timed(args.device, grams_of, args, raw)
+    direct, passes = Direct(args, raw), []
+    for _ in range(1 + args.pairs):
+        ours = Ours(args, grams)
+        passes.append((ours.seconds, direct.seconds(ours.similarity, ours.groups[0].tolist())))
+    passes = passes[1:]  # the first is not counted
+    medians = {step: statistics.median(seconds[step] for seconds, _ in passes) for step in ours.seconds}
     factor = PAPER_TOKENS / args.tokens
-    all_pairs = args.heads * (args.heads - 1) // 2
-    print(f"direct way: timed on {args.tokens} tokens, {len(pairs)} of {all_pairs} pairs of heads, 1 of "
-          f"{args.restarts} starts, 1 of {args.rounds} rounds of 1 of {args.kv_heads} groups; scaled to all")
-    columns = f"{args.tokens} tokens", f"{PAPER_TOKENS} tokens", "ours"
-    print(f"{'seconds, one layer':20s} {columns[0]:>16s} {columns[1]:>16s} {columns[2]:>9s}")
-    ours_seconds = 0.0
-    for part in passes[0]:
-        columns = zip(*(seconds[part] for seconds in passes), strict=True)
-        spent, growing, fixed = (statistics.median(column) for column in columns)
-        ours_seconds += spent
-        print(f"{part:20s} {growing + fixed:16.1f} {growing * factor + fixed:16.1f} {spent:9.3f}")
-    print(f"not in ours: making the Grams, {ours.grams_seconds:.1f} s for {args.tokens} tokens, "
-          f"{ours.grams_seconds * factor:.1f} s for {PAPER_TOKENS}")
-    print("both ways: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()), flush=True)
-    figures = {"transform_speedup": speedup(passes, factor),
-               "transform_speedup_at_measured_tokens": speedup(passes),
-               "transform_speedup_with_grams": speedup(passes, factor, ours.grams_seconds * factor),
-               "transform_seconds": round(ours_seconds, 3)} | differences
-    return figures | whole_layer(args, ours) | converge(args, ours)
-
-
-def refit(args) -> dict:
-    """Seconds of the refit of one layer, its forward passes aside."""
-    width = args.heads * args.head_dim
-    inputs, outputs = (random_cache(args.refit_tokens, args.heads, args.head_dim, seed, args.device)
-                       .flatten(1) for seed in (2, 3))
-    empty = torch.zeros(width, width, dtype=torch.float64, device=args.device)
-    fit, judge = (Moments(empty.clone(), empty.clone()) for _ in range(2))
-    _, adding = timed(args.device, fit.add, inputs, outputs)
-    judge.add(inputs[:512], outputs[:512])
-    identity = torch.eye(width).to(empty)
-    _, solving = timed(args.device, best_fit, identity, fit, judge)
-    return {"refit_s_per_7b_layer": round(adding + solving, 3), "refit_sums_s": round(adding, 3)}
+    print(f"direct way: timed on {len(head_pairs(args))} pairs of heads, 1 of {args.restarts} starts, 1 of "
+          f"{args.rounds} rounds of 1 of {args.kv_heads} groups; scaled to a layer")
+    print(table(args, medians, passes))
+    print(f"not in ours: making the Grams, {grams_seconds:.1f} s for {args.tokens} tokens, "
+          f"{grams_seconds * factor:.1f} s for {PAPER_TOKENS}", flush=True)
+    pair = blocks(grams, ours.groups)
+    printed, printed_seconds = timed(args.device, lambda: [printed_alignment(gram) for gram in pair])
+    gains = [objective_gain(*kind).min() for kind in zip(pair, ours.rotations, printed, strict=True)]
+    return {"transform_speedup": speedup(passes, factor),
+            "transform_speedup_at_measured_tokens": speedup(passes),
+            "transform_speedup_with_grams": speedup(passes, factor, grams_seconds * factor),
+            "stages_2_to_4_s_per_7b_layer": round(sum(medians.values()), 3), "stages_2_to_4_s": medians,
+            "align_speedup": round(printed_seconds / medians["alignment"], 1),
+            "align_seconds_printed": round(printed_seconds, 3), "align_objective_gain": float(min(gains))}
 
 
 def hook_statistics(model, head_dim: int, device: str) -> None:
     """Sum every layer's queries, keys and values in hooks, as stage 1 does."""
     for layer in model.model.layers:
-        attention = layer.self_attn
-        stats = LayerStats(attention.k_proj.out_features // head_dim, head_dim, device)
-        updates = {attention.q_proj: stats.update_queries, attention.k_proj: stats.update_keys,
-                   attention.v_proj: stats.update_values}
-        for module, update in updates.items():
-            def hook(module, inputs, output, update=update):
-                heads = output.detach().view(-1, output.shape[-1] // head_dim, head_dim)
-                if not torch.isfinite(heads.sum(dtype=torch.float32)):
-                    raise ValueError("NaN or Inf in the forward pass")
-                update(heads)
+        stats = LayerStats(layer.self_attn.k_proj.out_features // head_dim, head_dim, device)
+        updates = {"q": stats.update_queries, "k": stats.update_keys, "v": stats.update_values}
 
-            module.register_forward_hook(hook)
+        def collect(letter: str, vectors: torch.Tensor, updates=updates) -> None:
+            heads = vectors.unflatten(-1, (-1, head_dim)).flatten(0, -3)
+            if not torch.isfinite(heads.sum(dtype=torch.float32)):
+                raise ValueError("NaN or Inf in the forward pass")
+            updates[letter](heads)
+
+        watch_heads(layer.self_attn, collect)
 
 
-@torch.no_grad()
 def calibrate(args) -> dict:
     """Forward passes with the statistics of stage 1 over plain ones."""
     torch.manual_seed(0)
@@ -343,24 +278,23 @@ def calibrate(args) -> dict:
     hooked = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})  # the same weights
     hook_statistics(hooked, args.head_dim, args.device)
     tokens = torch.randint(0, 1000, (1, args.calibrate_tokens), device=args.device)
-    seconds = {"plain": [], "calibrating": []}
-    for number in range(args.pairs + 1):
-        for name, model in (("plain", plain), ("calibrating", hooked)):
-            _, spent = timed(args.device, lambda model=model: model.model(input_ids=tokens, use_cache=False))
-            if number:  # the first is not counted
-                seconds[name].append(spent)
-        if number:
-            print("  ".join(f"{name} {spent[-1]:.3f} s" for name, spent in seconds.items()), flush=True)
-    ratios = [a / b for a, b in zip(seconds["calibrating"], seconds["plain"], strict=True)]
-    return {"calibrate_over_forward": round(statistics.median(ratios), 3),
-            "forward_seconds": round(statistics.median(seconds["plain"]), 3)}
+    ratios, forward = [], []
+    for _ in range(1 + args.pairs):
+        plain_seconds, hooked_seconds = (timed(args.device, partial(model.model, use_cache=False), tokens)[1]
+                                         for model in (plain, hooked))
+        print(f"plain {plain_seconds:.3f} s  calibrating {hooked_seconds:.3f} s", flush=True)
+        ratios.append(hooked_seconds / plain_seconds)
+        forward.append(plain_seconds)
+    return {"calibrate_over_forward": round(statistics.median(ratios[1:]), 3),
+            "forward_seconds": round(statistics.median(forward[1:]), 3)}
 
 
+@torch.no_grad()
 def main():
     args = parse()
     torch.set_num_threads(args.threads)
-    figures = transform(args) | calibrate(args) | refit(args)
-    print(json.dumps(figures | {"settings": vars(args), "machine": machine(args.device)}))
+    values = transform(args) | calibrate(args)
+    print(json.dumps(values | {"settings": vars(args), "machine": machine(args.device)}))
 
 
 if __name__ == "__main__":

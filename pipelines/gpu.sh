@@ -50,24 +50,25 @@ row() {
 pytest="-m pytest -o addopts= -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb=short"
 step="-m bench.train_step --device $DEVICE --batch 64 --pairs 3"
 layer="--heads 32 --kv-heads 8 --head-dim 128 --intermediate 11008 --layers 4"  # of 7B proportions
-dtype="--dtype bfloat16"
-row_tokens="--tokens-per-microbatch 8192" large="--shape 1.3b" larger="--shape 7b --layers 8"
-variants="--shape 1.3b --row-tokens 1024 4096 16384" transform="$layer --tokens 65536 --head-pairs 20"
-transform+=" --calibrate-tokens 8192 --refit-tokens 16384"
-contexts="--contexts 2048 8192 --batches 1 16"
+dtype="--dtype bfloat16" cells="--contexts 2048 8192 --batches 1 16" wide="--hidden 4096"
+large="--shape 1.3b" larger="--shape 7b --layers 8"
+packed="--tokens-per-microbatch 8192" short="--tokens-per-microbatch 1024"
+long="--tokens-per-microbatch 16384 --batch 128 --singles 8"
+transform="$layer --tokens 65536 --head-pairs 20 --calibrate-tokens 8192"
 if [[ $DEVICE == cpu ]]; then
-  layer="--heads 8 --kv-heads 2 --head-dim 8 --intermediate 64 --layers 2" dtype=""
-  row_tokens="--singles 4" large="--shape demo --layers 2" larger=$large contexts="--contexts 64 --batches 1"
-  variants="$large --row-tokens 128 256 512"
-  transform="$layer --tokens 512 --calibrate-tokens 512 --refit-tokens 512"
+  layer="--heads 8 --kv-heads 2 --head-dim 8 --intermediate 64 --layers 2"
+  dtype="" cells="--contexts 64 --batches 1" wide="" large="--shape demo --layers 2" larger=$large
+  packed="--singles 4" short="--tokens-per-microbatch 256" long="--tokens-per-microbatch 4096"
+  transform="$layer --tokens 512 --calibrate-tokens 512"
 fi
-row tests     180 $pytest tests/stages/test_gpu.py
-row step-1.3b  50 $step $large $row_tokens
-row variants   70 -m bench.step_variants --device $DEVICE $variants
-row step-7b    50 $step $larger $row_tokens
-row compiled   50 $step $large $row_tokens --compile
-row transform  40 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
-row decode     40 -m bench.decode --device $DEVICE $layer $dtype $contexts --questions 64
-row loss       20 -m bench.loss --device $DEVICE $dtype $([[ $DEVICE == cpu ]] || echo --hidden 4096)
+row tests      180 $pytest tests/stages/test_gpu.py
+row step-1.3b   50 $step $large $packed
+row step-7b     50 $step $larger $packed
+row compiled    50 $step $large $packed --compile
+row short-rows  35 $step $large $short
+row long-rows   35 $step $large $long
+row transform   40 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
+row decode      40 -m bench.decode --device $DEVICE $layer $dtype $cells
+row loss        20 -m bench.loss --device $DEVICE $dtype $wide
 
 "$PYTHON" -m bench.gpu report "$OUT"

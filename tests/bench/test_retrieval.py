@@ -64,4 +64,4 @@ def test_retrieval_bench(inputs, tmp_path):
     recalled = figures["recalled"]
     assert list(recalled["source, 1"]) == ["512"]  # the lengths that the model has positions for
     assert recalled["source, 1"] == recalled["same, 1"] and recalled["source, 8"] == recalled["same, 8"]
-    assert "same, 8 keys" in (out / "retrieval.md").read_text() and (out / "retrieval.png").exists()
+    assert "same, 8 keys" in (out / "retrieval.md").read_text()

@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from bench import plots as bench_plots
-from bench import positions
 from common.reporting import plots
 from pipelines import smollm2
 
@@ -38,16 +36,6 @@ def series(axis) -> dict[str, tuple[list, list]]:
     """Label -> (x, y) of each line that has a label."""
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
     return {label: points for label, points in drawn.items() if not label.startswith("_")}
-
-
-def error_bars(axis) -> dict[str, tuple[list, list, list]]:
-    """Label -> (x, y, half the height of the bar) of each line with error bars."""
-    drawn = {}
-    for bars in axis.containers:
-        line, _, (segments,) = bars.lines
-        halves = [float(high - low) / 2 for (_, low), (_, high) in segments.get_segments()]
-        drawn[bars.get_label()] = (list(line.get_xdata()), list(line.get_ydata()), halves)
-    return drawn
 
 
 def legend(axis) -> list[str]:
@@ -225,35 +213,6 @@ def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():
         assert {tuple(corner) for corner in corners.tolist()} == set(expected)
     assert legend(keys) == ["before", "after"] and keys.get_ylim() == (0, 1.03)
     assert all(tick == round(tick) for tick in keys.get_xticks())  # layers
-
-
-def test_starts_show_a_line_per_way_and_the_source():
-    losses = {"mean, masks": {0: [9.0], 10: [5.0, 6.0], 100: [3.0]}, "mean, no masks": {0: [8.0], 100: [2.5]},
-              "closed form, masks": {0: [4.0], 10: [3.0], 100: [2.0]}, "mean, other masks": {0: [7.0]}}
-    figure = figure_of(bench_plots.starts, losses, 1.5, "8 -> 2 kv heads")
-    (axis,) = figure.axes
-    assert (axis.get_title(), axis.get_xlabel()) == ("8 -> 2 kv heads", "distillation steps")
-    assert axis.get_ylabel() == "held-out loss, nats"
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "10", "100"]
-    assert sorted(legend(axis)) == sorted([*losses, "source"])
-    drawn = error_bars(axis)
-    assert drawn["mean, masks"] == ([0, 1, 2], [9.0, 5.5, 3.0], [0.0, 0.5, 0.0])
-    assert drawn["mean, no masks"] == ([0, 2], [8.0, 2.5], [0.0, 0.0])
-    assert drawn["closed form, masks"] == ([0, 1, 2], [4.0, 3.0, 2.0], [0.0, 0.0, 0.0])
-    assert series(axis)["source"] == ([0, 2], [1.5, 1.5])
-    lines = [bars.lines[0] for bars in axis.containers]
-    assert [line.get_color() for line in lines] == ["C0", "C0", "C1", "C0"]
-    assert [line.get_linestyle() for line in lines] == ["-", "--", "-", ":"]
-
-
-def test_positions_show_a_line_per_model():
-    lost = {"pairs": [[2.0, 1.0], [1.5, 1.5]], "rope": [[0.5], [0.25]]}
-    (axis,) = figure_of(positions.loss_by_position, lost, ["0-256", "256-512"], "2 kv heads").axes
-    assert (axis.get_title(), axis.get_ylabel()) == ("2 kv heads", "nats lost against the source")
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["0-256", "256-512"]
-    assert error_bars(axis) == {"pairs": ([0, 1], [1.5, 1.5], [0.5, 0.0]),
-                                "rope": ([0, 1], [0.5, 0.25], [0.0, 0.0])}
-    assert axis.get_ylim()[0] == 0
 
 
 def test_losses_before_training_are_those_above_the_sources():

@@ -1,10 +1,7 @@
 """The Markdown table writer: layout, and text that must not break out of its cell."""
 
-import math
-
 import pytest
 
-from bench.plots import mean_and_error, standard_error
 from common.reporting.tables import markdown_table
 
 
@@ -36,11 +33,3 @@ def test_text_stays_in_its_cell(text, cell):
 def test_a_row_of_another_length_is_an_error():
     with pytest.raises(ValueError):
         markdown_table(("a", "b"), [("only one",)])
-
-
-def test_the_mean_has_its_standard_error():
-    values = [1.0, 2.0, 4.0]  # mean 7/3, sample variance 7/3
-    assert standard_error(values) == pytest.approx(math.sqrt(7 / 3 / 3))
-    assert mean_and_error(values) == "2.333 ± 0.882"
-    assert mean_and_error([1.25]) == "1.250" and mean_and_error([]) == ""
-    assert math.isnan(standard_error([1.25]))
