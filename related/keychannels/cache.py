@@ -97,6 +97,22 @@ class KeyChannelLayer(DynamicLayer):
         self.keys = self.keys[:, :, old:].clone()  # a view would keep the whole prompt in memory
         self.channels = channels.to(torch.int16)
 
+    def attend(self, query, value, mask, scaling: float) -> torch.Tensor:
+        """softmax(concat(q[kept] K_pruned^T, q K_whole^T) scaling) V as [B, T, H, d].
+
+        query: [B, H, T, d]; value: [B, G, L, d]; mask: bool [B or 1, 1, T, L], or None where every key is
+        seen.
+        """
+        heads, length = query.shape[1:3]
+        grouped = by_key_head(query, value)
+        kept = grouped.gather(-1, self.channels.long()[:, :, None].expand(-1, -1, grouped.shape[2], -1))
+        scores = torch.cat((kept @ self.pruned.mT, grouped @ self.keys.mT), -1).mul_(scaling)
+        if mask is not None:
+            lowest = torch.finfo(scores.dtype).min
+            scores.view(-1, heads, length, value.shape[2]).masked_fill_(~mask, lowest)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return (weights @ value).view(-1, heads, length, value.shape[-1]).transpose(1, 2).contiguous()
+
     def get_seq_length(self) -> int:
         return self.values.shape[-2] if self.is_initialized else 0
 
@@ -141,11 +157,18 @@ class KeyChannelCache(DynamicCache):
             raise UserError(f"key channels: expected recent >= 0, observed >= 1, prompt >= 1 or None, "
                             f"found {recent}, {observed}, {prompt}")
         super().__init__(config=model.config)
-        require_prunable(model.config)
+        self.require_prunable(model.config)
         for index, layer in enumerate(self.layers):
             if not layer.is_sliding:
                 self.layers[index] = KeyChannelLayer(ratio, select, recent, observed, prompt)
         model.set_attn_implementation(ATTENTION)
+
+    @staticmethod
+    def require_prunable(config) -> None:
+        """Raise UserError when every layer of a model with this config has a sliding window."""
+        if all(DynamicCache(config=config).is_sliding):
+            raise UserError(f"key channels: expected layers without a sliding window, found a window of "
+                            f"{config.sliding_window} positions in every layer of this {config.model_type}")
 
     def crop(self, *args) -> None:
         """Raise UserError: what was pruned cannot be restored."""
@@ -155,50 +178,24 @@ class KeyChannelCache(DynamicCache):
     activate_past_recording = crop  # transformers calls it before it decodes with drafts
 
 
-def require_prunable(config) -> None:
-    """Raise UserError when every layer of a model with this config has a sliding window."""
-    if all(DynamicCache(config=config).is_sliding):
-        raise UserError(f"key channels: expected layers without a sliding window, found a window of "
-                        f"{config.sliding_window} positions in every layer of this {config.model_type}")
-
-
 def cached_bytes(cache) -> int:
     """Bytes of memory behind all tensors of a cache; a view counts with everything it keeps alive."""
-    storages = {}
-    for layer in cache.layers:
-        for tensor in vars(layer).values():
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    tensors = [tensor for layer in cache.layers for tensor in vars(layer).values()
+               if isinstance(tensor, torch.Tensor)]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def attention(module, query, key, value, attention_mask, scaling: float, **kwargs):
     """transformers' attention function: key is a KeyChannelLayer, or a tensor from any other cache."""
-    if not isinstance(key, KeyChannelLayer):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if key.channels is None:
-        keys = key.keys
-        output = sdpa_attention_forward(module, query, keys, value, attention_mask, scaling=scaling, **kwargs)
-        if value.shape[2] - query.shape[2] < (key.prompt or 1):  # tokens before this pass: still the prompt
-            key.read_prompt(query, None if attention_mask is None else attention_mask[:, 0, -1])
-        return output
-    return pruned_attention(query, key, value, attention_mask, scaling), None
-
-
-def pruned_attention(query, layer: KeyChannelLayer, value, mask, scaling: float) -> torch.Tensor:
-    """softmax(concat(q[kept] K_pruned^T, q K_whole^T) scaling) V as [B, T, H, d].
-
-    query: [B, H, T, d]; value: [B, G, L, d]; mask: bool [B or 1, 1, T, L], or None where every key is seen.
-    """
-    heads, length = query.shape[1:3]
-    grouped = by_key_head(query, value)
-    kept = grouped.gather(-1, layer.channels.long()[:, :, None].expand(-1, -1, grouped.shape[2], -1))
-    scores = torch.cat((kept @ layer.pruned.mT, grouped @ layer.keys.mT), -1).mul_(scaling)
-    if mask is not None:
-        scores.view(-1, heads, length, value.shape[2]).masked_fill_(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return (weights @ value).view(-1, heads, length, value.shape[-1]).transpose(1, 2).contiguous()
+    ours = isinstance(key, KeyChannelLayer)
+    if ours and key.channels is not None:
+        return key.attend(query, value, attention_mask, scaling), None
+    keys = key.keys if ours else key
+    output = sdpa_attention_forward(module, query, keys, value, attention_mask, scaling=scaling, **kwargs)
+    if ours and value.shape[2] - query.shape[2] < (key.prompt or 1):  # tokens before this pass: the prompt's
+        key.read_prompt(query, None if attention_mask is None else attention_mask[:, 0, -1])
+    return output
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -6,20 +6,14 @@ scores by
 
     || Q K^T - Q S K^T ||_F^2 = sum_{i, j in B} W[i, j],    W = (K^T K) o (Q^T Q)
 
-where S is the identity with zeros at B and o is the elementwise product. W is positive semidefinite, so no
-set has a negative cost. The selectors:
+where S is the identity with zeros at B and o is the elementwise product. The selectors, of which think is
+published, align is its successor GCJCP's, a draft that ends before its algorithm, and the next two are ours:
 
   think        smallest W[i, i], with K the whole prompt
   align        the same, with K only what will really be pruned: the prompt without its last `recent` keys
   greedy       grow B by the channel with the smallest W[i, i] + 2 sum_{j in B} W[i, j]; K as for align
   greedy+swap  from the best of those three, swap a removed and a kept channel while that lowers the cost
-  delta        like greedy, with W[i, i] + sum_{j in B} W[i, j]
-
-ThinK is published. Its successor GCJCP is a draft that ends before its algorithm, GGJC, "a greedy algorithm
-that considers edge weights": align is the draft's, greedy and greedy+swap are this project's. The draft
-prints Delta_i = W[i, i] + sum_{j in B - i} W[i, j], which counts each pair once: over all of B these sum to
-the cost. What channel i adds to the cost counts its pairs twice. `delta` grows B by the first, `greedy` by
-the second.
+  delta        like greedy, with W[i, i] + sum_{j in B} W[i, j], the draft's Delta_i: each pair counts once
 
 All heads are handled at once, in float64. W is [..., d, d]; a set of channels is bool [..., d], True where
 removed.
@@ -80,12 +74,6 @@ def swap(weights: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
         removed = removed ^ (torch.zeros_like(removed).scatter_(-1, pair, True) & improves[..., None])
 
 
-def best_of(weights: torch.Tensor, *sets: torch.Tensor) -> torch.Tensor:
-    """For each head, the cheapest of several sets."""
-    costs = torch.stack([objective(weights, removed) for removed in sets])
-    return torch.stack(sets).take_along_dim(costs.argmin(0)[None, ..., None], 0)[0]
-
-
 def exact(weights: torch.Tensor, count: int) -> torch.Tensor:
     """The cheapest set of all, by enumeration: the reference for the selectors, for d <= 16."""
     size = weights.shape[-1]
@@ -95,32 +83,20 @@ def exact(weights: torch.Tensor, count: int) -> torch.Tensor:
     return sets.bool()[costs.argmin(-1)]
 
 
-# A selector takes W of the keys that will be pruned, W of the whole prompt, and how many channels to remove.
-
-
-def think(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    return cheapest_alone(whole, count)
-
-
-def align(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    return cheapest_alone(pruned, count)
-
-
-def greedy_alone(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    return greedy(pruned, count)
-
-
 def greedy_and_swap(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    starts = [selector(pruned, whole, count) for selector in (think, align, greedy_alone)]
-    return swap(pruned, best_of(pruned, *starts))
+    """Swaps that begin with the cheapest of the sets of think, align and greedy, for each head."""
+    sets = torch.stack([cheapest_alone(whole, count), cheapest_alone(pruned, count), greedy(pruned, count)])
+    best = objective(pruned, sets).argmin(0)
+    return swap(pruned, sets.take_along_dim(best[None, ..., None], 0)[0])
 
 
-def delta(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    return greedy(pruned, count, times=1)
-
-
-SELECTORS = {"think": think, "align": align, "greedy": greedy_alone, "greedy+swap": greedy_and_swap,
-             "delta": delta}
+SELECTORS = {  # of W of the keys that will be pruned, W of the whole prompt, and how many channels to remove
+    "think": lambda pruned, whole, count: cheapest_alone(whole, count),
+    "align": lambda pruned, whole, count: cheapest_alone(pruned, count),
+    "greedy": lambda pruned, whole, count: greedy(pruned, count),
+    "greedy+swap": greedy_and_swap,
+    "delta": lambda pruned, whole, count: greedy(pruned, count, times=1),
+}
 
 
 def removed_count(ratio: float, size: int) -> int:

@@ -1,30 +1,29 @@
-"""Key-channel pruning measured: what each selector costs, and what the pruned cache saves.
+"""Key-channel pruning measured: what selectors cost, what the pruned cache saves, and two premises.
 
-Reads   checkpoints (default: the demo model, as MHA from runs/demo/teacher or else unchanged, and as GQA
-        from runs/demo/gqa or else runs/demo/merged), a text
-Writes  RUN/keychannels.json, keychannels.md and keychannels.png
+Reads   checkpoints, a text
+Writes  RUN/keychannels.json, keychannels.md and keychannels.png, or RUN/premises.json and premises.md
 
-    python -m related.keychannels.measure                                        # a minute on two cores
-    python -m related.keychannels.measure --run runs/llama2-keys --device cuda --dtype bfloat16 \\
+    python -m related.keychannels.measure --model demo runs/demo/gqa             # a minute on two cores
+    python -m related.keychannels.measure --run runs/llama2-keys --device cuda --dtype bfloat16 --text c4 \\
         --model meta-llama/Llama-2-7b-hf runs/llama2-7b-gqa8/gqa --prompt 1024 --continuation 128
+    python -m related.keychannels.measure --premises --model runs/smollm2/source --text FILE.txt --prompt 2048
 
-Each text is a prompt and its continuation. After the prompt a share lambda of its key channels is removed
-(the last --recent keys stay whole), chosen from its last --observed queries by think and by --select:
+Each text is a prompt and its continuation. For every lambda and selector (think and --select, channels.py) a
+share lambda of the prompt's key channels is removed. Measured are the objective on the pruned keys, relative
+to the squared scores; the error of the attention output for the continuation's queries, layer by layer in the
+unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity, the bytes in
+the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one sequence. At
+lambda = 0 the logits must equal the plain cache's bit for bit.
 
-  align                  the step of that name of ThinK's successor GCJCP
-  greedy, greedy+swap    this project's, in place of GGJC, the algorithm that the GCJCP draft ends before
-  delta                  greedy by Delta_i as the draft prints it (channels.py)
-
-For every lambda and selector this measures
-
-  - the objective on the pruned keys, relative to the squared scores, per layer, key head and text
-  - the error of the attention output for the continuation's queries, layer by layer in the unpruned model
-  - with the pruned cache in all layers (cache.py): the perplexity of the continuation, the bytes in the
-    cache after the prompt, and the time of prefill and decoding over a plain cache's, for one sequence
-
-and that at lambda = 0 the logits equal the plain cache's bit for bit.
+--premises measures instead, by key head in the unpruned model: whether few channels are large, by the share
+of the keys' energy |k_i|^2 and of the scores' |q_i|^2 |k_i|^2 in the largest tenth, quarter and half of them;
+and whether the window, the last --observed queries of the prompt, stands for later queries (SnapKV). That is
+by the share of these queries' attention to the positions before the window in the tenth that it attends to
+most, in the tenth that they choose themselves and in the last tenth; and by the relative error of their
+scores without half of the channels, chosen by the window (greedy+swap) or by themselves.
 """
 
+import itertools
 import math
 import os
 import statistics
@@ -32,10 +31,12 @@ import time
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from common.artifacts import claim, make_record
-from common.cli import Clock, UserError, non_negative, positive, run_stage, stage_parser
+from common.cli import Clock, UserError, non_negative, positive, probability, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
@@ -43,219 +44,387 @@ from common.families import geometry
 from common.files import write_json, write_text
 from common.models import describe, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
-from related.keychannels.cache import KeyChannelCache, cached_bytes, require_prunable
-from related.keychannels.channels import SELECTORS, removed_count
-from related.keychannels.effects import Setting, layer_effects, summarize
-from related.keychannels.report import picture, tables
+from common.reporting.plots import drawing
+from common.reporting.tables import markdown_table
+from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
+from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
 
 STAGE = "related/keychannels/measure.py"
-CONVERTED = os.path.join("runs", "demo")  # the run whose checkpoints are measured by default
 PLAIN = None  # in the place of a choice (lambda, selector): the plain cache
 OTHERS = tuple(name for name in SELECTORS if name != "think")
 UNPRUNED = (0.0, "greedy+swap")  # the choice that removes nothing
+EXACT_SIZE = 16  # largest head size at which all sets of channels are enumerated
+EQUAL = 1e-9  # relative difference below which two objectives count as the same
+CHOICE_COLUMNS = ("lambda", "channels kept", "selector", "objective", "vs think",
+                  "lower / same / higher than think", "another is lower", "optimal", "output error")
+USE_COLUMNS = ("lambda", "selector", "perplexity", "loss over plain, nats", "texts lower than think", "cache",
+               "vs plain", "prefill time", "decode time")
+SHARES = (0.1, 0.25, 0.5)  # premises: of the channels
+POSITIONS, REMOVED = 0.1, 0.5  # premises: share of the prompt that is chosen, of channels that are removed
+PREMISES = {"keys": "energy of keys in the largest {} of channels",
+            "scores": "energy of scores in the largest {} of channels",
+            "positions": "later attention to a tenth of the prompt, chosen by {}",
+            "channels": "error of later scores, half of the channels removed, chosen by {}"}
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/keychannels")
-    parser.add_argument("--model", nargs="+", default=None, metavar="DIR",
-                        help="checkpoints: directories or hub names (default: the demo model's, see above)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7), metavar="X",
+    parser.add_argument("--model", nargs="+", default=[DEMO], metavar="DIR",
+                        help="checkpoints: directories or hub names")
+    parser.add_argument("--premises", action="store_true", help="measure the premises; see above")
+    parser.add_argument("--ratios", type=probability, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7),
                         help="lambda: shares of the channels to remove")
     parser.add_argument("--select", nargs="+", default=("align", "greedy", "greedy+swap"), choices=OTHERS,
                         metavar="NAME", help=f"selectors beside think: {', '.join(OTHERS)}")
-    parser.add_argument("--recent", type=non_negative, default=32,
-                        help="last keys of the prompt that stay whole")
+    parser.add_argument("--recent", type=non_negative, default=32, help="last keys of the prompt, left whole")
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
-    parser.add_argument("--text", default=None, help="c4, demo (held-out part), a .txt, .jsonl, .json.gz or "
-                        ".parquet file (default: demo, or c4 with --model)")
+    parser.add_argument("--text", default=DEMO,
+                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file")
     parser.add_argument("--sequences", type=positive, default=32, help="number of texts, at least 2")
     parser.add_argument("--prompt", type=positive, default=192, help="tokens of each text in the prompt")
-    parser.add_argument("--continuation", type=positive, default=64, 
-                        help="tokens after the prompt, at least 2")
+    parser.add_argument("--continuation", type=positive, default=64, help="tokens after it, at least 2")
     parser.section("resources")
     parser.add_argument("--batch", type=positive, default=16, help="texts per forward pass")
     parser.add_argument("--repeats", type=positive, default=10, help="turns of timing; the fastest counts")
     parser.add_argument("--device", type=device_flag, default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="dtype of the forward passes")
-    args = parser.parse_args()
-    check_arguments(args)
-    return args
+    return parser.parse_args()
 
 
-def check_arguments(args) -> None:
-    """Raise UserError for numbers that do not fit each other."""
-    for ratio in args.ratios:
-        if not 0 < ratio < 1:
-            raise UserError(f"--ratios: expected numbers between 0 and 1, found {ratio}")
-    for flag, values in (("--ratios", args.ratios), ("--model", args.model or ()), ("--select", args.select)):
-        if len(set(values)) < len(values):
-            raise UserError(f"{flag}: expected each value once, found {' '.join(map(str, values))}")
-    for flag, number in (("--sequences", args.sequences), ("--continuation", args.continuation)):
-        if number < 2:
-            raise UserError(f"{flag}: expected at least 2, found {number}")
-    if args.recent >= args.prompt:
-        raise UserError(f"--recent: expected less than --prompt {args.prompt}, found {args.recent}")
-    if args.observed > args.prompt:
-        raise UserError(f"--observed: expected at most --prompt {args.prompt}, found {args.observed}")
-
-
-def default_checkpoints() -> list[str]:
-    """The demo model as MHA and, once the stages have converted it, as GQA."""
-    teacher, gqa, merged = (os.path.join(CONVERTED, name) for name in ("teacher", "gqa", "merged"))
-    mha = teacher if os.path.isdir(teacher) else resolve_model(DEMO)
-    for path in (gqa, merged):
-        if os.path.isdir(path):
-            return [mha, path]
-    print(f"skipped converted GQA: {CONVERTED} has none until the seven stages have run")
-    return [mha]
-
-
-def check_checkpoint(setting: Setting, path: str) -> None:
-    """Raise UserError when a checkpoint has too few positions, nothing to prune, or too few channels."""
-    config = load_config(path)
-    require_prunable(config)
-    length, longest = setting.prompt + setting.continuation, config.max_position_embeddings
+def check(args, path: str) -> None:
+    """Raise UserError for numbers that fit neither each other nor a checkpoint, or without keys to prune."""
+    config, prompt, length = load_config(path), args.prompt, args.prompt + args.continuation
+    KeyChannelCache.require_prunable(config)
+    size, longest = geometry(config).head_dim, config.max_position_embeddings
+    least, room = (1, prompt - 1) if args.premises else (2, prompt)
     if length > longest:
         raise UserError(f"--prompt and --continuation: expected at most the {longest} positions of {path}, "
                         f"found {length}")
-    size = geometry(config).head_dim
-    for ratio in setting.ratios:
+    for flag, number in (("--sequences", args.sequences), ("--continuation", args.continuation)):
+        if number < least:
+            raise UserError(f"{flag}: expected at least {least}, found {number}")
+    if args.observed > room:
+        raise UserError(f"--observed: expected at most {room} of --prompt {prompt}, found {args.observed}")
+    if args.recent >= prompt and not args.premises:
+        raise UserError(f"--recent: expected less than --prompt {prompt}, found {args.recent}")
+    for ratio in args.ratios:
         if not 0 < removed_count(ratio, size) < size:
             raise UserError(f"--ratios: expected to remove 1 to {size - 1} of the {size} channels of {path}, "
                             f"found {removed_count(ratio, size)} at {ratio}")
 
 
-def new_cache(setting: Setting, model, choice):
+def choices(args) -> list[tuple[float, str]]:
+    """(lambda, selector) pairs to measure; think, which the others are compared with, comes first."""
+    return list(dict.fromkeys(itertools.product(args.ratios, ("think", *args.select))))
+
+
+@torch.no_grad()
+def watch_attention(model, tokens: torch.Tensor, function) -> None:
+    """Have the model read tokens [n, T]; call function in each of its layers without a sliding window.
+
+    It gets queries [n, H, T, d], keys and values [n, G, T, d], after RoPE, the output [n, T, H, d], and the
+    scale of the scores.
+    """
+    sliding = DynamicCache(config=model.config).is_sliding
+
+    def attention(module, query, key, value, mask, scaling, **kwargs):
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        if not sliding[module.layer_idx]:
+            function(query, key, value, output, scaling)
+        return output, None
+
+    AttentionInterface.register("watched", attention)
+    AttentionMaskInterface.register("watched", sdpa_mask)
+    model.set_attn_implementation("watched")
+    model(tokens, use_cache=False, logits_to_keep=1)
+
+
+def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tuple, dict]:
+    """Figures of each choice (lambda, selector) in one layer, from what watch_attention passes.
+
+    "objective" [n, G] is over the squared scores, "error" and "output" [] are the squared error and norm of
+    the attention output on the continuation. (lambda, "exact") has the best objective, for small heads.
+    """
+    prompt, size, effects = args.prompt, keys.shape[-1], {}
+    observed = by_key_head(queries[:, :, prompt - args.observed : prompt], keys)
+    weights = interactions(observed, keys[:, :, : prompt - args.recent])
+    whole, before = weights.sum((-1, -2)), output[:, prompt:].double()
+    mask = torch.ones(args.continuation, keys.shape[2], dtype=torch.bool, device=keys.device).tril(prompt)
+    for ratio, select in choices(args):
+        layer = KeyChannelLayer(ratio, select, args.recent, args.observed, prompt)
+        layer.update(keys[:, :, :prompt], values[:, :, :prompt])
+        layer.prune(queries[:, :, :prompt], None)
+        layer.update(keys[:, :, prompt:], values[:, :, prompt:])
+        removed = torch.ones_like(weights[..., 0], dtype=torch.bool)
+        removed.scatter_(-1, layer.channels.long(), False)
+        after = layer.attend(queries[:, :, prompt:], values, mask, scaling)
+        error, norm = (after - before).square().sum(), before.square().sum()
+        effects[ratio, select] = {"objective": objective(weights, removed) / whole, "error": error,
+                                  "output": norm}
+    if size <= EXACT_SIZE:
+        for ratio in args.ratios:
+            best = exact(weights, removed_count(ratio, size))
+            effects[ratio, "exact"] = {"objective": objective(weights, best) / whole}
+    return effects
+
+
+def summarize(args, effects: list[dict]) -> dict[tuple[float, str], dict]:
+    """(lambda, selector) -> figures over all heads. effects: head_effects of each layer and batch."""
+
+    def joined(ratio: float, select: str, name: str) -> torch.Tensor:
+        return torch.cat([layer[ratio, select][name].flatten().cpu() for layer in effects])
+
+    summary = {}
+    for ratio in args.ratios:
+        costs = {select: joined(ratio, select, "objective") for select in ("think", *args.select)}
+        think, lowest = costs["think"], torch.stack(list(costs.values())).amin(0)
+        for select, cost in costs.items():
+            lower, higher = cost < think * (1 - EQUAL), cost > think * (1 + EQUAL)
+            error = joined(ratio, select, "error").sum() / joined(ratio, select, "output").sum()
+            row = {"heads": len(cost), "objective": float(cost.mean()), "output_error": float(error.sqrt()),
+                   "lower_than_think": int(lower.sum()), "same_as_think": int((~lower & ~higher).sum()),
+                   "higher_than_think": int(higher.sum()),
+                   "change_to_think": float(cost.mean() / think.mean() - 1),
+                   "above_another": int((cost > lowest * (1 + EQUAL)).sum())}
+            if (ratio, "exact") in effects[0]:
+                best = joined(ratio, "exact", "objective")
+                row["best_of_all_sets"] = int((cost <= best * (1 + EQUAL)).sum())
+            summary[ratio, select] = row
+    return summary
+
+
+def new_cache(args, model, choice):
     """An empty cache: pruning for a choice (lambda, selector), else plain. The same attention reads both."""
-    ratio, select = choice or UNPRUNED
-    pruning = KeyChannelCache(model, ratio, select, setting.recent, setting.observed, setting.prompt)
+    pruning = KeyChannelCache(model, *(choice or UNPRUNED), args.recent, args.observed, args.prompt)
     return DynamicCache(config=model.config) if choice is PLAIN else pruning
 
 
 @torch.no_grad()
-def continue_prompt(setting: Setting, model, tokens, choice) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Read each prompt, then its continuation with the cache left by the prompt.
-
-    Returns logits [n, continuation, vocab], the loss of each text [n] in nats, and bytes in the cache after
-    the prompt.
-    """
-    cache = new_cache(setting, model, choice)
-    model(tokens[:, : setting.prompt], past_key_values=cache, logits_to_keep=1)
-    size, rest = cached_bytes(cache), tokens[:, setting.prompt :]
-    logits = model(rest, past_key_values=cache).logits
+def continue_prompt(args, model, tokens, choice) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Logits [n, continuation, vocab], losses of texts [n] in nats, bytes in the cache after the prompt."""
+    cache, (prompt, rest) = new_cache(args, model, choice), tokens.tensor_split((args.prompt,), 1)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    size, logits = cached_bytes(cache), model(rest, past_key_values=cache).logits
     losses = F.cross_entropy(logits[:, :-1].double().transpose(1, 2), rest[:, 1:], reduction="none").mean(1)
     return logits, losses.cpu(), size
 
 
+def compare_losses(loss: torch.Tensor, plain: torch.Tensor, think: torch.Tensor) -> dict[str, float]:
+    """Figures of a choice's losses [texts], beside the plain cache's and those of think at its lambda."""
+    over = loss - plain
+    return {"loss_over_plain": float(over.mean()),
+            "loss_over_plain_stderr": float(over.std() / len(over) ** 0.5),
+            "perplexity": math.exp(loss.mean()), "texts_lower_than_think": int((loss < think).sum())}
+
+
 @torch.no_grad()
-def time_choice(setting: Setting, model, row: torch.Tensor, choice) -> tuple[float, float]:
-    """Seconds for the prompt of one text [T], and the median over its continuation, one token at a time."""
-    cache, times = new_cache(setting, model, choice), []
-    for tokens in row[None].split([setting.prompt] + [1] * setting.continuation, 1):
-        synchronize(model.device)
-        start = time.perf_counter()
-        model(tokens, past_key_values=cache, logits_to_keep=1)
-        synchronize(model.device)
-        times.append(time.perf_counter() - start)
-    return times[0], statistics.median(times[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def measure_texts(setting: Setting, model, batches, name: str) -> tuple[dict, dict, dict, bool]:
-    """By choice: effects, losses [texts] and cache bytes; and whether lambda = 0 leaves logits unchanged."""
-    effects, losses, sizes, same = [], {}, {}, True
-    for batch in Progress(batches, desc=name, unit="batch", leave=False):
-        effects += layer_effects(setting, model, batch)
-        for choice in (PLAIN, *setting.choices):
-            logits, loss, size = continue_prompt(setting, model, batch, choice)
-            losses.setdefault(choice, []).append(loss)
-            sizes[choice] = sizes.get(choice, 0) + size
-            if choice is PLAIN:
-                same &= torch.equal(logits, continue_prompt(setting, model, batch, UNPRUNED)[0])
-    losses = {choice: torch.cat(parts) for choice, parts in losses.items()}
-    return summarize(setting, effects), losses, sizes, same
-
-
-def fastest_times(setting: Setting, model, row: torch.Tensor, repeats: int) -> dict:
-    """choice -> (prefill, decoding) seconds: the fastest of `repeats` turns over all choices."""
-    times = {choice: [] for choice in (PLAIN, *setting.choices)}
-    for _ in Progress(range(repeats), desc="timing", unit="turn", leave=False):
+def fastest_times(args, model, row: torch.Tensor) -> dict:
+    """choice -> the fewest seconds for the prompt of a text [T], and for a token after it (the median)."""
+    times = {choice: [] for choice in (PLAIN, *choices(args))}
+    for _ in Progress(range(args.repeats), desc="timing", unit="turn", leave=False):
         for choice, turns in times.items():
-            turns.append(time_choice(setting, model, row, choice))
+            cache, marks = new_cache(args, model, choice), [time.perf_counter()]
+            for tokens in row[None].split([args.prompt] + [1] * args.continuation, 1):
+                logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+                float(logits[0, 0, 0])  # the host waits for the device
+                marks.append(time.perf_counter())
+            prefill, *decoding = (end - start for start, end in itertools.pairwise(marks))
+            turns.append((prefill, statistics.median(decoding)))
     return {choice: tuple(map(min, zip(*turns, strict=True))) for choice, turns in times.items()}
 
 
-def measure(args, setting: Setting, path: str, text: str, device: str) -> dict:
-    """All figures of one checkpoint."""
-    model, description = load_model(path, getattr(torch, args.dtype), device), describe(path)
-    length, tokenizer = setting.prompt + setting.continuation, load_tokenizer(path)
-    tokens, source = load_tokens(text, tokenizer, args.sequences, length, split="heldout")
-    print(f"reads   {path}\nreads   {source}")
-    tokens = tokens.to(device)
-    batches = tokens.split(args.batch)
-    summary, losses, sizes, same = measure_texts(setting, model, batches, os.path.basename(path))
-    times = fastest_times(setting, model, tokens[0], args.repeats)
-    rows, size = [], description["head_dim"]
-    for ratio, select in setting.choices:
-        choice = ratio, select
-        over = losses[choice] - losses[PLAIN]
-        row = {"ratio": ratio, "select": select, "channels": size - removed_count(ratio, size)}
-        row |= summary[choice] | {
-            "loss_over_plain": float(over.mean()),
-            "loss_over_plain_stderr": float(over.std() / len(over) ** 0.5),
-            "perplexity": math.exp(losses[choice].mean()),
-            "texts_lower_than_think": int((losses[choice] < losses[ratio, "think"]).sum()),
-            "cache_bytes": sizes[choice] // len(tokens),
-            "prefill_over_plain": times[choice][0] / times[PLAIN][0],
-            "decode_over_plain": times[choice][1] / times[PLAIN][1],
-        }
-        rows.append(row)
-    return {"model": description, "text": source, "texts": len(tokens), "rows": rows, "same_bits_at_0": same,
+def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
+    """Figures of every choice for one checkpoint. tokens: [texts, prompt + continuation]."""
+    effects, losses, sizes, same, rows = [], {}, {}, True, []
+    for batch in Progress(tokens.split(args.batch), desc=os.path.basename(path), unit="batch", leave=False):
+        watch_attention(model, batch, lambda *states: effects.append(head_effects(args, *states)))
+        for choice in (PLAIN, *choices(args)):
+            logits, loss, size = continue_prompt(args, model, batch, choice)
+            losses.setdefault(choice, []).append(loss)
+            sizes[choice] = sizes.get(choice, 0) + size
+            if choice is PLAIN:
+                same &= torch.equal(logits, continue_prompt(args, model, batch, UNPRUNED)[0])
+    losses = {choice: torch.cat(parts) for choice, parts in losses.items()}
+    times, summary = fastest_times(args, model, tokens[0]), summarize(args, effects)
+    description = describe(path)
+    for choice in choices(args):
+        ratio, select = choice
+        kept = description["head_dim"] - removed_count(ratio, description["head_dim"])
+        prefill, decode = (mine / plain for mine, plain in zip(times[choice], times[PLAIN], strict=True))
+        rows.append({"ratio": ratio, "select": select, "channels": kept} | summary[choice]
+                    | compare_losses(losses[choice], losses[PLAIN], losses[ratio, "think"])
+                    | {"cache_bytes": sizes[choice] // len(tokens), "prefill_over_plain": prefill,
+                       "decode_over_plain": decode})
+    return {"model": description, "texts": len(tokens), "rows": rows, "same_bits_at_0": same,
             "perplexity": math.exp(losses[PLAIN].mean()), "cache_bytes": sizes[PLAIN] // len(tokens),
             "decode_ms_per_token": 1000 * times[PLAIN][1]}
 
 
+def tables(figures: dict) -> str:
+    """Markdown for one checkpoint: what the selectors chose, and what using the pruned cache does."""
+    model, rows, plain, chosen = figures["model"], figures["rows"], figures["cache_bytes"], []
+    size, perplexity = f"{plain / 1024:.1f} KiB", f"{figures['perplexity']:.3f}"
+    used = [(0, "plain cache", perplexity, "", "", size, 1, 1, 1)]
+    for row in rows:
+        change = counts = lower = ""
+        if row["select"] != "think":
+            change = f"{row['change_to_think']:+.1%}"
+            counts = f"{row['lower_than_think']} / {row['same_as_think']} / {row['higher_than_think']}"
+            lower = f"{row['texts_lower_than_think']} of {figures['texts']}"
+        chosen.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"],
+                       f"{row['objective']:.5f}", change, counts, row["above_another"],
+                       row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
+        used.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}",
+                     f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", lower,
+                     f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / plain:.3f}",
+                     f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
+    equal = "equal" if figures["same_bits_at_0"] else "DO NOT EQUAL"
+    return "\n\n".join((
+        f"### {model['path']}: {model['heads']} heads, {model['kv_heads']} key heads of {model['head_dim']} "
+        f"channels",
+        f"{rows[0]['heads']} choices (layers x key heads x texts); objective and output error are relative.",
+        markdown_table(CHOICE_COLUMNS, chosen),
+        f"At lambda = 0 the logits {equal} the plain cache's, bit for bit. "
+        f"The plain cache decodes a token in {figures['decode_ms_per_token']:.2f} ms.",
+        markdown_table(USE_COLUMNS, used)))
+
+
+@drawing
+def picture(plt, results: dict[str, dict], title: str):
+    """A row per checkpoint: objective over think's, attention-output error and perplexity against lambda."""
+    size = (11, 2.9 * len(results) + 0.4)
+    figure, axes = plt.subplots(len(results), 3, squeeze=False, figsize=size, layout="constrained")
+    names = {"change_to_think": "objective relative to think",
+             "output_error": "relative error of the attention output",
+             "perplexity": "perplexity of the continuation"}
+    for line, (path, figures) in zip(axes, results.items(), strict=True):
+        for axis, (name, title_of_axis) in zip(line, names.items(), strict=True):
+            for number, select in enumerate(dict.fromkeys(row["select"] for row in figures["rows"])):
+                rows = [row for row in figures["rows"] if row["select"] == select]
+                values = [row[name] + (name == "change_to_think") for row in rows]
+                axis.plot([row["ratio"] for row in rows], values, color=f"C{number}", marker="o",
+                          markersize=3, label=select)
+            axis.set(title=title_of_axis, xlabel="lambda, share of key channels removed")
+        line[0].set_title(f"{path}\n{names['change_to_think']}")
+        line[2].axhline(figures["perplexity"], color="black", linewidth=0.8, label="plain cache")
+        line[2].legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
 def closing_line(results: dict[str, dict], select: str) -> str:
     """One selector against the others over all checkpoints."""
-    totals = dict.fromkeys(("lower_than_think", "higher_than_think", "above_another", "heads"), 0)
-    for figures in results.values():
-        for row in figures["rows"]:
-            if row["select"] == select:
-                totals = {name: total + row[name] for name, total in totals.items()}
+    rows = [row for figures in results.values() for row in figures["rows"] if row["select"] == select]
+    lower, higher, above, heads = (sum(row[name] for row in rows) for name in (
+        "lower_than_think", "higher_than_think", "above_another", "heads"))
     same = all(figures["same_bits_at_0"] for figures in results.values())
-    return (f"{select} below think on {totals['lower_than_think']} of {totals['heads']} choices, above on "
-            f"{totals['higher_than_think']}, above any other on {totals['above_another']}; "
-            f"lambda = 0 equals the plain cache bit for bit: {same}")
+    return (f"{select} below think on {lower} of {heads} choices, above on {higher}, above any other on "
+            f"{above}; lambda = 0 equals the plain cache bit for bit: {same}")
+
+
+def largest_shares(energy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The share of energy [..., d] in the largest SHARES of the channels, each [...]."""
+    ordered = energy.sort(-1, descending=True).values
+    counts = {f"{share:.0%}": max(1, round(share * energy.shape[-1])) for share in SHARES}
+    return {name: ordered[..., :count].sum(-1) / energy.sum(-1) for name, count in counts.items()}
+
+
+def attention_to(queries: torch.Tensor, keys: torch.Tensor, first: int, scaling: float) -> torch.Tensor:
+    """Mean attention [G, T] to every key, over queries and the query heads of each key head.
+
+    queries: [H, n, d] at positions first, first + 1, ...; keys: [G, T, d].
+    """
+    scores = scaling * queries.unflatten(0, (len(keys), -1)) @ keys[:, None].mT  # [G, H / G, n, T]
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=keys.device).tril(first)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).mean((1, 2))
+
+
+def chosen_share(attention: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The share of attention [G, T] in the POSITIONS that `by` [G, T] is largest at: [G]."""
+    count = max(1, round(POSITIONS * attention.shape[-1]))
+    return attention.take_along_dim(by.topk(count).indices, -1).sum(-1) / attention.sum(-1)
+
+
+def head_premises(args, queries, keys, scaling: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Figures of one layer and text, each [G]. queries: [H, T, d]; keys: [G, T, d]; after RoPE."""
+    prompt, window = args.prompt, args.prompt - args.observed
+    before, queries, keys = keys[:, :window].double(), queries.double(), keys.double()
+    observed, later = queries[:, window:prompt], queries[:, prompt:]
+    by_window, by_later = (interactions(by_key_head(part[None], keys[None])[0], before)
+                           for part in (observed, later))
+    attention = {"the window": attention_to(observed, keys[:, :prompt], window, scaling)[:, :window],
+                 "later queries": attention_to(later, keys, prompt, scaling)[:, :window]}
+    attention["recency"] = torch.arange(window, dtype=torch.float64, device=keys.device).expand(len(keys), -1)
+    count, chooser = removed_count(REMOVED, keys.shape[-1]), SELECTORS["greedy+swap"]
+    return {
+        "keys": largest_shares(before.square().sum(1)),
+        "scores": largest_shares(by_window.diagonal(dim1=-2, dim2=-1)),
+        "positions": {name: chosen_share(attention["later queries"], by) for name, by in attention.items()},
+        "channels": {name: objective(by_later, chooser(by, by, count)) / by_later.sum((-1, -2))
+                     for name, by in (("the window", by_window), ("later queries", by_later))},
+    }
+
+
+def premises(args, path: str, model, tokens: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+    """What is shown by row and column, over all layers without a sliding window, key heads and texts."""
+    everything = {name: {} for name in PREMISES}
+
+    def note(queries, keys, values, output, scaling: float) -> None:
+        for name, figures in head_premises(args, queries[0], keys[0], scaling).items():
+            for column, numbers in figures.items():
+                everything[name].setdefault(column, []).extend(numbers.tolist())
+
+    for row in Progress(tokens, desc=os.path.basename(path), unit="text"):
+        watch_attention(model, row[None], note)
+    return everything
+
+
+def premises_table(results: dict[str, dict]) -> str:
+    """Markdown: mean and tenth to ninetieth percentile over layers, key heads and texts."""
+    lines = []
+    for name, title in PREMISES.items():
+        for column in next(iter(results.values()))[name]:
+            numbers = [figures[name][column] for figures in results.values()]
+            tenths = [statistics.quantiles(values, n=10) for values in numbers]
+            shown = [f"{statistics.mean(values):.3f} ({low:.3f} to {high:.3f})"
+                     for values, (low, *_, high) in zip(numbers, tenths, strict=True)]
+            lines.append((title.format(column), *shown))
+    return markdown_table(("mean (tenth to ninetieth percentile)", *results), lines, "<" + ">" * len(results))
 
 
 def main():
-    args, clock = parse(), Clock()
-    output = os.path.join(args.run, "keychannels")
-    setting = Setting(args.prompt, args.continuation, args.recent, args.observed, tuple(args.ratios),
-                      ("think", *args.select))
-    paths = [resolve_model(name) for name in args.model] if args.model else default_checkpoints()
+    args, clock, results = parse(), Clock(), {}
+    paths = list(dict.fromkeys(map(resolve_model, args.model)))
     for path in paths:
-        check_checkpoint(setting, path)
+        check(args, path)
+    name = "premises" if args.premises else "keychannels"
+    output = os.path.join(args.run, name)
     claim(STAGE, args, output + ".json")
-    device, text = pick_device(args.device), args.text or ("c4" if args.model else DEMO)
-    results = {path: measure(args, setting, path, text, device) for path in paths}
-
-    shown = "\n\n".join(map(tables, results.values()))
+    device, length = pick_device(args.device), args.prompt + args.continuation
+    for path in paths:
+        tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, split="heldout")
+        print(f"reads   {path}\nreads   {source}")
+        model, tokens = load_model(path, getattr(torch, args.dtype), device), tokens.to(device)
+        if args.premises:
+            results[path] = premises(args, path, model, tokens)
+        else:
+            results[path] = measure(args, path, model, tokens) | {"text": source}
+    if args.premises:
+        shown, positions = premises_table(results), results[paths[0]]["positions"]
+        share, best = (statistics.mean(positions[by]) for by in ("the window", "later queries"))
+        last = f"the window finds {share / best:.0%} of the attention that a tenth of the prompt can get"
+    else:
+        shown, last = "\n\n".join(map(tables, results.values())), closing_line(results, args.select[-1])
+        title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
+        picture(output + ".png", results, title)
     write_text(output + ".md", shown + "\n")
-    title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
-    picture(output + ".png", results, title)
-    sidecar = make_record(STAGE, args, results[paths[0]]["model"], {}, {}, clock())
-    write_json(output + ".json", sidecar | {"device": device, "results": results})
-    print(f"\n{shown}\n\nwrote   {output}.json, {output}.md")
-    print(f"keychannels: {closing_line(results, args.select[-1])}; in {clock()} s")
+    record = make_record(STAGE, args, describe(paths[0]), {}, {}, clock())
+    write_json(output + ".json", record | {"device": device, "results": results})
+    print(f"\n{shown}\n\nwrote   {output}.json, {output}.md\n{name}: {last}; in {clock()} s")
 
 
 if __name__ == "__main__":

@@ -1,203 +1,284 @@
 """Skipless transformers without Q and P: weights saved, exactness of folds, conditioning of real matrices.
 
-Reads   a checkpoint (--model) for its condition numbers; configs for the table of weights; a shape and a text
-        to train on
-Writes  RUN/serial/, RUN/parallel/   two skipless models trained as by train.py; skipped if they already exist
-        RUN/compare.json, .md, .png  the tables and the picture
+Reads   a checkpoint (--model) for its condition numbers; configs for the table of weights; RUN/serial/ and
+        RUN/parallel/, which train.py writes
+Writes  RUN/compare.json, .md, .png   the tables and the picture
 
-    python -m related.skipless.compare                                            # minutes on two cores
+    python -m related.skipless.compare                                            # a minute on two cores
     python -m related.skipless.compare --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
     python -m related.skipless.compare --run runs/y --report-only --config Qwen/Qwen2.5-7B my-config.json
 
-Exactness: models are compared with themselves after removing Q, K, V or P. They are random (serial and
-parallel; MHA, GQA and MQA, and MHA with a plain FFN; with biases), or made of the matrices of --shape (a real
-model's, although its function needs its norms), or the two trained ones. The figure is the largest logit
-difference over the largest logit, in float64 and with weights stored in float32 and in bfloat16; "itself" is
-the model without a fold. A fold that does not apply is refused with the reason.
-
-Conditioning: a fold multiplies by T and by T^-1, and rounding errors grow with T's condition number. The
-sweep gives the trained serial model's Q ever larger ones and folds it all the same; fold.py refuses above
---max-condition.
+Weights are those of matrices, as in the paper; the possible speed-up, total over remaining weights, is that
+of one sequence when reading them takes all the time. Exactness is the largest logit difference over the
+largest logit after removing Q, K, V or P, in float64 and with weights stored in float32 and in bfloat16, of
+models that are random, with biases; or made of the matrices of the stock model that gave the trained ones
+their shape (its own function needs its norms); or trained. "Itself" is the model without a fold. The sweep
+gives the trained serial model's Q ever larger condition numbers, as rounding errors grow with them, and folds
+it all the same; fold.py refuses above --max-condition.
 """
 
-import glob
+import copy
+import math
 import os
-import sys
+from pathlib import Path
 
 import torch
 
+from common import families, models
 from common.artifacts import claim, make_record, read_record, verify_files
-from common.cli import Clock, UserError, positive_float, run_stage, stage_parser
+from common.cli import Clock, UserError, positive, positive_float, run_stage, seed, stage_parser
 from common.cli import device as device_flag
-from common.data.demo import DEMO, resolve_model
+from common.data import demo
+from common.data.demo import resolve_model
 from common.data.text import load_tokens
-from common.families import SUPPORTED, geometry, require_convertible
 from common.files import write_json, write_text
 from common.layers import Layers
-from common.models import FUSED, describe, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
-from common.records import FILES, POSITIVE, STRING, mismatch
+from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
-from common.training.engine import STOPPED
-from common.training.sharding import joined_ranks
-from related.skipless.algebra import MAX_CONDITION, SINGULAR, condition_numbers
-from related.skipless.exactness import PRECISIONS, every_fold, random_model, sweep, transplanted
-from related.skipless.modeling import SkiplessConfig
-from related.skipless.report import conditions_table, exactness_table, picture, sweep_table
-from related.skipless.training import (
-    TRAIN_STAGE,
-    check_length,
-    skipless_config,
-    train_skipless,
-    training_flags,
-)
-from related.skipless.weights import COLUMNS, cells, count
+from related.skipless import fold, train
+from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 
 STAGE = "related/skipless/compare.py"
-CONFIGS = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(__file__)), "configs", "*.json")))
+CONFIGS = sorted(map(str, Path(__file__).parent.glob("configs/*.json")))
+PYTHIA = "gpt_neox"
+COUNTED = (*families.SUPPORTED, SkiplessConfig.model_type, PYTHIA)  # model types
+COLUMNS = ("model", "blocks", "attention", "Q + P per layer", "weights", "without Q and P", "saved, speed-up",
+           "by an exact fold")
 KINDS = ("serial", "parallel")
 BIASES = {"attention_bias": True, "mlp_bias": True}
-CONDITIONS = [{STRING: POSITIVE}]
-TRAINED = {"files": FILES, "summary": {"conditions_before": CONDITIONS, "conditions_after": CONDITIONS}}
+PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SWEEP = [10.0**power for power in range(0, 13, 2)]  # condition numbers
+LETTERS = [letter.upper() for letter in fold.PROJECTIONS]
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=DEMO, help="checkpoint whose condition numbers are reported")
+    parser.add_argument("--model", default=demo.DEMO, help="checkpoint of the condition numbers reported")
     parser.add_argument("--config", nargs="+", default=[], metavar="CONFIG",
                         help="more rows of the table of weights: directories, hub names or .json files")
-    parser.add_argument("--shape", default=DEMO, metavar="MODEL",
-                        help="small checkpoint that gives the skipless models their shape and tokenizer")
     parser.add_argument("--report-only", action="store_true",
-                        help="only weights and condition numbers: make no skipless model")
-    parser.add_argument("--max-condition", type=positive_float, default=MAX_CONDITION,
-                        help="largest condition number of a matrix that is inverted")
+                        help="only weights and condition numbers, which need no skipless model")
     parser.add_argument("--device", type=device_flag, default="auto",
                         help="device for the condition numbers: auto, cpu, cuda or cuda:N")
-    training_flags(parser)
+    parser.section("folds")
+    parser.add_argument("--max-condition", type=positive_float, default=fold.MAX_CONDITION,
+                        help="largest condition number of a matrix that is inverted")
+    parser.add_argument("--text", default=demo.DEMO, help="text for the logits, as --text of fold.py")
+    parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed of the random models")
     return parser.parse_args()
+
+
+def count(config) -> dict:
+    """Numbers of weights of a model with this transformers config; q, p, kv and ffn are those of a layer.
+
+    untied: what untying adds, as a tied embedding must be stored twice once Q is multiplied into it;
+    without_q_p: with neither Q nor P, as in the paper's table; folded: what an exact fold leaves, as P of a
+    parallel block stays, which no matrix of its own follows. Raises UserError for an unknown model_type.
+    """
+    if config.model_type not in COUNTED:
+        raise UserError(f"--config: expected model_type in {sorted(COUNTED)}, found {config.model_type!r}")
+    shape, embedding = families.geometry(config), config.vocab_size * config.hidden_size
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    gated, tied = getattr(config, "gated", config.model_type != PYTHIA), config.tie_word_embeddings
+    weights = {
+        "parallel": getattr(config, "parallel", getattr(config, "use_parallel_residual", False)),
+        "attention": {1: "MQA", shape.heads: "MHA"}.get(shape.kv_heads, "GQA"),
+        "square": width == shape.hidden,  # otherwise neither Q nor P can be removed
+        "layers": shape.layers, "q": shape.hidden * width, "p": width * shape.hidden,
+        "kv": 2 * shape.hidden * kv_width,
+        "ffn": (3 if gated else 2) * shape.hidden * config.intermediate_size,
+        "embeddings": embedding if tied else 2 * embedding, "untied": embedding if tied else 0,
+    }
+    total = shape.layers * sum(weights[part] for part in ("q", "p", "kv", "ffn")) + weights["embeddings"]
+    without_q_p = total - shape.layers * (weights["q"] + weights["p"]) + weights["untied"]
+    kept = shape.layers * weights["p"] * weights["parallel"]
+    return weights | {"total": total, "without_q_p": without_q_p, "folded": without_q_p + kept}
+
+
+def count_all(args, config) -> dict[str, dict]:
+    """Name -> weights of the checkpoint, the paper's configs and those of --config."""
+    configs = {args.model: config}
+    for path in (*CONFIGS, *args.config):
+        name = os.path.basename(path).removesuffix(".json")
+        configs[path if name in configs else name] = models.load_config(path)
+    return {name: count(config) for name, config in configs.items()}
+
+
+def weights_table(weights: dict[str, dict]) -> str:
+    """One row per model: weights, the share saved, and the possible speed-up."""
+    rows = []
+    for name, counted in weights.items():
+        total, without = counted["total"], f"{counted['without_q_p']:,}"
+        saved, folded = (f"{1 - after / total:.0%}, {total / after:.2f}x"
+                         for after in (counted["without_q_p"], counted["folded"]))
+        if not counted["square"]:
+            without, saved, folded = "-", "Q is not square", "-"
+        blocks, q_p = "parallel" if counted["parallel"] else "serial", f"{counted['q'] + counted['p']:,}"
+        rows.append((name, blocks, counted["attention"], q_p, f"{total:,}", without, saved, folded))
+    return markdown_table(COLUMNS, rows)
 
 
 def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
     """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
-    conditions, layers = [], Layers(path, torch.float32, device, layerwise=True)
+    found, layers = [], Layers(path, torch.float32, device, layerwise=True)
     numbers = range(layers.config.num_hidden_layers)
     for index in Progress(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:
-            conditions.append(condition_numbers(layer.self_attn))
-    return conditions
+            found.append(fold.condition_numbers(layer.self_attn))
+    return found
 
 
-def count_all(args, config) -> dict:
-    """Name -> Weights of the checkpoint, the paper's configs and those of --config."""
-    configs = {args.model: config}
-    for path in (*CONFIGS, *args.config):
-        name = os.path.basename(path).removesuffix(".json")
-        configs[path if name in configs else name] = load_config(path)
-    return {name: count(config) for name, config in configs.items()}
+def conditions_table(layers: list[dict]) -> str:
+    """One row per layer: condition numbers of Q, K, V and P."""
+    rows = [(index, *(f"{numbers[letter]:.3g}" if letter in numbers else "not square"
+                      for letter in fold.PROJECTIONS)) for index, numbers in enumerate(layers)]
+    return markdown_table(("layer", *LETTERS), rows)
 
 
-def check_shape(source: str, length: int):
-    """The config of --shape. Raises UserError unless a model of this shape can be trained and folded."""
-    config = load_config(source)
-    require_convertible(source, config)
-    shape = geometry(config)
-    if shape.heads * shape.head_dim != shape.hidden:
-        raise UserError(f"--shape: expected a square Q, found {shape.heads} heads of {shape.head_dim} for "
-                        f"width {shape.hidden} in {source}")
-    check_length(length, source, config)
-    return config
+def differences(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict[str, float]:
+    """Relative differences between a float64 model and the reference, in each of PRECISIONS."""
+    stored = {name: fold.rounded(model, dtype) for name, dtype in PRECISIONS.items()}
+    return {name: fold.relative_difference(reference, fold.exact_logits(copied, tokens))
+            for name, copied in stored.items()}
 
 
-def train_missing(args, source: str, clock: Clock) -> None:
-    """Train the models that do not exist yet (with --force: both). Exits when a signal stops the training."""
-    missing = [kind for kind in KINDS if args.force or not os.path.isdir(os.path.join(args.run, kind))]
-    with joined_ranks() as ranks:
-        finished = all(train_skipless(args, source, kind == "parallel", ranks, clock) for kind in missing)
-    if not finished:
-        sys.exit(STOPPED)
+@torch.no_grad()
+def random_model(config: SkiplessConfig, seed: int):
+    """A float64 model with Gaussian weights and biases."""
+    generator = torch.Generator().manual_seed(seed)
+    model = SkiplessForCausalLM(config).double().eval()
+    for parameter in model.parameters():
+        std = 1.0 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
+        parameter.normal_(std=std, generator=generator)
+    return model
 
 
-def read_trained(path: str, model: dict) -> dict:
-    """The summary of a model trained with the shape of `model`. Raises UserError for others or if damaged."""
-    sidecar = read_record(path, TRAIN_STAGE, model)
-    fault = mismatch(sidecar, TRAINED, "record")
-    if fault:
-        raise UserError(f"{path}: {fault}; run {TRAIN_STAGE} again with --force")
-    verify_files(path, sidecar)
-    return sidecar["summary"]
+@torch.no_grad()
+def transplanted(source, parallel: bool):
+    """A float64 skipless model with a stock model's matrices, if not its function."""
+    bias = source.model.layers[0].self_attn.q_proj.bias is not None
+    model = SkiplessForCausalLM(train.skipless_config(source.config, parallel, attention_bias=bias)).double()
+    for parameter in model.parameters():
+        parameter.zero_()  # P may have a bias here alone
+    model.load_state_dict(source.state_dict(), strict=False)
+    return model.eval()
+
+
+def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> list[dict]:
+    """Differences of a float64 model from itself and of each of its folds, or why a fold was refused.
+
+    condition: that of the worst matrix inverted.
+    """
+    reference, parallel = fold.exact_logits(model, tokens), model.config.parallel
+    shape = {"model": name, "parallel": parallel, "kv_heads": model.config.num_key_value_heads}
+    itself = differences(reference, model, tokens)
+    lines = [shape | {"remove": None, "parameters": model.num_parameters()} | itself]
+    for letter in fold.PROJECTIONS:
+        line = shape | {"remove": letter}
+        lines.append(line)
+        try:
+            folded = fold.fold(model, letter, max_condition)
+            figures = differences(reference, folded, tokens)
+            if not figures["float64"] <= fold.LOGIT_TOLERANCE:
+                raise UserError(f"expected logits without {letter.upper()} to differ by at most "
+                                f"{fold.LOGIT_TOLERANCE:.0e}, found {figures['float64']:.1e}")
+        except UserError as error:
+            line["refused"] = str(error)
+            continue
+        line |= figures | {"gone": folded.config.removed, "parameters": folded.num_parameters()}
+        line["condition"] = None
+        if fold.inverts(letter, parallel):
+            line["condition"] = max(layer[letter] for layer in fold.conditions(model))
+    return lines
+
+
+@torch.no_grad()
+def sweep(model, tokens: torch.Tensor) -> list[dict]:
+    """For each condition number of SWEEP: give it to every Q of the model, fold Q out, compare logits."""
+    lines = []
+    for condition in SWEEP:
+        ill_conditioned = copy.deepcopy(model)
+        for layer in ill_conditioned.model.layers:
+            weight = layer.self_attn.q_proj.weight
+            left, values, right = torch.linalg.svd(weight)
+            spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
+            weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
+        folded = fold.fold(ill_conditioned, "q", math.inf)
+        reference = fold.exact_logits(ill_conditioned, tokens)
+        lines.append({"condition": condition} | differences(reference, folded, tokens))
+    return lines
 
 
 def head_counts(heads: int) -> dict[str, int]:
     """Name -> key/value heads of the random models. No GQA where no number of them divides the heads."""
-    counts = {"MHA": heads}
-    for number in range(2, min(max(heads // 4, 2), heads - 1) + 1):
-        if heads % number == 0:
-            counts["GQA"] = number
-    return counts | {"MQA": 1}
+    grouped = [number for number in range(2, min(max(heads // 4, 2), heads - 1) + 1) if heads % number == 0]
+    return {"MHA": heads} | ({"GQA": grouped[-1]} if grouped else {}) | {"MQA": 1}
 
 
-def fold_everything(args, source: str, config, tokens: torch.Tensor) -> list[dict]:
-    """Lines of the exactness table: random models, models of real matrices, trained models."""
-    lines, stock = [], load_model(source, torch.float64)
-    for kind in KINDS:
-        for name, kv_heads in head_counts(config.num_attention_heads).items():
-            model = random_model(skipless_config(config, kind == "parallel", kv_heads, **BIASES), args.seed)
-            lines += every_fold(f"random {kind} {name}", model, tokens, args.max_condition)
-        plain = skipless_config(config, kind == "parallel", gated=False, hidden_act="gelu", **BIASES)
-        lines += every_fold(f"random {kind}, plain FFN", random_model(plain, args.seed), tokens,
-                            args.max_condition)
-    for kind in KINDS:
-        model = transplanted(stock, kind == "parallel")
-        lines += every_fold(f"{kind} of {args.shape}'s matrices", model, tokens, args.max_condition)
-    for kind in KINDS:
-        path = os.path.join(args.run, kind)
-        print(f"reads   {path}")
-        lines += every_fold(f"trained {kind}", load_model(path, torch.float64), tokens, args.max_condition)
-    return lines
+def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
+    """Lines of the exactness table, condition numbers before and after training, lines of the sweep.
 
-
-def make_skipless(args, source: str, config, clock: Clock) -> tuple[list[dict], dict, list[dict]]:
-    """Lines of the exactness table, condition numbers before and after training, lines of the sweep."""
-    claim(TRAIN_STAGE, args)
-    model, trained = describe(source), {}
-    paths = {kind: os.path.join(args.run, kind) for kind in KINDS}
-    if not args.force:
-        for path in filter(os.path.isdir, paths.values()):
-            read_trained(path, model)  # refused before the other one is trained
-    train_missing(args, source, clock)
+    Raises UserError unless the two trained models are there, whole, and of the same shape.
+    """
+    paths = {kind: train.model_path(args.run, kind == "parallel") for kind in KINDS}
+    recorded, trained, skipless = read_record(paths["serial"], train.STAGE)["model"], {}, {}
+    source, name = recorded["path"], recorded["name"]
+    model, shape = models.describe(source, name), train.load_shape(source, args.length, "q")
     for kind, path in paths.items():
-        summary = read_trained(path, model)
-        trained[kind] = {"before": summary["conditions_before"], "after": summary["conditions_after"]}
-    tokens, text = load_tokens(args.heldout, load_tokenizer(source), 4, args.length, split="heldout")
+        record = read_record(path, train.STAGE, model)
+        verify_files(path, record)
+        trained[kind] = {when: record["summary"][f"conditions_{when}"] for when in ("before", "after")}
+    tokens, text = load_tokens(args.text, models.load_tokenizer(source), 4, args.length, split="heldout")
     print(f"reads   {text}, for the logit differences")
-    lines = fold_everything(args, source, config, tokens)
-    return lines, trained, sweep(load_model(paths["serial"], torch.float64), tokens)
+    for kind in KINDS:
+        for heads, kv_heads in head_counts(shape.num_attention_heads).items():
+            config = train.skipless_config(shape, kind == "parallel", kv_heads, **BIASES)
+            skipless[f"random {kind} {heads}"] = random_model(config, args.seed)
+        config = train.skipless_config(shape, kind == "parallel", gated=False, hidden_act="gelu", **BIASES)
+        skipless[f"random {kind}, plain FFN"] = random_model(config, args.seed)
+    stock = models.load_model(source, torch.float64)
+    for kind in KINDS:
+        skipless[f"{kind} of {name}'s matrices"] = transplanted(stock, kind == "parallel")
+    for kind, path in paths.items():
+        print(f"reads   {path}")
+        skipless[f"trained {kind}"] = models.load_model(path, torch.float64)
+    lines = [line for name, model in skipless.items()
+             for line in every_fold(name, model, tokens, args.max_condition)]
+    return lines, trained, sweep(skipless["trained serial"], tokens)
 
 
-def sections(args, weights: dict, conditions: list[dict], lines, swept) -> str:
-    """The Markdown report."""
-    rows = [cells(name, entry) for name, entry in weights.items()]
-    parts = {
-        "Weights of skipless models of these shapes, without biases and norms": markdown_table(COLUMNS, rows),
-        f"Condition numbers of {args.model}": conditions_table(conditions),
-    }
-    if lines:
-        title = f"Largest logit difference over the largest logit, {' / '.join(PRECISIONS)}"
-        parts[title] = exactness_table(lines)
-        parts["The same, with every Q of the trained serial model ill-conditioned"] = sweep_table(swept)
-    return "\n\n".join(f"{title}:\n\n{table}" for title, table in parts.items())
+def exactness_table(lines: list[dict]) -> str:
+    """One row per model: its weights; differences of itself and each fold, and the share of weights saved."""
+    rows = []
+    for name in dict.fromkeys(line["model"] for line in lines):
+        itself, *folds = [line for line in lines if line["model"] == name]
+        before = itself["parameters"]
+        cells = ["refused" if "refused" in line
+                 else f"{differences_cell(line)}, {1 - line['parameters'] / before:.0%}" for line in folds]
+        rows.append((name, f"{before:,}", differences_cell(itself), *cells))
+    table = markdown_table(("model", "weights", "itself", *LETTERS), rows)
+    reasons = dict.fromkeys(f"Refused: {line['refused']}." for line in lines if "refused" in line)
+    return "\n\n".join((table, *reasons))
 
 
-def closing_line(name: str, conditions: list[dict], lines: list[dict] | None) -> str:
+def differences_cell(line: dict) -> str:
+    """Differences in each of PRECISIONS, for example "2e-14 / 2e-07 / over 1"."""
+    numbers = (line[name] for name in PRECISIONS)
+    return " / ".join("0" if number == 0 else f"{number:.0e}" if number < 1 else "over 1"
+                      for number in numbers)
+
+
+def closing_line(name: str, layers: list[dict], lines: list[dict] | None) -> str:
     """How exact the folds were, and which of the checkpoint's attention matrices are invertible."""
     numbers = [(value, f"{letter.upper()} of layer {index}")
-               for index, layer in enumerate(conditions) for letter, value in layer.items()]
+               for index, layer in enumerate(layers) for letter, value in layer.items()]
     text = f"no attention matrix of {name} is square"
     if numbers:
         worst, place = max(numbers)
-        invertible = sum(value < SINGULAR for value, _ in numbers)
+        invertible = sum(value < fold.SINGULAR for value, _ in numbers)
         text = (f"{invertible} of {len(numbers)} square attention matrices of {name} invertible, "
                 f"worst condition number {worst:.3g}, {place}")
     if not lines:
@@ -207,35 +288,76 @@ def closing_line(name: str, conditions: list[dict], lines: list[dict] | None) ->
     return f"{len(exact)} folds exact to {max(exact, default=0):.0e}, {refused} refused; {text}"
 
 
+@drawing
+def picture(plt, name: str, checkpoint: list[dict], trained: dict | None, swept, limit: float):
+    """Condition numbers by layer, of the checkpoint and of the trained models, and the differences they make.
+
+    trained and swept may be None: then there is one panel instead of three. limit: the largest condition
+    number that a fold accepts.
+    """
+    panels, width = (3, 15) if trained else (1, 5.4)
+    figure, axes = plt.subplots(1, panels, figsize=(width, 3.8), layout="constrained", squeeze=False)
+    axes = axes[0]
+    draw_conditions(axes[0], checkpoint, "-", "")
+    axes[0].set(title=name, yscale="log")
+    if trained:
+        for (kind, numbers), linestyle in zip(trained.items(), ("-", "--"), strict=True):
+            draw_conditions(axes[1], numbers["after"], linestyle, f", {kind}")
+        axes[1].set(title="skipless, trained from orthogonal matrices", ylim=(0, None))
+        axis, allowed = axes[2], fold.LOGIT_TOLERANCE
+        for precision in reversed(PRECISIONS):
+            axis.plot([line["condition"] for line in swept], [min(line[precision], 10) for line in swept],
+                      marker="o", markersize=3, label=precision)
+        axis.axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
+        axis.axhline(allowed, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
+        axis.set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5),
+                 xlabel="condition number of every Q", ylabel="logit difference, relative")
+        axis.legend(fontsize=8)
+    return figure
+
+
+def draw_conditions(axis, layers: list[dict], linestyle: str, label: str) -> None:
+    """One line per letter over the layers."""
+    for number, letter in enumerate(fold.PROJECTIONS):
+        if letter in layers[0]:
+            axis.plot([layer[letter] for layer in layers], color=f"C{number}", marker="o", markersize=3,
+                      linestyle=linestyle, label=f"{letter.upper()}{label}")
+    axis.set(xlabel="layer", ylabel="condition number")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if axis.lines:  # there are none when no matrix is square
+        axis.legend(fontsize=8, ncols=2)
+
+
 def main():
     args, clock = parse(), Clock()
-    output = os.path.join(args.run, "compare")
-    path = resolve_model(args.model)
-    separate = (kind for kind in SUPPORTED if kind not in FUSED)  # q, k and v in matrices of their own
-    config, supported = load_config(path), (*separate, SkiplessConfig.model_type)
-    if config.model_type not in supported:
-        raise UserError(f"{path}: expected model_type in {list(supported)}, found {config.model_type!r}")
-    weights = count_all(args, config)
-    lines = trained = swept = None
-    if not args.report_only:
-        source = resolve_model(args.shape)
-        shape = check_shape(source, args.length)
+    output, path = os.path.join(args.run, "compare"), resolve_model(args.model)
+    config = models.load_config(path)
+    separate = [name for name, family in families.FAMILIES.items() if not family.fused]  # Q, K and V apart
+    if config.model_type not in (*separate, SkiplessConfig.model_type):
+        raise UserError(f"{path}: expected model_type in {[*separate, SkiplessConfig.model_type]}, "
+                        f"found {config.model_type!r}")
+    weights, lines, trained, swept = count_all(args, config), None, None, None
     claim(STAGE, args, output + ".json")
-    print(f"reads   {path}; {len(weights) - 1} configs")
-    conditions = checkpoint_conditions(path, pick_device(args.device))
     if not args.report_only:
-        lines, trained, swept = make_skipless(args, source, shape, clock)
-
-    report = sections(args, weights, conditions, lines, swept)
-    os.makedirs(args.run, exist_ok=True)
+        lines, trained, swept = fold_trained(args)
+    print(f"reads   {path}; {len(weights) - 1} configs")
+    numbers = checkpoint_conditions(path, models.pick_device(args.device))
+    tables = {"Weights of skipless models of these shapes, without biases and norms": weights_table(weights),
+              f"Condition numbers of {args.model}": conditions_table(numbers)}
+    if lines:
+        precisions = " / ".join(PRECISIONS)
+        tables[f"Largest logit difference over the largest logit, {precisions}"] = exactness_table(lines)
+        rows = [(f"{line['condition']:.0e}", differences_cell(line)) for line in swept]
+        tables["The same, with every Q of the trained serial model ill-conditioned"] = markdown_table(
+            ("condition number of every Q", precisions), rows)
+    report = "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items())
     write_text(output + ".md", report + "\n")
-    picture(output + ".png", args.model, conditions, trained, swept, args.max_condition)
-    figures = {"weights": {name: entry.figures() for name, entry in weights.items()},
-               "conditions": conditions, "exactness": lines, "trained": trained, "sweep": swept}
-    sidecar = make_record(STAGE, args, describe(path, args.model), {}, {}, clock())
-    write_json(output + ".json", sidecar | figures)
+    picture(output + ".png", args.model, numbers, trained, swept, args.max_condition)
+    record = make_record(STAGE, args, models.describe(path, args.model), {}, {}, clock())
+    write_json(output + ".json", record | {"weights": weights, "conditions": numbers, "exactness": lines,
+                                           "trained": trained, "sweep": swept})
     print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
-    print(f"compare: {closing_line(args.model, conditions, lines)}; in {clock()} s")
+    print(f"compare: {closing_line(args.model, numbers, lines)}; in {clock()} s")
 
 
 if __name__ == "__main__":

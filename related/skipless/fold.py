@@ -8,18 +8,24 @@ Writes  MODEL-without-q/   a checkpoint of the same kind, whose config names the
 
 The work is done in float64. Before anything is written the logits are checked to be unchanged on text, to
 1e-9 of the largest. Then the weights are rounded to --dtype; the effect on the logits is printed too.
---remove
 
-  q  serial: Q and P, for MHA, GQA and MQA. parallel: Q alone
-  k  serial: K and P; parallel: K alone. MHA only: with fewer key/value heads K is not square
-  v  serial: V and P; parallel: V alone. MHA only, too
-  p  P alone. serial: multiplied into the FFN, nothing is inverted; parallel: inverted and moved to the next
-     block
+After Graef: two linear maps with nothing nonlinear in between can be multiplied into one. So any invertible T
+can be inserted at a block's input: what writes that input is followed by T, and what reads it is preceded by
+T^-1. T = Q turns Q into the identity; for row vectors (y = x W), with M = (gate_proj, up_proj), or up_proj
+alone where the FFN is not gated, O = down_proj and P = o_proj:
 
-In parallel blocks Q and P cannot both go: between two blocks there is one matrix to choose, and it cannot be
-both Q and P^-1.
+    O*[i-1] = O[i-1] Q[i], K* = Q^-1 K, V* = Q^-1 V, where O[-1] is the embedding
+    serial:    M* = P M, as only the FFN reads what P writes
+    parallel:  M* = Q^-1 M and P*[i-1] = P[i-1] Q[i], as the FFN reads the block's input and P writes its
+               output: P stays, as one T cannot be both Q and P^-1
+
+T = K or T = V works the same way where they are square, which is for MHA. --remove p removes P alone: from
+serial blocks without an inverse, from parallel ones by T = P^-1: O* = O P^-1, and P moves into what reads the
+next block's input, or into the head. RoPE, key norms, windows and the softmax see the same vectors as before.
+Biases are carried along, as all maps are affine. A norm or a skip connection would let no T through.
 """
 
+import copy
 import os
 
 import torch
@@ -29,13 +35,167 @@ from common.artifacts import claim, make_record, read_record, write_record
 from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
 from common.data.text import load_tokens
+from common.evaluate import max_difference
 from common.files import write_directory
 from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
-from related.skipless.algebra import MAX_CONDITION, PROJECTIONS, fold
-from related.skipless.exactness import LOGIT_TOLERANCE, exact_logits, relative_difference, rounded
-from related.skipless.modeling import SkiplessConfig
+from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 
 STAGE = "related/skipless/fold.py"
+PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "p": "o_proj"}
+MAX_CONDITION = 1e5  # of an inverted matrix: with this in every layer logits still agree to 1e-9 (compare.py)
+SINGULAR = 1e16  # condition number at which float64 has no digit left
+LOGIT_TOLERANCE = 1e-9  # of a fold, relative to the largest logit
+
+
+@torch.no_grad()
+def condition_numbers(attention) -> dict[str, float]:
+    """Letter -> largest over smallest singular value, in float64, of the square ones among Q, K, V and P."""
+    conditions = {}
+    for letter, name in PROJECTIONS.items():
+        weight = getattr(getattr(attention, name), "weight", None)  # a removed projection has none
+        if weight is not None and weight.shape[0] == weight.shape[1]:
+            conditions[letter] = float(torch.linalg.cond(weight.double()))
+    return conditions
+
+
+def conditions(model) -> list[dict[str, float]]:
+    """condition_numbers of each layer."""
+    return [condition_numbers(layer.self_attn) for layer in model.model.layers]
+
+
+def removed_by(remove: str, parallel: bool) -> str:
+    """Letters of the attention projections that a fold of this letter removes."""
+    return remove if parallel or remove == "p" else remove + "p"
+
+
+def inverts(remove: str, parallel: bool) -> bool:
+    """Whether the fold inverts a matrix. All do, except that P of serial blocks is just multiplied into M."""
+    return remove != "p" or parallel
+
+
+def check(model, remove: str, max_condition: float) -> None:
+    """Raise UserError unless the removed matrices are square and those to invert are well conditioned."""
+    config = model.config
+    if config.removed:
+        raise UserError(f"expected a model with all its projections, found one without "
+                        f"{', '.join(config.removed)}")
+    for letter in removed_by(remove, config.parallel):
+        check_square(config, letter)
+    if not inverts(remove, config.parallel):
+        return
+    numbers = [layer[remove] for layer in conditions(model)]
+    worst = max(numbers)
+    if not worst <= max_condition:  # also true of NaN
+        singular = "" if worst < SINGULAR else " (singular in float64)"
+        raise UserError(f"layer {numbers.index(worst)}: expected {remove.upper()} of condition number "
+                        f"at most {max_condition:.0e}, found {worst:.1e}{singular}")
+
+
+def check_square(config, letter: str) -> None:
+    """Raise UserError unless this projection maps the model's width to itself."""
+    heads, reason = config.num_attention_heads, f"{config.num_attention_heads} heads of {config.head_dim}"
+    if letter in "kv":
+        heads, reason = config.num_key_value_heads, f"{config.num_key_value_heads} key/value heads of {heads}"
+    sizes = config.hidden_size, heads * config.head_dim
+    if sizes[0] != sizes[1]:
+        found = " x ".join(map(str, reversed(sizes) if letter == "p" else sizes))
+        raise UserError(f"expected a square {letter.upper()} to remove, found {found} ({reason})")
+
+
+@torch.no_grad()
+def fold(model, remove: str, max_condition: float = MAX_CONDITION):
+    """The same function in float64 without the projections named by removed_by.
+
+    model: a SkiplessForCausalLM of any dtype, left unchanged. Raises UserError where the fold does not apply
+    (see `check`).
+    """
+    check(model, remove, max_condition)
+    parallel, size = model.config.parallel, model.config.hidden_size
+    folded = SkiplessForCausalLM(folded_config(model.config, remove)).double().eval()
+    maps = [block_maps(layer) for layer in model.model.layers]
+    before, after = changes(maps, remove, parallel)
+    for index, block in enumerate(maps):
+        multiply_out(block, after[index], before[index + 1], parallel)
+        for name, linear in linears(folded.model.layers[index]).items():
+            linear.weight.copy_(block[name][:-1, :-1])
+            if linear.bias is not None:
+                linear.bias.copy_(block[name][:-1, -1])
+    embedding = model.model.embed_tokens.weight.double()
+    folded.model.embed_tokens.weight.copy_(embedding @ before[0][:size, :size].T + before[0][:size, -1])
+    folded.lm_head.weight.copy_(model.lm_head.weight.double() @ after[-1][:size, :size])
+    return folded
+
+
+def folded_config(config, remove: str):
+    """The config of the folded model."""
+    config = copy.deepcopy(config)
+    config.dtype = torch.float64
+    config.removed = [PROJECTIONS[letter] for letter in removed_by(remove, config.parallel)]
+    if inverts(remove, config.parallel):
+        config.tie_word_embeddings = False  # T goes into one of embedding and head, not into both
+    config.mlp_bias = config.mlp_bias or config.attention_bias  # the FFN takes the biases of Q, K, V and P
+    return config
+
+
+def multiply_out(block: dict[str, torch.Tensor], enter, leave, parallel: bool) -> None:
+    """Change a block's maps in place. enter: T^-1 of its input; leave: T of the next block's input."""
+    size = len(leave) - 1
+    for name in ("q_proj", "k_proj", "v_proj"):
+        block[name] = block[name] @ enter
+    for name in {"gate_proj", "up_proj"} & block.keys():
+        block[name] = block[name] @ (enter if parallel else block["o_proj"])
+    if parallel:  # attention and FFN both write the output: the FFN takes P's bias, and T's
+        block["down_proj"][:size, -1] += block["o_proj"][:size, -1]
+        block["o_proj"][:size, -1] = 0
+        block["o_proj"][:size] = leave[:size, :size] @ block["o_proj"][:size]
+    block["down_proj"] = leave @ block["down_proj"]
+
+
+def linears(layer) -> dict:
+    """Name -> module of a block's projections, without the removed ones."""
+    modules = [*layer.self_attn.named_children(), *layer.mlp.named_children()]
+    return {name: module for name, module in modules if hasattr(module, "weight")}
+
+
+def block_maps(layer) -> dict[str, torch.Tensor]:
+    """Each projection of a block, W [out, in] and b, as one float64 matrix [[W, b], [0, 1]]."""
+    maps = {}
+    for name, linear in linears(layer).items():
+        out_size, in_size = linear.weight.shape
+        maps[name] = torch.zeros(out_size + 1, in_size + 1, dtype=torch.float64)
+        maps[name][:-1, :-1], maps[name][-1, -1] = linear.weight, 1
+        if linear.bias is not None:
+            maps[name][:-1, -1] = linear.bias
+    return maps
+
+
+def changes(maps: list[dict], remove: str, parallel: bool) -> tuple[list, list]:
+    """(T, T^-1) at the input of every block and then of the head: layers + 1 matrices like block_maps'."""
+    identity = torch.eye(len(maps[0]["down_proj"]), dtype=torch.float64)
+    if not inverts(remove, parallel):
+        return [identity] * (len(maps) + 1), [identity] * (len(maps) + 1)
+    inserted = [block[PROJECTIONS[remove]].clone() for block in maps]
+    if remove != "p":
+        return [*inserted, identity], [*map(torch.linalg.inv, inserted), identity]
+    for matrix in inserted:
+        matrix[:-1, -1] = 0  # the bias of P stays in place: the head has none to take it
+    return [identity, *map(torch.linalg.inv, inserted)], [identity, *inserted]
+
+
+@torch.no_grad()
+def exact_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Logits in the model's own dtype: a [T, vocab] tensor for each row of tokens [n, T]."""
+    return [model(input_ids=row[None], use_cache=False).logits[0] for row in tokens]
+
+
+def relative_difference(reference: list[torch.Tensor], logits: list[torch.Tensor]) -> float:
+    """The largest absolute difference over the largest logit of the reference."""
+    return max_difference(reference, logits) / max(float(row.abs().max()) for row in reference)
+
+
+def rounded(model, dtype: torch.dtype):
+    """A copy with its weights rounded to dtype. It still computes in float64, so only the rounding shows."""
+    return copy.deepcopy(model).to(dtype).double()
 
 
 def parse():
@@ -43,79 +203,71 @@ def parse():
     parser.set_defaults(run="runs/skipless")
     parser.add_argument("--model", default=None, metavar="DIR",
                         help="skipless checkpoint (default: RUN/serial)")
-    parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q", help="what to remove; see above")
+    parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q",
+                        help="what to remove; see above")
     parser.add_argument("--out", default=None, metavar="DIR", help="output (default: MODEL-without-LETTER)")
     parser.add_argument("--dtype", choices=("source", "float64", "float32", "bfloat16"), default="source",
                         help="dtype of the weights written")
     parser.add_argument("--max-condition", type=positive_float, default=MAX_CONDITION,
                         help="largest condition number of a matrix that is inverted")
     parser.section("equivalence check")
-    parser.add_argument("--text", default=DEMO, 
+    parser.add_argument("--text", default=DEMO,
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
     return parser.parse_args()
 
 
-def load_config_to_fold(source: str, length: int):
-    """The config of a skipless checkpoint. Raises UserError for any other, or when `length` is too long."""
-    config = load_config(source)
-    if config.model_type != SkiplessConfig.model_type:
-        raise UserError(f"{source}: expected model_type {SkiplessConfig.model_type!r}, found "
-                        f"{config.model_type!r}, whose matrices are separated by norms and skip connections")
-    if length > config.max_position_embeddings:
-        raise UserError(f"--length: expected at most {config.max_position_embeddings}, the positions of "
-                        f"{source}, found {length}")
-    return config
+def folded_model(args, model, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
+    """The model with args.remove folded away, and the figures for its record.
 
-
-def folded_model(source: str, model, args):
-    """The model with args.remove folded away. Raises UserError where that is impossible or saves nothing."""
-    try:
-        folded = fold(model, args.remove, args.max_condition)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    before, after = model.num_parameters(), folded.num_parameters()
+    Raises UserError where that is impossible, saves nothing, or is not equivalent.
+    """
+    folded, before = fold(model, args.remove, args.max_condition), model.num_parameters()
+    after = folded.num_parameters()
     if after >= before:
-        raise UserError(f"{source}: expected fewer weights, found {before} -> {after}: "
+        raise UserError(f"expected fewer weights, found {before} -> {after}: "
                         "the tied embedding must be stored twice")
-    return folded
-
-
-def check_equivalence(model, folded, tokens: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
-    """Logit differences in float64, and after rounding to dtype. Raises UserError if not equivalent."""
     reference = exact_logits(model, tokens)
-    difference = relative_difference(reference, exact_logits(folded, tokens))
-    stored = relative_difference(reference, exact_logits(rounded(folded, dtype), tokens))
+    difference, stored = (relative_difference(reference, exact_logits(rounded(folded, kind), tokens))
+                          for kind in (torch.float64, dtype))
     print(f"check   max |logit difference| / max |logit| {difference:.1e} in float64 "
           f"(allowed {LOGIT_TOLERANCE:.0e}), {stored:.1e} with weights in {dtype}; {tokens.numel()} tokens")
     if not difference <= LOGIT_TOLERANCE:  # also true of NaN
         raise UserError(f"equivalence check: expected logits to differ by at most {LOGIT_TOLERANCE:.0e}, "
                         f"found {difference:.1e}; nothing was written")
-    return {"max_relative_difference": difference, "max_relative_difference_stored": stored}
+    return folded, {"removed": folded.config.removed, "parameters_before": before, "parameters_after": after,
+                    "max_relative_difference": difference, "max_relative_difference_stored": stored,
+                    "dtype": str(dtype)}
 
 
 def main():
     args, clock = parse(), Clock()
     source = args.model or os.path.join(args.run, "serial")
     output = args.out or f"{os.path.normpath(source)}-without-{args.remove}"
-    config = load_config_to_fold(source, args.length)
+    config = load_config(source)
+    if config.model_type != SkiplessConfig.model_type:
+        raise UserError(f"{source}: expected model_type {SkiplessConfig.model_type!r}, found "
+                        f"{config.model_type!r}, whose matrices are separated by norms and skip connections")
+    if args.length > config.max_position_embeddings:
+        raise UserError(f"--length: expected at most {config.max_position_embeddings}, the positions of "
+                        f"{source}, found {args.length}")
     claim(STAGE, args, output)
     if os.path.exists(output):  # --force replaces an earlier fold and nothing else
         read_record(output, STAGE)
-    dtype = weight_dtype(args.dtype, config)
     tokenizer = load_tokenizer(source)
     tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, split="heldout")
     print(f"reads   {source}; {description}, for the equivalence check")
-    model = load_model(source, torch.float64)
-    folded = folded_model(source, model, args)
-    before, after, removed = model.num_parameters(), folded.num_parameters(), folded.config.removed
-    summary = {"removed": removed, "parameters_before": before, "parameters_after": after}
-    summary |= check_equivalence(model, folded, tokens, dtype) | {"dtype": str(dtype)}
+    model, dtype = load_model(source, torch.float64), weight_dtype(args.dtype, config)
+    try:
+        folded, summary = folded_model(args, model, tokens, dtype)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     with write_directory(output) as aside:
         companions.save(folded.to(dtype), aside, source)
         write_record(aside, make_record(STAGE, args, describe(source), {}, summary, clock()))
-    print(f"wrote   {output}\nfold: {', '.join(removed)} removed, {before:,} -> {after:,} weights "
+    before, after = summary["parameters_before"], summary["parameters_after"]
+    print(f"wrote   {output}\nfold: {', '.join(summary['removed'])} removed, {before:,} -> {after:,} weights "
           f"({1 - after / before:.1%} fewer) in {clock()} s")
 
 

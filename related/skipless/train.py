@@ -1,60 +1,307 @@
-"""Train a small skipless Llama on text, with the training engine of 05_prune_train.py.
+"""Train small skipless Llamas on text, with the training engine of 05_prune_train.py.
 
 Reads   the shape and the tokenizer of a checkpoint (--model), a text
-Writes  RUN/serial/ or RUN/parallel/   a skipless checkpoint
-        RUN/serial-trained-without-q/  with --without q, and so on
+Writes  RUN/serial/, RUN/parallel/, or with --without q RUN/serial-trained-without-q/   a skipless checkpoint
+        RUN/seed-N/, RUN/variants.json, variants.md   with --variants: all of them, and their held-out losses
 
     python -m related.skipless.train                 # a minute on two cores: the demo model's shape and text
-    python -m related.skipless.train --parallel
     python -m related.skipless.train --without k     # the paper's Figure 1(c) from the start: no K and no P
-    torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless
+    python -m related.skipless.train --variants 3    # three of each, beside the full model; half an hour
+    torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless --parallel
 
-A training that was stopped by a signal exits with 75 (torchrun: 1) and resumes when called again with the
-same flags; --force begins anew. training.py says how a skipless model starts so that it trains at all.
+Without skip connections and norms signals vanish or explode from block to block. So every block starts near
+the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends mostly to itself; a gate
+whose bias keeps it open, before an FFN that undoes its own expansion; each block's output scaled to mean
+square 1 on the text. A training that was stopped by a signal exits with 75 (torchrun: 1) and resumes when
+called again with the same flags; --force begins anew. With --variants the models that exist are kept.
 """
 
+import math
 import os
+import shutil
+import statistics
+import warnings
+from copy import copy
 
-from common.artifacts import claim
-from common.cli import Clock, run_stage, stage_parser
-from common.data.demo import DEMO, resolve_model
-from common.families import require_convertible
-from common.models import load_config
-from common.training.engine import STOPPED
-from common.training.sharding import joined_ranks
-from related.skipless.training import (
-    TRAIN_STAGE,
-    check_length,
-    model_name,
-    require_square,
-    train_skipless,
-    training_flags,
-)
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from common import companions, families, models
+from common.artifacts import claim, make_record, read_record, write_record
+from common.cli import Clock, UserError, positive, positive_float, run_stage, seed, stage_parser
+from common.data import demo
+from common.data.demo import resolve_model
+from common.data.rows import Sample
+from common.data.text import load_tokens
+from common.evaluate import perplexity
+from common.files import move_aside, write_directory, write_json, write_text
+from common.layers import run_layer
+from common.records import FILES, POSITIVE, STAGES, STRING
+from common.reporting.tables import markdown_table
+from common.training import checkpoints
+from common.training.distill import next_token_loss
+from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
+from common.training.metrics import METRICS
+from common.training.pool import samples_digest
+from common.training.sharding import Execution, Ranks, build, joined_ranks
+from related.skipless.fold import PROJECTIONS, check_square, conditions
+from related.skipless.modeling import SkiplessConfig
+
+STAGE = "related/skipless/train.py"
+CONDITIONS = [{STRING: POSITIVE}]
+STAGES[STAGE] = {"files": FILES, "summary": {
+    "perplexity": POSITIVE, "conditions_before": CONDITIONS, "conditions_after": CONDITIONS}}
+VARIANTS = {None: "full", "q": "without Q and P", "k": "without K and P", "v": "without V and P"}
+SHARPNESS = 1.5  # initial scale of Q and K: at 1 the average over a hundred tokens outweighs the token itself
+GATE, GATE_BIAS = 0.3, 1.0  # initial scale of the gate's weights and its bias: open for any input
+COPIED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "max_position_embeddings", "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id",
+          "pad_token_id")
+LOSS_CHUNK = 512  # tokens whose logits are in memory at a time
+HELDOUT = 32  # sequences for the perplexity
+ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+
+# A block that ends in a linear layer returns a view of its product. Nothing here changes one in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=DEMO, help="checkpoint that gives shape and tokenizer")
-    parser.add_argument("--parallel", action="store_true",
-                        help="attention beside the FFN instead of before it")
+    parser.add_argument("--model", default=demo.DEMO, help="checkpoint that gives shape and tokenizer")
+    parser.add_argument("--parallel", action="store_true", help="attention beside the FFN, not before it")
     parser.add_argument("--without", choices=("q", "k", "v"),
                         help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
-    training_flags(parser)
-    return parser.parse_args()
+    parser.add_argument("--variants", type=positive, default=None,
+                        help="train the full model and those --without Q, K and V, N seeds from --seed on")
+    parser.section("training")
+    parser.add_argument("--text", default=demo.DEMO,
+                        help="c4, demo, a .txt, .jsonl, .json.gz or .parquet file")
+    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, likewise")
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
+    parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
+    parser.add_argument("--lr", type=positive_float, default=1e-3,
+                        help="AdamW's peak learning rate; linear warm-up, then cosine to 0")
+    parser.add_argument("--warmup", type=positive, default=20, help="steps")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed")
+    parser.add_argument("--print-every", type=positive, default=25, help="steps between printed lines")
+    args = parser.parse_args()
+    if args.variants and args.without:
+        raise UserError(f"--variants: expected no --without, found {args.without}")
+    return args
+
+
+def load_shape(source: str, length: int, without):
+    """The config of a checkpoint that gives skipless models their shape.
+
+    Raises UserError unless they can do without these letters, and be trained on sequences of this length.
+    """
+    config = models.load_config(source)
+    families.require_convertible(source, config)
+    if not 2 <= length <= config.max_position_embeddings:
+        raise UserError(f"--length: expected 2 to {config.max_position_embeddings}, the positions of "
+                        f"{source}, found {length}")
+    for letter in without:
+        check_square(skipless_config(config, False), letter)
+    return config
+
+
+def skipless_config(source, parallel: bool, kv_heads: int | None = None, **changes) -> SkiplessConfig:
+    """The config of a skipless model with the shape of a Llama-like one."""
+    shape = {name: getattr(source, name) for name in COPIED}
+    shape["num_key_value_heads"] = kv_heads or source.num_key_value_heads
+    shape["head_dim"] = getattr(source, "head_dim", None)
+    return SkiplessConfig(**(shape | {"parallel": parallel} | changes))
+
+
+@torch.no_grad()
+def initialise(model, ids: torch.Tensor, seed: int) -> None:
+    """Start every block near the identity, in place. model: with biases in its FFN; ids: [n, T] of text."""
+    generator = torch.Generator().manual_seed(seed)
+    model.model.embed_tokens.weight.normal_(generator=generator)
+    model.lm_head.weight.normal_(std=0.02, generator=generator)  # small logits
+    hidden = model.model.embed_tokens(ids)
+    for layer in model.model.layers:
+        start_near_identity(layer, generator)
+        scale = run_layer(model, layer, hidden).square().mean().sqrt()
+        layer.mlp.down_proj.weight.div_(scale)
+        if layer.parallel:  # without V and P the output is larger, by what attention writes
+            writers = [layer.self_attn.o_proj, layer.self_attn.v_proj]
+            for linear in [linear for linear in writers if hasattr(linear, "weight")][:1]:
+                linear.weight.div_(scale)
+        hidden = run_layer(model, layer, hidden)
+
+
+def start_near_identity(layer, generator: torch.Generator) -> None:
+    """Set a block's weights, in place; the scale of its output is left to the caller.
+
+    A removed projection is the identity, a rotation like any other. Where Q or K is removed, the other one is
+    SHARPNESS^2 times the identity: the same scores.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    for linear in (attention.q_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj):
+        if hasattr(linear, "weight"):
+            nn.init.orthogonal_(linear.weight, generator=generator)
+    q_proj, k_proj = attention.q_proj, attention.k_proj
+    sharp = SHARPNESS**2 * torch.eye(attention.config.hidden_size)
+    if hasattr(q_proj, "weight"):
+        sharp = q_proj.weight.mul_(SHARPNESS) if hasattr(k_proj, "weight") else q_proj.weight.copy_(sharp)
+    if hasattr(k_proj, "weight"):
+        heads = sharp.unflatten(0, (-1, attention.num_key_value_groups, attention.head_dim))
+        k_proj.weight.copy_(heads[:, 0].flatten(0, 1))
+    mlp.gate_proj.weight.mul_(GATE)
+    mlp.down_proj.weight.copy_(mlp.up_proj.weight.T)
+    nn.init.constant_(mlp.gate_proj.bias, GATE_BIAS)
+    nn.init.zeros_(mlp.up_proj.bias)
+    nn.init.zeros_(mlp.down_proj.bias)
+
+
+def model_path(run: str, parallel: bool, without: str | None = None) -> str:
+    """RUN/serial, RUN/parallel, RUN/serial-trained-without-q, ..."""
+    name = "parallel" if parallel else "serial"
+    return os.path.join(run, f"{name}-trained-without-{without}" if without else name)
+
+
+def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock,
+                   without: str | None = None) -> bool:
+    """Train one model and write model_path. False when a signal stopped it, after saving.
+
+    args: those of the command; source: the checkpoint that gives shape and tokenizer;
+    without: "q", "k" or "v", which is then absent from the start, and P with it. A stopped training run is
+    resumed; one with other settings raises UserError. With force either is moved aside.
+    """
+    path, tokenizer = model_path(args.run, parallel, without), models.load_tokenizer(source)
+    text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
+    heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, split="heldout")
+    samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
+    ranks.say(f"reads   {source}: shape and tokenizer; {description}")
+    ranks.say(f"{os.path.basename(path)}: {args.steps} steps of {args.batch} sequences of {args.length} "
+              f"tokens on {ranks.world} {ranks.device.type}")
+    schedule = Schedule(steps=args.steps, batch=args.batch, warmup=args.warmup, clip=1.0, seed=args.seed,
+                        tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=20,
+                        print_every=args.print_every)  # one row per step and rank, checkpoints by time alone
+    settings = schedule.to_resume() | {"lr": args.lr, "length": args.length}
+    settings |= {"source": models.fingerprint(source), "samples_sha256": samples_digest(samples)}
+    begin(path + ".train", settings, args.force, ranks)
+    removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
+    config = skipless_config(models.load_config(source), parallel, mlp_bias=True, removed=removed)
+    job = make_job(path + ".train", config, text[: args.batch], args, ranks)
+    for step in steps(job, schedule, samples):
+        for row in step.rows:
+            at = row.all_weight.nonzero()[:, 0]
+            step.backward(next_token_loss(job.trainee, row, at, row.all_weight, LOSS_CHUNK))
+        step.update()
+    if not job.stopped and ranks.first:
+        write_model(args, source, path, heldout, clock)
+    dist.barrier()
+    return not job.stopped
+
+
+def begin(directory: str, settings: dict, force: bool, ranks: Ranks) -> None:
+    """Record a training run's settings, or check them to resume it; with force move it aside.
+
+    Raises UserError for a run with other settings, and for a directory with other content.
+    """
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    if not force and names and checkpoints.SETTINGS not in names:
+        raise UserError(f"{directory}: expected a training run with {checkpoints.SETTINGS}, found none; "
+                        "pass --force to move it aside")
+    dist.barrier()
+    if force and ranks.first and names:
+        print(f"moved   {directory} to {move_aside(directory)}")
+    dist.barrier()
+    checkpoints.begin(directory, settings, ranks)
+
+
+def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ranks: Ranks) -> Job:
+    """The training job, from its newest checkpoint or the untrained model, initialised on ids and written."""
+    start = os.path.join(directory, "start")
+    if ranks.first and not os.path.isdir(start):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        initialise(model, ids, args.seed)
+        with write_directory(start) as aside:
+            model.save_pretrained(aside)
+    dist.barrier()
+    saved = checkpoints.newest(directory, ranks)
+    sources = None if saved else lambda name: (start, name)
+    trainee = build(models.load_config(start), ranks, Execution(), sources)
+    job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}), directory, ranks)
+    if saved:
+        checkpoints.load(job, saved)
+        ranks.say(f"resumes {directory} after step {job.step}")
+    return job
+
+
+def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str], clock: Clock) -> None:
+    """Write the trained model from its last checkpoint, with its record, and remove the checkpoints."""
+    directory, (tokens, text) = path + ".train", heldout
+    model = models.load_model(os.path.join(directory, "start"))
+    before = conditions(model)
+    model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
+    summary = {"perplexity": perplexity(model, tokens), "perplexity_text": text,
+               "conditions_before": before, "conditions_after": conditions(model)}
+    with write_directory(path) as aside:
+        companions.save(model, aside, source)
+        shutil.copy(os.path.join(directory, METRICS), aside)
+        description = models.describe(source, args.model)
+        write_record(aside, make_record(STAGE, args, description, {}, summary, clock()))
+    shutil.rmtree(directory)
+    print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after {clock()} s")
+
+
+def train_variants(args, source: str, ranks: Ranks) -> dict[str, list[float]] | None:
+    """Title -> held-out losses in nats; trains those that do not exist. None when a signal stopped that."""
+    losses = {title: [] for title in VARIANTS.values()}
+    for number in range(args.seed, args.seed + args.variants):
+        settings = copy(args)
+        settings.seed, settings.run = number, os.path.join(args.run, f"seed-{number}")
+        for without, title in VARIANTS.items():
+            path = model_path(settings.run, args.parallel, without)
+            missing = not os.path.isdir(path)
+            if missing and not train_skipless(settings, source, args.parallel, ranks, Clock(), without):
+                return None
+            summary = read_record(path, STAGE, models.describe(source))["summary"]
+            losses[title].append(math.log(summary["perplexity"]))
+    return losses
+
+
+def table(losses: dict[str, list[float]], parameters: dict[str, int]) -> str:
+    """Markdown: parameters, mean loss, and mean distance from the full model of the same seed."""
+    rows = []
+    for title, by_seed in losses.items():
+        apart = [loss - full for loss, full in zip(by_seed, losses["full"], strict=True)]
+        error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.3f}" if len(apart) > 1 else ""
+        distance = "" if title == "full" else f"{statistics.mean(apart):+.3f}{error}"
+        rows.append((title, f"{parameters[title]:,}", f"{statistics.mean(by_seed):.3f}", distance))
+    return markdown_table(("", "parameters", "loss", "above full"), rows, "<>>>")
 
 
 def main() -> int:
     args, clock = parse(), Clock()
     source = resolve_model(args.model)
-    config = load_config(source)
-    require_convertible(source, config)
-    check_length(args.length, source, config)
-    require_square(config, args.without)
-    claim(TRAIN_STAGE, args, os.path.join(args.run, model_name(args.parallel, args.without)))
+    load_shape(source, args.length, "qkv" if args.variants else args.without or "")
+    path = model_path(args.run, args.parallel, args.without)
+    output = os.path.join(args.run, "variants-parallel" if args.parallel else "variants")
+    claim(STAGE, args, output + ".json" if args.variants else path)
     with joined_ranks() as ranks:
-        finished = train_skipless(args, source, args.parallel, ranks, clock, args.without)
-    return 0 if finished else STOPPED
+        if not args.variants:
+            return 0 if train_skipless(args, source, args.parallel, ranks, clock, args.without) else STOPPED
+        losses = train_variants(args, source, ranks)
+    if losses is None:
+        return STOPPED
+    if ranks.first:
+        first = os.path.join(args.run, f"seed-{args.seed}")
+        parameters = {title: models.load_model(model_path(first, args.parallel, without)).num_parameters()
+                      for without, title in VARIANTS.items()}
+        text, summary = table(losses, parameters), {"losses": losses, "parameters": parameters}
+        write_text(output + ".md", text + "\n")
+        write_json(output + ".json", make_record(STAGE, args, models.describe(source), {}, summary, clock()))
+        print(f"\n{text}\n\nwrote   {output}.json, {output}.md")
+        print(f"variants: held-out loss of {args.variants} trainings each, in {clock()} s")
+    return 0
 
 
 if __name__ == "__main__":

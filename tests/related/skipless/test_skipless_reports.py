@@ -1,74 +1,65 @@
-"""Skipless reports: differences of folds, condition numbers, counts of weights."""
+"""The fold and its report: differences, condition numbers, counts of weights; what the commands refuse."""
 
+import json
 from argparse import Namespace
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.models import load_config
-from conftest import ROOT, tiny_model
-from related.skipless import algebra, compare, exactness, report, weights
-from related.skipless.exactness import LOGIT_TOLERANCE, relative_difference
-from skipless_models import matrices, model_of, tokens
+from conftest import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
+from related.skipless import compare, fold
+from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
+from skipless_models import COMPARE, FOLD, TRAIN, matrices, model_of, tokens
 
-
-def test_relative_difference_is_over_the_largest_logit_of_the_reference():
-    reference = [torch.tensor([1.0, -4.0]), torch.tensor([2.0])]
-    logits = [torch.tensor([1.0, -3.0]), torch.tensor([8.0])]
-    assert relative_difference(reference, logits) == 6 / 4
-
-
-def test_rounded_weights_are_those_of_the_dtype_and_compute_in_float64():
-    model = model_of()
-    rounded = exactness.rounded(model, torch.bfloat16)
-    for before, after in zip(model.parameters(), rounded.parameters(), strict=True):
-        assert after.dtype == torch.float64 and torch.equal(after, before.bfloat16().double())
-    assert model.lm_head.weight.dtype == torch.float64
+SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
 
 
 def test_transplanted_model_has_the_matrices_of_the_stock_one():
-    stock = tiny_model(head_dim=6, bias=True).double()
-    model = exactness.transplanted(stock, parallel=True)
+    stock = tiny_model(head_dim=6, bias=True, model_type="qwen2").double()
+    model = compare.transplanted(stock, parallel=True)
     source, state = stock.state_dict(), model.state_dict()
-    assert model.config.parallel and set(state) < set(source)
-    assert all(torch.equal(tensor, source[name]) for name, tensor in state.items())
+    assert model.config.parallel and len(state) == 3 * 11 + 2
+    for name, tensor in state.items():  # Qwen2 has no bias of P
+        assert torch.equal(tensor, source.get(name, torch.zeros_like(tensor)))
 
 
-def test_every_fold_has_a_line_with_its_differences_or_a_reason():
-    lines = exactness.every_fold("tiny", model_of(kv_heads=2), tokens(), algebra.MAX_CONDITION)
+def test_every_fold_has_a_line_with_its_differences_or_a_reason(monkeypatch):
+    model = model_of(kv_heads=2)
+    lines = compare.every_fold("tiny", model, tokens(), MAX_CONDITION)
     assert [line["remove"] for line in lines] == [None, "q", "k", "v", "p"]
     itself, q, k, v, p = lines
     assert itself["float64"] == 0 < itself["float32"] < itself["bfloat16"]
     assert q["gone"] == ["q_proj", "o_proj"] and p["gone"] == ["o_proj"] and p["condition"] is None
-    assert q["condition"] > 1 and 0 < q["float64"] < LOGIT_TOLERANCE < q["float32"] < q["bfloat16"]
+    assert q["condition"] == max(layer["q"] for layer in fold.conditions(model))
+    assert 0 < q["float64"] < LOGIT_TOLERANCE < q["float32"] < q["bfloat16"]
     assert "square K" in k["refused"] and "square V" in v["refused"]
-
-
-def test_a_fold_that_is_not_exact_enough_is_refused(monkeypatch):
-    model, wrong = model_of(), model_of(seed=1)
-    monkeypatch.setattr(exactness, "fold", lambda *arguments: wrong)
-    for line in exactness.every_fold("tiny", model, tokens(), algebra.MAX_CONDITION)[1:]:
+    monkeypatch.setattr(fold, "fold", lambda *arguments: model_of(seed=1))  # a wrong one
+    for line in compare.every_fold("tiny", model, tokens(), MAX_CONDITION)[1:]:
         assert "expected logits without" in line["refused"]
 
 
 def test_sweep_gives_every_q_its_condition_number_and_keeps_its_norm(monkeypatch):
-    models, whole = [], exactness.fold
+    models, whole, model = [], fold.fold, model_of()
 
-    def spy(model, *arguments):
-        models.append(model)
-        return whole(model, *arguments)
+    def spy(changed, *arguments):
+        models.append(changed)
+        return whole(changed, *arguments)
 
-    monkeypatch.setattr(exactness, "fold", spy)
-    model = model_of()
-    lines = exactness.sweep(model, tokens())
+    monkeypatch.setattr(fold, "fold", spy)
+    lines = compare.sweep(model, tokens())
     for line, changed in zip(lines, models, strict=True):
         for before, after in zip(model.model.layers, changed.model.layers, strict=True):
             q, original = after.self_attn.q_proj.weight, before.self_attn.q_proj.weight
             assert float(torch.linalg.cond(q.detach())) == pytest.approx(line["condition"], rel=1e-2)
             assert float(q.norm()) == pytest.approx(float(original.norm()))
     errors = [line["float64"] for line in lines]
-    assert [line["condition"] for line in lines] == exactness.SWEEP and errors[-1] > 1e4 * errors[0]
+    assert [line["condition"] for line in lines] == compare.SWEEP and errors[-1] > 1e4 * errors[0]
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def test_tables_show_differences_savings_and_refusals():
@@ -76,27 +67,24 @@ def test_tables_show_differences_savings_and_refusals():
     itself |= {"float64": 0, "float32": 2e-7, "bfloat16": 0.03}
     folded = itself | {"remove": "q", "parameters": 150, "float64": 3e-12, "bfloat16": 1.5}
     lines = [itself, folded, *({"model": "a", "remove": letter, "refused": "no"} for letter in "kvp")]
-    *_, row, blank, reason = report.exactness_table(lines).splitlines()
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:3] == ["a", "200", "0 / 2e-07 / 3e-02"]
-    assert cells[3:] == ["3e-12 / 2e-07 / over 1, 25%", "refused", "refused", "refused"]
+    *_, row, blank, reason = compare.exactness_table(lines).splitlines()
+    assert cells(row) == ["a", "200", "0 / 2e-07 / 3e-02", "3e-12 / 2e-07 / over 1, 25%",
+                          "refused", "refused", "refused"]
     assert (blank, reason) == ("", "Refused: no.")
-    *_, row = report.conditions_table([{"q": 1234.5, "p": 2.0}]).splitlines()
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "0", "1.23e+03", "not square", "not square", "2"]
+    *_, row = compare.conditions_table([{"q": 1234.5, "p": 2.0}]).splitlines()
+    assert cells(row) == ["0", "1.23e+03", "not square", "not square", "2"]
 
 
 @pytest.mark.parametrize(("heads", "expected"), [
-    (32, {"MHA": 32, "GQA": 8, "MQA": 1}), (8, {"MHA": 8, "GQA": 2, "MQA": 1}), (9, {"MHA": 9, "MQA": 1}),
-    (6, {"MHA": 6, "GQA": 2, "MQA": 1}), (2, {"MHA": 2, "MQA": 1}),
-])
+    (32, {"MHA": 32, "GQA": 8, "MQA": 1}), (9, {"MHA": 9, "MQA": 1}), (6, {"MHA": 6, "GQA": 2, "MQA": 1}),
+    (2, {"MHA": 2, "MQA": 1})])
 def test_random_models_have_kv_heads_that_divide_the_heads(heads, expected):
     assert compare.head_counts(heads) == expected
 
 
 def test_the_last_line_counts_invertible_matrices():
     """Invertible in float64, if worse conditioned than what a fold inverts by default."""
-    conditions = [{"q": 5.0, "p": 2.0}, {"q": 100 * algebra.MAX_CONDITION, "p": float("inf")}]
+    conditions = [{"q": 5.0, "p": 2.0}, {"q": 100 * MAX_CONDITION, "p": float("inf")}]
     expected = "3 of 4 square attention matrices of m invertible, worst condition number inf, P of layer 1"
     assert compare.closing_line("m", conditions, None) == expected
     assert compare.closing_line("m", [{}], None) == "no attention matrix of m is square"
@@ -110,38 +98,115 @@ def test_configs_of_the_same_name_are_all_counted(tmp_path):
     assert list(table)[-3:] == ["config", paths[1], "Qwen2.5-7B"]
 
 
-def test_weights_of_the_papers_table():
-    configs = ROOT / "related" / "skipless" / "configs"
-    mistral = weights.count(load_config(str(configs / "mistral-7b.json")))
-    assert (mistral.q + mistral.p, mistral.kv) == (33_554_432, 8_388_608)
-    assert (mistral.ffn, mistral.embeddings) == (176_160_768, 262_144_000)
-    assert (mistral.parallel, mistral.attention) == (False, "GQA")
-    assert weights.saving(mistral.total, mistral.without_q_p) == "15%, 1.17x"
-    assert mistral.folded == mistral.without_q_p
-    config = load_config(str(configs / "pythia-6.9b.json"))
-    for vocabulary in (50432, 50400):  # the checkpoint's, and the paper's
-        config.vocab_size = vocabulary
-        pythia = weights.count(config)
-        assert (pythia.q + pythia.p, pythia.kv, pythia.ffn) == (33_554_432, 33_554_432, 134_217_728)
-        assert (pythia.parallel, pythia.attention) == (True, "MHA")
-        assert weights.saving(pythia.total, pythia.without_q_p) == "16%, 1.19x"
-    assert pythia.embeddings == 412_876_800
-    assert pythia.folded == pythia.total - 32 * 4096**2
+@pytest.mark.parametrize(("name", "vocabulary", "counts", "row"), [
+    ("mistral-7b", 32000, (33_554_432, 8_388_608, 176_160_768, 262_144_000),
+     ["serial", "GQA", "15%, 1.17x", "15%, 1.17x"]),
+    ("pythia-6.9b", 50432, (33_554_432, 33_554_432, 134_217_728, 413_138_944),  # the checkpoint's
+     ["parallel", "MHA", "16%, 1.19x", "8%, 1.08x"]),
+    ("pythia-6.9b", 50400, (33_554_432, 33_554_432, 134_217_728, 412_876_800),  # and the paper's
+     ["parallel", "MHA", "16%, 1.19x", "8%, 1.08x"]),
+])
+def test_weights_of_the_papers_table(name, vocabulary, counts, row):
+    config = load_config(str(ROOT / "related" / "skipless" / "configs" / f"{name}.json"))
+    config.vocab_size = vocabulary
+    counted = compare.count(config)
+    assert (counted["q"] + counted["p"], counted["kv"], counted["ffn"], counted["embeddings"]) == counts
+    shown = cells(compare.weights_table({name: counted}).splitlines()[-1])
+    assert [*shown[1:3], *shown[-2:]] == row
+    assert counted["without_q_p"] == counted["total"] - 32 * 2 * 4096**2
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}, {"model_type": "qwen3"},
-])
+    {}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}])
 def test_counted_weights_are_those_of_the_model(changes):
     model = tiny_model(**changes)
-    assert weights.count(model.config).total == matrices(model)
+    assert compare.count(model.config)["total"] == matrices(model)
 
 
 def test_counted_weights_are_those_of_the_model_where_heads_make_up_the_width():
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=30, **shape))
-    assert weights.count(neox.config).total == matrices(neox)
+    assert compare.count(neox.config)["total"] == matrices(neox)
     for kind in ({}, {"parallel": True}, {"tie_word_embeddings": True}, {"gated": False}):
         model = model_of(**kind)
-        counted = weights.count(model.config)
-        assert counted.total == matrices(model) and counted.folded == matrices(algebra.fold(model, "q"))
+        counted = compare.count(model.config)
+        assert counted["total"] == matrices(model)
+        assert counted["folded"] == matrices(fold.fold(model, "q"))
+
+
+@pytest.fixture(scope="module")
+def compared(inputs, tmp_path_factory):
+    """A run directory with two trained models and their report, what it printed, and the shape's model."""
+    home = tmp_path_factory.mktemp("skipless")
+    model = save_tiny(home / "model", head_dim=6)
+    text = ["--run", home / "run", "--model", model, "--text", inputs["text"]]
+    for kind in ([], ["--parallel"]):
+        run(TRAIN, *text, "--heldout", inputs["text"], *SHORT, *kind)
+    return home / "run", run(COMPARE, *text, "--length", 32).stdout, model
+
+
+@pytest.mark.slow
+def test_the_report_folds_random_real_and_trained_models(compared):
+    home, printed, model = compared
+    results = json.loads((home / "compare.json").read_text())
+    lines = [line for line in results["exactness"] if line["remove"]]
+    assert "40 folds exact" in printed
+    assert len(lines) == 12 * 4 and sum("refused" in line for line in lines) == 8
+    assert max(line["float64"] for line in lines if "float64" in line) < LOGIT_TOLERANCE
+    assert len(results["conditions"]) == 3 and set(results["conditions"][0]) == set("qkvp")
+    assert results["trained"]["serial"]["before"] != results["trained"]["serial"]["after"]
+    assert [line["condition"] for line in results["sweep"]] == compare.SWEEP
+    report = (home / "compare.md").read_text()
+    assert "trained parallel" in report and f"serial of {model}'s matrices" in report
+    assert (home / "compare.png").exists()
+
+
+@pytest.mark.slow
+def test_the_report_refuses_what_is_missing_of_another_shape_or_changed(compared, inputs, tmp_path):
+    home, _, model = compared
+    flags = ["--run", tmp_path / "run", "--model", model, "--text", inputs["text"], "--length", 32]
+    expect_error("serial not found; run related/skipless/train.py first", COMPARE, *flags)
+    expect_error(inputs["text"], COMPARE, *flags, "--config", inputs["text"], "--report-only")
+    copy_run(home, tmp_path / "run")
+    (tmp_path / "run" / "compare.json").unlink()
+    expect_error("--length: expected 2 to 256", COMPARE, *flags, "--length", 300)
+    weights = tmp_path / "run" / "parallel" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    expect_error("its content does not match", COMPARE, *flags)
+    run(TRAIN, *flags, "--heldout", inputs["text"], *SHORT, "--parallel", "--force", "--model",
+        save_tiny(tmp_path / "other", head_dim=6, seed=1))
+    expect_error("expected an artifact of model", COMPARE, *flags)
+
+
+@pytest.mark.slow
+def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
+    home, _, _ = compared
+    flags = ["--run", home, "--text", inputs["text"], "--length", 32]
+    done = run(FOLD, *flags, "--remove", "v", "--dtype", "bfloat16")
+    assert "v_proj, o_proj removed" in done.stdout
+    source = AutoModelForCausalLM.from_pretrained(home / "serial")
+    folded = AutoModelForCausalLM.from_pretrained(home / "serial-without-v")
+    summary = json.loads((home / "serial-without-v" / "stage.json").read_text())["summary"]
+    assert folded.dtype == torch.bfloat16 and folded.num_parameters() == summary["parameters_after"]
+    assert summary["parameters_after"] < summary["parameters_before"] == source.num_parameters()
+    stored = summary["max_relative_difference_stored"]
+    assert summary["max_relative_difference"] < LOGIT_TOLERANCE < stored < 0.1
+    run(FOLD, *flags, "--remove", "v", fails=True)
+    run(FOLD, *flags, "--remove", "v", "--force")
+    expect_error("found one of related/skipless/train.py", FOLD, *flags, "--out", home / "serial", "--force")
+    assert AutoModelForCausalLM.from_pretrained(home / "serial").num_parameters() == source.num_parameters()
+
+
+@pytest.mark.slow
+def test_fold_refuses_what_it_cannot_do(compared, inputs):
+    home, _, model = compared
+    flags = ["--run", home, "--text", inputs["text"], "--length", 32, "--out", home / "new"]
+    for changes, message in (
+        (["--model", model], "norms and skip connections"),
+        (["--max-condition", 0.5], "serial: layer 0: expected Q of condition number at most 5e-01"),
+        (["--max-condition", "nan"], "--max-condition"),
+        (["--length", 257], "--length: expected at most 256"),
+        (["--model", home / "none"], "none"),
+    ):
+        expect_error(message, FOLD, *flags, *changes)
+    assert not (home / "new").exists()

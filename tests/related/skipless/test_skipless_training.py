@@ -1,28 +1,33 @@
-"""Training skipless models: where it starts, its loss, stopped and resumed."""
+"""Training skipless models: where it starts, its loss, stopped and resumed, its variants."""
 
 import json
-from argparse import Namespace
+import math
 
 import pytest
 import torch
+from scipy.stats import sem
 from transformers import AutoModelForCausalLM
 
-from common.cli import Clock, UserError
+from common.cli import UserError
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
 from common.training.distill import next_token_loss
+from common.training.engine import STOPPED
 from common.training.packing import batch_indices, build_row
 from common.training.sharding import Trainee
-from related.skipless import algebra, training
-from related.skipless.training import initialise, skipless_config
-from skipless_models import HEADS, SIZE, WIDTH, contents, model_of, stop_after_two, tokens
+from conftest import expect_error, run, save_tiny
+from related.skipless import fold, train
+from related.skipless.train import initialise, skipless_config
+from skipless_models import HEADS, SIZE, TRAIN, WIDTH, model_of, tokens
 
 
-def fresh_model(parallel: bool = False, kv_heads: int = HEADS):
-    """A float32 model as train_skipless makes it."""
-    config = skipless_config(model_of(kv_heads=kv_heads).config, parallel, mlp_bias=True)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def fresh_model(parallel: bool = False, kv_heads: int = HEADS, ids=None, removed=()):
+    """A float32 model as train_skipless makes it, initialised on these tokens."""
+    config = skipless_config(model_of(kv_heads=kv_heads).config, parallel, mlp_bias=True, removed=removed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(model, tokens() if ids is None else ids, seed=0)
+    return model
 
 
 @torch.no_grad()
@@ -37,24 +42,24 @@ def hidden_states(model, ids) -> list[torch.Tensor]:
     return [hidden, *outputs]
 
 
+def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(first.flatten(1), second.flatten(1)).mean())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("parallel", [False, True])
 def test_training_starts_near_the_identity(parallel):
     model = fresh_model(parallel)
-    ids = tokens()
-    initialise(model, ids, seed=0)
-    hidden = hidden_states(model, ids)
-    for block in hidden[1:]:
+    for block in hidden_states(model, tokens())[1:]:
         assert float(block.square().mean()) == pytest.approx(1, rel=1e-3)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        assert max(algebra.condition_numbers(attention).values()) < 1.001
+        assert max(fold.condition_numbers(attention).values()) < 1.001
         assert torch.equal(attention.q_proj.weight, attention.k_proj.weight)
         scale = attention.q_proj.weight.norm() / WIDTH**0.5
-        assert float(scale) == pytest.approx(training.SHARPNESS, rel=1e-4)
-        assert (mlp.gate_proj.bias == training.GATE_BIAS).all() and (mlp.up_proj.bias == 0).all()
-        direction = torch.nn.functional.cosine_similarity
-        assert direction(mlp.down_proj.weight.flatten(), mlp.up_proj.weight.T.flatten(), 0) > 0.9999
+        assert float(scale) == pytest.approx(train.SHARPNESS, rel=1e-4)
+        assert (mlp.gate_proj.bias == train.GATE_BIAS).all() and (mlp.up_proj.bias == 0).all()
+        assert similarity(mlp.down_proj.weight[None], mlp.up_proj.weight.T[None]) > 0.9999
 
 
 @torch.no_grad()
@@ -62,9 +67,7 @@ def test_training_starts_near_the_identity(parallel):
 @pytest.mark.parametrize("without", ["q_proj", "k_proj", "v_proj"])
 def test_without_a_projection_training_starts_near_the_identity_too(without, parallel):
     """As sharp as with it: q k = SHARPNESS^2 |x|^2 for a token and itself, in the subspace of each head."""
-    config = skipless_config(model_of().config, parallel, mlp_bias=True, removed=[without, "o_proj"])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    initialise(model, tokens(), seed=0)
+    model = fresh_model(parallel, removed=[without, "o_proj"])
     hidden = hidden_states(model, tokens())
     for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
         attention = layer.self_attn
@@ -73,18 +76,14 @@ def test_without_a_projection_training_starts_near_the_identity_too(without, par
         else:
             assert float(after.square().mean()) == pytest.approx(1, rel=1e-3)
         scores = attention.q_proj(before) * attention.k_proj(before)
-        expected = training.SHARPNESS**2 * before.square().sum(-1)
+        expected = train.SHARPNESS**2 * before.square().sum(-1)
         torch.testing.assert_close(scores.sum(-1), expected, rtol=1e-4, atol=1e-4)
         if not parallel:
-            value = attention.v_proj(before)
-            similarity = torch.nn.functional.cosine_similarity(value.flatten(1), after.flatten(1))
-            assert float(similarity.mean()) > 0.6  # a start of random directions has 0
+            assert similarity(attention.v_proj(before), after) > 0.6  # a start of random directions has 0
 
 
 def test_grouped_keys_start_equal_to_the_queries_that_read_them():
-    model = fresh_model(kv_heads=2)
-    initialise(model, tokens(), seed=0)
-    attention = model.model.layers[0].self_attn
+    attention = fresh_model(kv_heads=2).model.layers[0].self_attn
     queries = attention.q_proj.weight.unflatten(0, (2, 2, SIZE))[:, 0]  # the first of each group
     assert torch.equal(attention.k_proj.weight, queries.flatten(0, 1))
 
@@ -93,18 +92,15 @@ def test_grouped_keys_start_equal_to_the_queries_that_read_them():
 def test_a_block_starts_as_a_rotation_of_its_input():
     """Sharp attention reads the token itself and the open gate passes it on: what is left is x V P."""
     model = fresh_model()
-    initialise(model, tokens(), seed=0)
     hidden = hidden_states(model, tokens())
     for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
-        rotated = before @ (layer.self_attn.o_proj.weight @ layer.self_attn.v_proj.weight).T
-        similarity = torch.nn.functional.cosine_similarity(rotated.flatten(1), after.flatten(1))
-        assert float(similarity.mean()) > 0.8
+        rotation = layer.self_attn.o_proj.weight @ layer.self_attn.v_proj.weight
+        assert similarity(before @ rotation.T, after) > 0.8
 
 
 def test_next_token_loss_is_that_of_transformers():
     """For samples of different lengths the mean over samples of their mean cross-entropy, in chunks."""
     model = fresh_model().train()
-    initialise(model, tokens(), seed=0)
     model.lm_head.weight.data.mul_(50)
     texts = [tokens()[0].tolist(), tokens(2)[0, :11].tolist()]
     row = build_row([Sample(text[:-1], text[-1:]) for text in texts], len(texts))
@@ -115,77 +111,37 @@ def test_next_token_loss_is_that_of_transformers():
     torch.testing.assert_close(loss, sum(losses) / 2)
 
 
-SETTINGS = {"steps": 3, "lr": 0.001, "seed": 0}
+def contents(directory) -> dict[str, bytes]:
+    """Relative path -> bytes of all files below a directory."""
+    return {str(path.relative_to(directory)): path.read_bytes()
+            for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def begun(group_of_one, tmp_path) -> dict[str, bytes]:
-    """The files of a training in tmp_path/train that was begun with SETTINGS and has saved a checkpoint."""
-    directory = tmp_path / "train"
-    training.begin(str(directory), SETTINGS, group_of_one)
-    (directory / "step-00000002").mkdir()
-    (directory / "step-00000002" / "weights").write_text("two steps")
-    return contents(directory)
-
-
-def test_a_training_begins_with_the_initialised_model(group_of_one, tmp_path):
-    config = skipless_config(model_of().config, parallel=False, mlp_bias=True)
-    start = training.write_start(str(tmp_path / "train"), config, tokens(), 0, group_of_one)
-    written = AutoModelForCausalLM.from_pretrained(start).state_dict()
-    model = fresh_model()
-    initialise(model, tokens(), seed=0)
-    assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
-    before = contents(start)
-    training.write_start(str(tmp_path / "train"), config, tokens(), 1, group_of_one)
-    assert contents(start) == before  # a training that resumes keeps its start
-
-
-def test_a_training_with_the_same_settings_goes_on(begun, group_of_one, tmp_path):
-    training.begin(str(tmp_path / "train"), SETTINGS, group_of_one)
-    assert contents(tmp_path / "train") == begun
-
-
-@pytest.mark.parametrize("change", [{"steps": 4}, {"lr": 0.01}, {"seed": 1}, {"length": 8}])
-def test_a_training_with_other_settings_is_refused_and_kept(begun, group_of_one, tmp_path, change):
-    (name, value), = change.items()
-    with pytest.raises(UserError, match=f"{name} .* -> {value}") as refusal:
-        training.begin(str(tmp_path / "train"), SETTINGS | change, group_of_one)
-    assert "\n" not in str(refusal.value) and contents(tmp_path / "train") == begun
-
-
-def test_force_moves_an_unfinished_training_aside(begun, group_of_one, tmp_path):
-    training.start_anew(str(tmp_path / "train"), group_of_one)
-    assert contents(tmp_path / "train.old-1") == begun and not (tmp_path / "train").exists()
-    training.begin(str(tmp_path / "train"), SETTINGS, group_of_one)
-    training.start_anew(str(tmp_path / "train"), group_of_one)
-    assert contents(tmp_path / "train.old-1") == begun and (tmp_path / "train.old-2").is_dir()
-
-
-@pytest.mark.parametrize("plan", [None, b"[]", b"{", b"\xff"])
-def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path, plan):
+@pytest.mark.parametrize("settings", [None, b"[]", b"{", b"\xff"])
+def test_a_directory_without_settings_is_refused_and_kept(group_of_one, tmp_path, settings):
     directory = tmp_path / "train"
     directory.mkdir()
     (directory / "notes.txt").write_text("mine")
-    if plan:
-        (directory / "settings.json").write_bytes(plan)
+    if settings:
+        (directory / "settings.json").write_bytes(settings)
     before = contents(directory)
     with pytest.raises(UserError, match="settings.json"):
-        training.begin(str(directory), SETTINGS, group_of_one)
+        train.begin(str(directory), {"steps": 3}, False, group_of_one)
     assert contents(directory) == before
+    train.begin(str(directory), {"steps": 3}, True, group_of_one)  # --force moves it aside
+    assert contents(tmp_path / "train.old-1") == before and list(contents(directory)) == ["settings.json"]
 
 
-def train(run, inputs, ranks) -> bool:
-    """Three steps of two sequences of 16 tokens. Returns False if a signal stopped them."""
-    options = Namespace(
-        run=str(run), text=inputs["text"], heldout=inputs["text"], steps=3, batch=2, length=16, lr=1e-3,
-        warmup=1, seed=0, print_every=1, force=False,
-    )
-    return training.train_skipless(options, inputs["model"], False, ranks, Clock())
+def flags(run_directory, inputs, *changes) -> list:
+    """Three steps of two sequences of 16 tokens."""
+    return ["--run", run_directory, "--model", inputs["model"], "--text", inputs["text"], "--heldout",
+            inputs["text"], "--steps", 3, "--batch", 2, "--length", 16, "--warmup", 1, *changes]
 
 
-def test_training_learns_every_next_token(inputs, group_of_one, tmp_path):
+@pytest.mark.slow
+def test_training_learns_every_next_token(inputs, tmp_path):
     """The first loss is the cross-entropy of all next tokens of the batch, before any step."""
-    assert train(tmp_path, inputs, group_of_one)
+    run(TRAIN, *flags(tmp_path, inputs, "--print-every", 1))
     ids, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 6, 16)
     config = skipless_config(load_config(inputs["model"]), False, mlp_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -196,12 +152,79 @@ def test_training_learns_every_next_token(inputs, group_of_one, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_training_resumes_to_the_same_weights(inputs, group_of_one, tmp_path, monkeypatch):
-    assert train(tmp_path / "whole", inputs, group_of_one)
-    stop_after_two(monkeypatch)
-    assert not train(tmp_path / "stopped", inputs, group_of_one)
-    monkeypatch.undo()
-    assert train(tmp_path / "stopped", inputs, group_of_one)
-    whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "stopped"))
+def test_a_stopped_training_resumes_to_the_same_weights_with_the_same_settings_alone(
+        inputs, tmp_path, monkeypatch):
+    steps = train.steps
+
+    def two_steps(job, schedule, samples):
+        yield from steps(job, schedule, samples, until=2)
+        job.stopped = True  # as if by a signal
+
+    run(TRAIN, *flags(tmp_path / "whole", inputs))
+    with monkeypatch.context() as patched:
+        patched.setattr("common.training.engine.steps", two_steps)
+        run(TRAIN, *flags(tmp_path / "run", inputs), code=STOPPED)
+    before, text = contents(tmp_path / "run"), tmp_path / "text.txt"
+    assert any("step-00000002" in name for name in before)
+    text.write_text("other text, repeated " * 40)
+    for flag, value, shown in (("--steps", 4, "steps 3 -> 4"), ("--lr", 0.01, "lr 0.001 -> 0.01"),
+                               ("--seed", 1, "seed 0 -> 1"), ("--length", 8, "length 16 -> 8"),
+                               ("--text", text, "samples_sha256")):
+        expect_error(shown, TRAIN, *flags(tmp_path / "run", inputs, flag, value))
+    assert contents(tmp_path / "run") == before
+    assert "after step 2" in run(TRAIN, *flags(tmp_path / "run", inputs)).stdout
+    whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "run"))
     assert whole["model.safetensors"] == resumed["model.safetensors"]
-    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["serial"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["serial"]
+
+
+@pytest.mark.slow
+def test_bad_arguments_are_refused_before_any_work(inputs, tmp_path):
+    square, short = save_tiny(tmp_path / "square", head_dim=6), tmp_path / "short.txt"
+    grouped = save_tiny(tmp_path / "grouped", head_dim=6, num_key_value_heads=4)
+    short.write_text("too short")
+    for model, changes, message in (
+        (square, ["--length", 1], "--length: expected 2 to 256"),
+        (square, ["--length", 257], "--length: expected 2 to 256"),
+        (square, ["--lr", -1], "--lr"),
+        (square, ["--heldout", short], f"{short}: expected"),
+        (square, ["--variants", 1, "--without", "q"], "--variants: expected no --without"),
+        (inputs["text"], [], inputs["text"]),
+        (inputs["model"], ["--without", "q"], "expected a square Q"),
+        (grouped, ["--without", "v"], "expected a square V"),
+        (grouped, ["--variants", 1], "expected a square K"),
+    ):
+        expect_error(message, TRAIN, *flags(tmp_path / "run", inputs, "--model", model, *changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_table_of_variants_has_their_distance_from_the_full_model_of_each_seed():
+    """A mean and its standard error, with n - 1."""
+    losses = {"full": [5.0, 5.5, 5.1], "without Q and P": [5.1, 5.9, 5.1]}
+    *_, full, without = train.table(losses, {"full": 2000, "without Q and P": 1000}).splitlines()
+    assert [cell.strip() for cell in full.split("|")[1:-1]] == ["full", "2,000", "5.200", ""]
+    distance = f"+{0.5 / 3:.3f} ± {sem([0.1, 0.4, 0.0]):.3f}"
+    assert [cell.strip() for cell in without.split("|")[1:-1]] == [
+        "without Q and P", "1,000", f"{16.1 / 3:.3f}", distance]
+
+
+@pytest.mark.slow
+def test_all_variants_are_trained_and_compared_seed_by_seed(inputs, tmp_path):
+    model, home = save_tiny(tmp_path / "model", head_dim=6), tmp_path / "run"
+    run(TRAIN, *flags(home, inputs, "--model", model, "--variants", 2))
+    summary = json.loads((home / "variants.json").read_text())["summary"]
+    names = {"serial": set(), "serial-trained-without-q": {"q_proj", "o_proj"},
+             "serial-trained-without-k": {"k_proj", "o_proj"},
+             "serial-trained-without-v": {"v_proj", "o_proj"}}
+    for (name, removed), title in zip(names.items(), summary["losses"], strict=True):
+        for seed in (0, 1):
+            path = home / f"seed-{seed}" / name
+            trained = AutoModelForCausalLM.from_pretrained(path)
+            assert set(trained.config.removed) == removed
+            assert trained.num_parameters() == summary["parameters"][title]
+            perplexity = json.loads((path / "stage.json").read_text())["summary"]["perplexity"]
+            assert summary["losses"][title][seed] == pytest.approx(math.log(perplexity))
+        assert len(set(summary["losses"][title])) == 2  # another seed is another training
+    assert train.table(summary["losses"], summary["parameters"]) in (home / "variants.md").read_text()
+    run(TRAIN, *flags(home, inputs, "--model", model, "--parallel", "--without", "q"))
+    assert (home / "parallel-trained-without-q").is_dir()
