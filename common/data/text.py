@@ -64,10 +64,12 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
     """
     source, prefix = _located(source, split), bos_prefix(tokenizer, bos)
     if source.endswith(".npy"):
-        rows = _begun(read_token_rows(source)[:sequences], prefix)[:, :length]
-        if rows.min() < 0:
-            raise UserError(f"text {source}: expected token ids, found {rows.min()}")
-        return torch.from_numpy(rows), f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
+        rows = read_token_rows(source)
+        begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
+        tokens = torch.tensor([[*begin, *row] for row in rows[:sequences].tolist()])[:, :length]
+        if tokens.min() < 0:
+            raise UserError(f"text {source}: expected token ids, found {tokens.min()}")
+        return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
     needed = sequences * length
     whole, packed, documents = [], [], 0
@@ -102,13 +104,6 @@ def read_token_rows(path: str) -> np.ndarray:
         raise UserError(f"text {path}: expected rows of tokens, {TOKEN}, found {rows.dtype} of shape "
                         f"{list(rows.shape)}")
     return rows
-
-
-def _begun(rows: np.ndarray, prefix: list[int]) -> np.ndarray:
-    """Rows of tokens as int64, each after the prefix, unless all of them begin with it."""
-    if (rows[:, : len(prefix)] == prefix).all():
-        return rows.astype(np.int64)
-    return np.array([[*prefix, *row] for row in rows.tolist()])
 
 
 def write_array(path: str, array: np.ndarray) -> None:
