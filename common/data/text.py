@@ -64,11 +64,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
     """
     source, prefix = _located(source, split), bos_prefix(tokenizer, bos)
     if source.endswith(".npy"):
-        rows = read_token_rows(source)
-        begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
-        tokens = torch.tensor([[*begin, *row] for row in rows[:sequences].tolist()])[:, :length]
-        if tokens.min() < 0:
-            raise UserError(f"text {source}: expected token ids, found {tokens.min()}")
+        tokens = _first_rows(source, sequences, prefix)[:, :length]
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
     needed = sequences * length
@@ -104,6 +100,16 @@ def read_token_rows(path: str) -> np.ndarray:
         raise UserError(f"text {path}: expected rows of tokens, {TOKEN}, found {rows.dtype} of shape "
                         f"{list(rows.shape)}")
     return rows
+
+
+def _first_rows(path: str, count: int, prefix: list[int]) -> torch.Tensor:
+    """The first rows of a .npy file as int64, each after the prefix, unless all of its rows begin with it."""
+    rows = read_token_rows(path)
+    begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
+    tokens = torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
+    if tokens.min() < 0:
+        raise UserError(f"text {path}: expected token ids, found {tokens.min()}")
+    return tokens
 
 
 def write_array(path: str, array: np.ndarray) -> None:
