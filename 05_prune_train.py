@@ -7,8 +7,8 @@ to the teacher (Eq. 27-31).
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
-                      tensorboard/ (if installed), heldout.npy (the tokens of held-out text); stage.json
-                      when training is complete
+                      tensorboard/ (if installed), heldout.npy (held-out text that is not measured here,
+                      for stage 7); stage.json when training is complete
         RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
@@ -167,7 +167,8 @@ def parse():
                              "(samples of --text, which are not trained on), or none (default: c4 if "
                              "--text has it; demo for the demo model; else split)")
     parser.add_argument("--heldout-sequences", type=cli.positive, default=32,
-                        help="number of texts, of --text-length tokens each; with split, a tenth at most")
+                        help="number of texts to measure, of --text-length tokens each; as many others are "
+                             "written to heldout.npy, for stage 7; with split, a tenth of all at most")
     parser.add_argument("--heldout-chats", type=cli.non_negative, default=32,
                         help="number of chats kept out of training, a tenth of them at most")
     parser.add_argument("--heldout-questions", type=cli.non_negative,
