@@ -7,8 +7,8 @@ to the teacher (Eq. 27-31).
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
-                      tensorboard/ (if installed), heldout.npy (the tokens of held-out text); stage.json
-                      when training is complete
+                      tensorboard/ (if installed), heldout.npy (held-out text that is not measured here,
+                      for stage 7); stage.json when training is complete
         RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
@@ -148,8 +148,9 @@ FLAGS = {
         Flag("heldout-text", str, "c4 or demo (their held-out parts), a file or generated as for --text, "
              "split (samples of --text, which are not trained on), or none (default: c4 if --text has it; "
              "demo for the demo model; else split)", metavar="SOURCE"),
-        Flag("heldout-sequences", cli.positive, "number of texts, of --text-length tokens each; with split, "
-             "a tenth at most", 32),
+        Flag("heldout-sequences", cli.positive, "number of texts to measure, of --text-length tokens each; "
+             "as many others are written to heldout.npy, for stage 7; with split, a tenth of all at "
+             "most", 32),
         Flag("heldout-chats", cli.non_negative, "number of chats kept out of training, a tenth of them at "
              "most", 32),
         Flag("heldout-questions", cli.non_negative, "first N of each task's validation split (default: "

@@ -72,7 +72,7 @@ fi
 train  # a finished training is left as it is; other flags are refused
 [ "$RUN/gqa/stage.json" -nt "$RUN/train/stage.json" ] || "$PYTHON" 06_export.py --run "$RUN" --force
 HELDOUT=$RUN/train/heldout.npy
-[ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold any of it out
+[ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
 EVALUATION=(--tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} --text "$HELDOUT"
             --prompts "${PROMPTS:-pipelines/prompts.txt}")
 if [ ! "$RUN/eval.json" -nt "$RUN/gqa/stage.json" ] ||

@@ -168,19 +168,18 @@ def llama_cpp_step(engine: llama_cpp.Llama):
     return step
 
 
-def load_engine(path: str, context: int) -> llama_cpp.Llama:
-    """llama.cpp on the CPU, its cache in float32 instead of the default float16."""
+def load_engine(path: str, context: int, **options) -> llama_cpp.Llama:
+    """llama.cpp on the CPU, its cache in float32 instead of the default float16 unless options say more."""
     llama_cpp.llama_log_set(keep_log, None)
     defaults = llama_cpp.llama_model_default_params()
     # no AMX: built by GCC 12, whose _tile_loadconfig drops most of the tiles' configuration, its kernels for
     # quantized weights are illegal instructions
     defaults.use_extra_bufts = False
     llama_cpp.llama_cpp.llama_model_default_params = lambda: defaults
+    cache = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+    exact = {"n_batch": context, "logits_all": True, "n_threads": torch.get_num_threads()} | cache
     try:
-        return llama_cpp.Llama(
-            path, n_ctx=context, n_batch=context, logits_all=True, verbose=False,
-            n_threads=torch.get_num_threads(), type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-        )
+        return llama_cpp.Llama(path, n_ctx=context, verbose=False, **exact | options)
     except ValueError as error:
         raise UserError(f"{path}: llama.cpp cannot load it: {first_error(error)}") from error
 

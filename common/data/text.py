@@ -64,10 +64,8 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
     """
     source, prefix = _located(source, split), bos_prefix(tokenizer, bos)
     if source.endswith(".npy"):
-        rows = _begun(read_token_rows(source)[:sequences], prefix)[:, :length]
-        if rows.min() < 0:
-            raise UserError(f"text {source}: expected token ids, found {rows.min()}")
-        return torch.from_numpy(rows), f"{source}: {len(rows)} sequences of {rows.shape[1]} tokens"
+        tokens = _first_rows(source, sequences, prefix)[:, :length]
+        return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
     needed = sequences * length
     whole, packed, documents = [], [], 0
@@ -104,11 +102,14 @@ def read_token_rows(path: str) -> np.ndarray:
     return rows
 
 
-def _begun(rows: np.ndarray, prefix: list[int]) -> np.ndarray:
-    """Rows of tokens as int64, each after the prefix, unless all of them begin with it."""
-    if (rows[:, : len(prefix)] == prefix).all():
-        return rows.astype(np.int64)
-    return np.array([[*prefix, *row] for row in rows.tolist()])
+def _first_rows(path: str, count: int, prefix: list[int]) -> torch.Tensor:
+    """The first rows of a .npy file as int64, each after the prefix, unless all of its rows begin with it."""
+    rows = read_token_rows(path)
+    begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
+    tokens = torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
+    if tokens.min() < 0:
+        raise UserError(f"text {path}: expected token ids, found {tokens.min()}")
+    return tokens
 
 
 def write_array(path: str, array: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,11 +30,13 @@ class Heldout:
     """Sets of samples kept out of training, and how often the student is measured on them.
 
     A set whose samples have answers is measured on its answer tokens, a set of texts on every token but each
-    text's first.
+    text's first. The measured texts choose the checkpoint that stage 6 exports; as many others are left for
+    stage 7, and are neither trained on nor measured here.
     """
 
     sets: dict[str, list[Sample]]  # some of SETS -> samples, at least one
     every: int  # steps between measurements
+    unmeasured: Sequence[Sample] = ()  # texts
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
@@ -49,9 +52,9 @@ class Heldout:
             step.began += figures["heldout_seconds"]
 
     def write_text(self, directory: str) -> None:
-        """Write the texts, if any, to heldout.npy, [n, length] int32, which 07_eval.py --text reads."""
-        if TEXT_SET in self.sets:
-            rows = [sample.prompt for sample in self.sets[TEXT_SET]]
+        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text."""
+        if self.unmeasured:
+            rows = [sample.prompt for sample in self.unmeasured]
             write_array(os.path.join(directory, "heldout.npy"), np.array(rows, TOKEN))
 
     def measurements(self, steps: int) -> int:
@@ -118,20 +121,23 @@ def compare(
 def load_heldout(args, model: str, pool: Pool, texts: list[Sample], ranks) -> Heldout:
     """What stage 5's flags hold out, tokenized for the checkpoint `model`, and what was kept out of the pool.
 
-    texts: heldout_texts. Raises UserError for questions that cannot be read or are too long.
+    texts: heldout_texts. Every second one of the texts is measured. Raises UserError for questions that
+    cannot be read or are too long.
     """
     tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
-    split = pool.texts.heldout_samples() if pool.texts and args.heldout_text == SPLIT else []
-    sets = {TEXT_SET: texts or split, CHAT_SET: pool.heldout_chats}
+    if pool.texts and args.heldout_text == SPLIT:
+        texts = pool.texts.heldout_samples()
+    sets = {TEXT_SET: texts[::2], CHAT_SET: pool.heldout_chats}
     questions = heldout_questions(args, tokenizer, positions)
     if questions:
         ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
         sets[TASK_SET] = questions
-    return Heldout({name: samples for name, samples in sets.items() if samples}, args.heldout_every)
+    sets = {name: samples for name, samples in sets.items() if samples}
+    return Heldout(sets, args.heldout_every, texts[1::2])
 
 
 def heldout_texts(args, model: str, ranks) -> list[Sample]:
-    """--heldout-sequences texts of --text-length tokens, unless they are split off --text.
+    """Twice --heldout-sequences texts of --text-length tokens, unless they are split off --text.
 
     Raises UserError for text that cannot be read, is too short, or is a file in --text, too.
     """
@@ -142,7 +148,7 @@ def heldout_texts(args, model: str, ranks) -> list[Sample]:
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
     origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
     tokens, description = read_sequences(
-        source, None, origin, args.heldout_sequences, args.text_length, "heldout", args.bos)
+        source, None, origin, 2 * args.heldout_sequences, args.text_length, "heldout", args.bos)
     ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 

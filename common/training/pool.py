@@ -115,7 +115,7 @@ def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
         elif ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
-    heldout = args.heldout_sequences if args.heldout_text == SPLIT else 0
+    heldout = 2 * args.heldout_sequences if args.heldout_text == SPLIT else 0  # half for stage 7
     texts = TextSamples(path, args.text_length, heldout, prefix)
     begin = f", {tokenizer.bos_token} first" if prefix else ""
     ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens{begin}")

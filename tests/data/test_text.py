@@ -404,6 +404,8 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     for beginning, expected in (([begin, 3, 4], [begin, 3, 4]), ([7, 3, 4], [begin, 7, 3])):
         text.write_array(path, np.array([[begin, 1, 2], beginning], "<i4"))
         assert load_tokens(path, tokenizer, 9, 3, bos=True)[0][1].tolist() == expected
+        first, _ = load_tokens(path, tokenizer, 1, 3, bos=True)  # as all rows together
+        assert first.tolist() == [[begin, 1, 2] if beginning[0] == begin else [begin, begin, 1]]
     line = "expected rows of tokens, int32, found"
     wrong_rows = [(rows.ravel(), line), (rows.astype("<i8"), line), (rows[:0], line),
                   (rows - 1, "expected token ids, found -1")]

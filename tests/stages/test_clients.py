@@ -1,6 +1,6 @@
 """Exported checkpoints in the programs that people run them with: transformers and vLLM.
 
-lm_eval: test_harness.py; llama.cpp: test_gguf.py.
+lm_eval: test_harness.py; llama.cpp: test_gguf.py; beside the source: test_clients_table.py.
 """
 
 import json

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -308,17 +309,26 @@ def arguments(inputs, **changes) -> argparse.Namespace:
 
 
 def test_what_is_held_out(group_of_one, inputs):
-    """Texts as stage 7 reads them, and the first questions of the validation splits."""
+    """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
     args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
     texts = heldout_texts(args, inputs["model"], group_of_one)
     heldout = load_heldout(args, inputs["model"], Pool([]), texts, group_of_one)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
-    tokens, _ = load_tokens(inputs["text"], tokenizer, 3, 64, "heldout")
-    assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens.tolist()]
+    tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, "heldout")
+    assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens[::2].tolist()]
+    assert [sample.segments for sample in heldout.unmeasured] == [(row,) for row in tokens[1::2].tolist()]
     examples = [example for task in ("piqa", "siqa")
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
+
+
+def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, inputs, tmp_path):
+    text = Sample((1, 2, 3))
+    heldout = load_heldout(arguments(inputs, tasks=NONE), inputs["model"], Pool([]), [text], group_of_one)
+    assert heldout.sets == {TEXT_SET: [text]} and not heldout.unmeasured
+    heldout.write_text(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("changes, count", [
@@ -358,7 +368,7 @@ def test_default_held_out_text(demo, text, expected):
 
 @pytest.mark.parametrize("words, message", [
     ("--heldout-text missing.txt", "text missing.txt: not found"),
-    ("--heldout-text TEXT --heldout-sequences 1000", "expected 1000 x 256 = 256000 tokens, found "),
+    ("--heldout-text TEXT --heldout-sequences 500", "expected 1000 x 256 = 256000 tokens, found "),
     ("--text TEXT --heldout-text TEXT", "--heldout-text: expected text that is not in --text, found "),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
@@ -395,7 +405,9 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
     student.load_state_dict(whole_weights(saved_checkpoints(str(home / "train"))[-1]))
-    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 4, 256, "heldout")
+    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, "heldout")
+    tokens, unmeasured = tokens[::2], tokens[1::2]
+    assert np.load(home / "train" / "heldout.npy").tolist() == unmeasured.tolist()  # for stage 7
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
     assert math.exp(lines[-1][f"{TEXT_SET}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
     figures = [f"{prefix}_{name}" for prefix in (TEXT_SET, TASK_SET) for name in NAMES]

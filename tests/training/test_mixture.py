@@ -80,7 +80,7 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
 
 
 def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_one):
-    """Every tenth chat and text, not more than asked for, and none of them is trained on."""
+    """Every tenth chat and text, not more than asked for, of texts twice as many, and none is trained on."""
     model, path = chats
     names = [{"role": "user", "content": "hi"}]
     lines = [json.dumps({"messages": [*names, {"role": "assistant", "content": f"chat {number}"}]})
@@ -93,15 +93,15 @@ def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_
     pool = load_pool(args, model, group_of_one)
     assert pool.heldout_chats == [whole.answered[0], whole.answered[12]]
     assert pool.answered == whole.answered[1:12] + whole.answered[13:]
-    heldout = pool.texts.heldout_samples()
-    assert len(heldout) == 3 and len(pool.texts) == len(whole.texts) - 3
-    third = len(whole.texts) // 3
-    assert heldout == [whole.texts[number * third] for number in range(3)]
-    numbers = [number for number in range(len(whole.texts)) if number not in (0, third, 2 * third)]
+    period = len(whole.texts) // 6
+    left_out = [number * period for number in range(6)]
+    numbers = [number for number in range(len(whole.texts)) if number not in left_out]
     assert list(pool.texts) == [whole.texts[number] for number in numbers]
     args = SimpleNamespace(**vars(args), heldout_questions=None, heldout_every=5)
-    sets = load_heldout(args, model, pool, [], group_of_one).sets
-    assert sets == {TEXT_SET: heldout, CHAT_SET: pool.heldout_chats}
+    heldout = load_heldout(args, model, pool, [], group_of_one)
+    measured, unmeasured = ([whole.texts[number] for number in left_out[first::2]] for first in (0, 1))
+    assert heldout.sets == {TEXT_SET: measured, CHAT_SET: pool.heldout_chats}
+    assert heldout.unmeasured == unmeasured
 
 
 def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):

@@ -1,0 +1,86 @@
+"""pipelines/clients.sh: when a client does worse on an export; before a release, that none does.
+
+The other tests of the programs that people run models with: test_clients.py and test_gguf.py.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from pipelines.clients import TOLERANCE, Result, compare, worse
+
+LOGITS = np.array([[3.0, -4.0, 1.0], [0.5, 2.0, -1.0]], np.float32)
+EXPECTED = {"logits": LOGITS, "greedy": [[1, 2, 0], [2, 2, 1]], "tokenized": [[5, 6], [7], [8]]}
+GOOD = Result("", 1e-6, (6, 6), (3, 3))
+
+
+def answer(**changes) -> dict:
+    return EXPECTED | changes
+
+
+def test_the_same_answer_is_equal():
+    assert compare(EXPECTED, answer()) == Result("", 0.0, (6, 6), (3, 3))
+
+
+def test_the_largest_difference_is_relative_to_the_largest_logit():
+    assert compare(EXPECTED, answer(logits=LOGITS + [[0, 0, 0], [0, 0.5, -1]])).difference == 1 / 4
+
+
+def test_logarithms_of_probabilities_are_compared_with_such():
+    probabilities = np.exp(LOGITS.astype(np.float64))
+    found = answer(logits=np.log(probabilities / probabilities.sum(1)[:, None]), log_probabilities=True)
+    assert compare(EXPECTED, found).difference < 1e-6
+    assert compare(EXPECTED, found | {"log_probabilities": False}).difference > 0.1
+
+
+def test_tokens_count_up_to_the_first_that_differs():
+    found = compare(EXPECTED, answer(greedy=[[1, 0, 0], [2, 2]]))
+    assert found.tokens == (1 + 2, 6)
+
+
+def test_a_chat_that_is_missing_is_not_alike():
+    assert compare(EXPECTED, answer(tokenized=[[5, 6], [0]])).texts == (1, 3)
+
+
+def test_a_refusal_and_another_vocabulary_are_told():
+    assert str(compare(EXPECTED, {"refusal": "ValueError: no such class"})) == "ValueError: no such class"
+    assert compare(EXPECTED, answer(logits=LOGITS[:, :2])) == Result("logits of shape (2, 2), not (2, 3)")
+
+
+@pytest.mark.parametrize(("source", "export", "expected"), [
+    (GOOD, GOOD, False),
+    (GOOD, Result("", TOLERANCE / 2, (6, 6), (3, 3)), False),
+    (GOOD, Result("", TOLERANCE * 2, (6, 6), (3, 3)), True),
+    (GOOD, Result("", 1e-6, (5, 6), (3, 3)), True),
+    (GOOD, Result("", 1e-6, (6, 6), (2, 3)), True),
+    (GOOD, Result("refused"), True),
+    (Result("refused"), Result("refused"), False),
+    (Result("refused"), Result("", 1.0, (0, 6), (0, 3)), False),
+    # a client that is wrong on the source: how wrong it is on the export says nothing, but for the texts
+    (Result("", 0.5, (2, 6), (3, 3)), Result("", 0.9, (1, 6), (3, 3)), False),
+    (Result("", 0.5, (2, 6), (2, 3)), Result("", 0.5, (2, 6), (1, 3)), True),
+    (Result("", 0.5, (2, 6), (2, 3)), Result("refused"), True),
+])
+def test_what_is_worse(source, export, expected):
+    assert worse(source, export) is expected
+
+
+@pytest.mark.release
+def test_no_client_does_worse_on_the_export(tmp_path):
+    """The clients that install in minutes; each must run every source, but CTranslate2 Llama 3's."""
+    clients = ["transformers-4", "llama.cpp", "mlx-lm", "CTranslate2", "onnxruntime-genai"]
+    command = ["bash", "pipelines/clients.sh", "--run", tmp_path, "--clients", *clients]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True,
+                          text=True, check=False)
+    table = (tmp_path / "clients.md").read_text()
+    assert done.returncode == 0 and "worse" not in table, table + done.stderr
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 4 * len(clients)
+    wrong = {(client.strip("| "), kind.strip()) for client, kind, source, _ in rows
+             if not re.search(r"logits within \S+e-0[4-9]|logits within 0e", source)}
+    assert wrong == {("ctranslate2 4.8.5", "llama3")}
