@@ -17,11 +17,12 @@ making the Grams as ours.
 align_speedup: seconds to align until settled, of the printed update on vectors with the layer's Grams over
 ours on these; it stops at 500 rounds or when a round gains no more than 1e-10 of the objective sum_n |sum_i
 Q_i v_i|^2. align_objective_gain is the least of any group: our objective over the printed update's, minus
-one. calibrate_over_forward: forward passes of a random Llama with stage 1's sums in hooks over plain ones of
-the same tokens. The last line is JSON: medians of paired passes.
+one. calibrate_over_forward: forward passes of a random Llama with stage 1's hooks over plain ones of the same
+tokens. The last line is JSON: medians of paired passes.
 """
 
 import copy
+import importlib
 import json
 import statistics
 from functools import partial
@@ -33,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import paper
 from bench.machine import machine, parser, timed
-from common.families import watch_heads
+from common.families import geometry
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, mean_merge, merged_state
 from common.method.procrustes import (
@@ -45,6 +46,8 @@ from common.method.procrustes import (
 )
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.reporting.tables import markdown_table
+
+stage1 = importlib.import_module("01_calibrate")
 
 PAPER_TOKENS = 128 * 2048
 ROUNDS, GAIN = 500, 1e-10  # at which the printed update ends
@@ -252,21 +255,6 @@ def transform(args) -> dict:
             "align_seconds_printed": round(printed_seconds, 3), "align_objective_gain": float(min(gains))}
 
 
-def hook_statistics(model, head_dim: int, device: str) -> None:
-    """Sum every layer's queries, keys and values in hooks, as stage 1 does."""
-    for layer in model.model.layers:
-        stats = LayerStats(layer.self_attn.k_proj.out_features // head_dim, head_dim, device)
-        updates = {"q": stats.update_queries, "k": stats.update_keys, "v": stats.update_values}
-
-        def collect(letter: str, vectors: torch.Tensor, updates=updates) -> None:
-            heads = vectors.unflatten(-1, (-1, head_dim)).flatten(0, -3)
-            if not torch.isfinite(heads.sum(dtype=torch.float32)):
-                raise ValueError("NaN or Inf in the forward pass")
-            updates[letter](heads)
-
-        watch_heads(layer.self_attn, collect)
-
-
 def calibrate(args) -> dict:
     """Forward passes with the statistics of stage 1 over plain ones."""
     torch.manual_seed(0)
@@ -276,7 +264,9 @@ def calibrate(args) -> dict:
     with torch.device(args.device):
         plain = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     hooked = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})  # the same weights
-    hook_statistics(hooked, args.head_dim, args.device)
+    for index, layer in enumerate(hooked.model.layers):
+        nothing_sampled = torch.arange(0)
+        stage1.Collector(layer, str(index), geometry(config), nothing_sampled, args.device).begin(0, 0)
     tokens = torch.randint(0, 1000, (1, args.calibrate_tokens), device=args.device)
     ratios, forward = [], []
     for _ in range(1 + args.pairs):

@@ -13,7 +13,6 @@ import torch
 
 from bench import gpu
 from bench.gpu import Row
-from common.cli import UserError
 from conftest import ROOT
 
 LOG = """tests/stages/test_gpu.py::test_a[x] PASSED    [ 25%]
@@ -76,21 +75,16 @@ def pretended(tmp_path):
     return run
 
 
-def test_a_directory_with_other_files_is_left_alone(pretended, tmp_path):
-    mine = tmp_path / "an out [1]" / "thesis.tex"
-    mine.parent.mkdir()
-    mine.write_text("years of work")
+def test_other_files_are_left_alone_and_an_earlier_report_is_replaced(pretended, tmp_path):
+    out = tmp_path / "an out [1]"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
     with pytest.raises(FileNotFoundError):  # no rows.tsv
         pretended()
-    assert os.listdir(mine.parent) == ["thesis.tex"] and mine.read_text() == "years of work"
-
-
-def test_an_earlier_report_is_replaced_and_nothing_beside_it(pretended, tmp_path):
-    out = tmp_path / "an out [1]"
-    rows = pretended()[1]
+    assert os.listdir(out) == ["notes.txt"]
+    (out / "rows.tsv").write_text("of the first report")
     (out / "results.json").write_text("of the first report")
-    (out / "notes.txt").write_text("mine")
-    assert [row.name for row in pretended()[1]] == [row.name for row in rows]
+    assert len(pretended()[1]) == 9
     assert not (out / "results.json").exists() and (out / "notes.txt").read_text() == "mine"
 
 
@@ -206,10 +200,3 @@ def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert gpu.device_slug() == "H200"
-
-
-def test_unknown_words_are_refused(monkeypatch):
-    for words in ([], ["report"], ["rapport", "x"]):
-        monkeypatch.setattr(sys, "argv", ["gpu", *words])
-        with pytest.raises(UserError, match="expected check or report DIRECTORY, found"):
-            gpu.main()

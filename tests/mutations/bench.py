@@ -244,5 +244,5 @@ MUTANTS = [
     ("make gpu", "bench/gpu.py",
      "and self.code == 0 else {}",
      "else {}",
-     "test_gpu_report::test_figures_are_the_json_of_a_row_that_succeeded"),
+     "test_gpu_report::test_what_a_row_measured_is_the_json_of_one_that_succeeded"),
 ]

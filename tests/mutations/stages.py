@@ -410,7 +410,7 @@ MUTANTS = [
     ("files of the user", "pipelines/gpu.sh",
      "[[ -f $OUT/rows.tsv || -z $(ls -A \"$OUT\") ]] ||",
      "true ||",
-     "test_gpu_report::test_a_directory_with_other_files_is_left_alone"),
+     "test_gpu_report::test_other_files_are_left_alone_and_an_earlier_report_is_replaced"),
     ("foreign code", "common/models.py",
      "output_loading_info=True, trust_remote_code=False,",
      "output_loading_info=True,",
