@@ -9,9 +9,7 @@ import pytest
 import torch
 from scipy.stats import sem
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import DynamicCache
 
 from common.cli import UserError
 from conftest import expect_error, run, save_tiny, tiny_model
@@ -170,19 +168,11 @@ def zeroed_twin(model, batch: dict, pruned) -> DynamicCache:
     return plain
 
 
-def states(model, tokens: torch.Tensor) -> list[tuple]:
-    """(queries, keys, values, scaling) of each layer as the attention gets them, in float64."""
+def states(model, tokens: torch.Tensor) -> list[list]:
+    """What the attention of each layer without a sliding window gets and gives, in float64, and its scale."""
     seen = []
-
-    def spy(module, query, key, value, attention_mask, **kwargs):
-        seen.append((query.double(), key.double(), value.double(), kwargs["scaling"]))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-    AttentionInterface.register("spy", spy)
-    AttentionMaskInterface.register("spy", sdpa_mask)
-    model.set_attn_implementation("spy")
-    with torch.no_grad():
-        model(tokens, use_cache=False)
+    measure.watch_attention(model, tokens, lambda *layer: seen.append(
+        [*(tensor.double() for tensor in layer[:-1]), layer[-1]]))
     return seen
 
 
@@ -344,9 +334,7 @@ def test_layers_with_a_sliding_window_keep_their_own_cache():
     assert [isinstance(layer, KeyChannelLayer) for layer in pruned.layers] == [True, False, False]
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 6)
     torch.testing.assert_close(logits(model, second, pruned), logits(model, second, twin), rtol=0, atol=2e-4)
-    seen = []
-    measure.watch_attention(model, batch["input_ids"], lambda *layer: seen.append(layer))
-    assert len(seen) == 1
+    assert len(states(model, batch["input_ids"])) == 1
 
 
 def test_what_cannot_be_pruned_is_refused():
@@ -387,7 +375,7 @@ def test_effects_of_a_layer_are_those_of_its_queries_and_keys():
     effects = []
     measure.watch_attention(model, tokens, lambda *layer: effects.append(
         measure.head_effects(settings(), *layer)))
-    for layer, (queries, keys, values, scaling) in zip(effects, states(model, tokens), strict=True):
+    for layer, (queries, keys, values, _, scaling) in zip(effects, states(model, tokens), strict=True):
         keys, values = (tensor.repeat_interleave(4, 1) for tensor in (keys, values))
         observed, plain = queries[:, :, 13:20], scaled_dot_product_attention
         whole = plain(queries, keys, values, is_causal=True, scale=scaling)[:, :, 20:]
