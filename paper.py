@@ -1,20 +1,10 @@
-"""The paper's equations and algorithms as printed, and a table that compares a run with them.
-
-    python paper.py --run runs/demo                     # 10 seconds; `make audit` makes the demo first
-    python paper.py --run runs/llama2-7b --layer 0 7    # of a 7B model: half a minute and 4 GiB a layer
+"""The paper's equations and algorithms as printed.
 
 Jin et al., "Align Attention Heads Before Merging Them" (EMNLP 2025): Eq. 1 to 31 and Algorithms 1 and 2 in
 the paper's order and notation, on the vectors themselves, a head at a time, the slow obvious way. Vectors are
 columns: K_i and V_i are [d_H, N], W_K_i is [d_H, d]. Heads and groups count from 1 in formulas, from 0 in
 lists. transformers stores RoPE pair p at (p, p + d_H / 2). Where the stages mean another formula than the
-printed one, it follows that one, and AUDIT.md says why.
-
-The command recomputes what the stages left in RUN: similarities and alignments on the sampled vectors of
-calibration/, beside the run's own figures over all tokens; fusion, merging and blending from the weights in
-aligned/ and merged/; the losses and the masks' gradient on a batch of the calibration text. It prints a row
-per claim, that of the worst layer, and writes RUN/paper.md. A difference is that of the worst element,
-relative to the largest; of a search, the share of the objective by which the printed one is ahead. Exit code:
-0, 1 if a row is off, 2 for bad input.
+printed one, it follows that one, and AUDIT.md says why. audit.py compares a run with all of them.
 """
 
 import itertools
@@ -297,6 +287,11 @@ def target_size(step: int, steps: int) -> float:
     return max(0.0, 1 - step / (0.3 * steps))
 
 
+def masked_steps(steps: int) -> int:
+    """The masks end after 80 % of the steps, and the student is a GQA model from there on (Appendix A)."""
+    return int(0.8 * steps)
+
+
 def eq_29(z: Tensor, T: float) -> Tensor:
     """L_L0 = |(1/(N_block H) sum z) - T| + ((1/(N_block H) sum z) - T)^2; z: [N_block, H]."""
     return (z.sum() / z.numel() - T).abs() + (z.sum() / z.numel() - T) ** 2
@@ -330,10 +325,3 @@ def eq_30(L_KL: Tensor, L_BiLD: Tensor) -> Tensor:
 def eq_31(L_distill: Tensor, L_L0: Tensor) -> Tensor:
     """L = L_distill + L_L0."""
     return L_distill + L_L0
-
-
-if __name__ == "__main__":
-    from common.cli import run_stage
-    from pipelines.paper_check import main
-
-    run_stage(main)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from pipelines.paper_run import BATCH, Layer, Run
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
@@ -36,7 +37,6 @@ from common.training.metrics import METRICS, read_metrics
 from common.training.packing import build_row
 from common.training.sharding import Trainee
 from common.weights import open_checkpoint
-from pipelines.paper_run import BATCH, Layer, Run
 
 FLOAT32 = 1e-5  # sums of float32 products and float32 forward passes, relative to the largest number
 BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: local optima differ by as much

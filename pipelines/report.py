@@ -231,7 +231,7 @@ def file_of_run(directory: str, name: str) -> str | None:
 
 
 def audit(directory: str) -> tuple[Table, list[str]] | None:
-    """The table that paper.py wrote and the notes under it, if it has."""
+    """The table that audit.py wrote and the notes under it, if it has."""
     path = file_of_run(directory, "paper.md")
     if path is None:
         return None

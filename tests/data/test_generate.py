@@ -267,7 +267,7 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     heldout = set((home / "tokens").iterdir()) - calibration
     assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
-    assert "no calibration text" not in run("paper.py", "--run", home).stdout
+    assert "no calibration text" not in run("audit.py", "--run", home).stdout
     flags = ["--tasks", "none", *text, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
              "--steps", 2, "--batch", 2, "--warmup", 1]
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)

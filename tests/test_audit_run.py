@@ -1,0 +1,325 @@
+"""Every row of audit.py on tiny runs: what holds, what is off, and what does not apply."""
+
+import itertools
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import scipy
+import torch
+from safetensors.torch import load_file, save_file
+
+import audit
+import paper
+from common.cli import UserError
+from common.method import grouping, masks, released_masks
+from common.method import procrustes as align
+from common.training import distill
+from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
+from pipelines import audit_training
+from pipelines.audit_training import stage5
+
+LAYER = [
+    "Eq. 2:", "Eq. 3:", "Eq. 4-6:", "Algorithm 1 of Eq. 6: values", "Algorithm 1 of Eq. 6: keys", "Eq. 7, 8:",
+    "Eq. 11:", "Eq. 12:", "Eq. 13:", "Eq. 14, 15:", "Eq. 16:", "Eq. 17:", "Eq. 18:", "Eq. 19:",
+    "Eq. 22: key", "Eq. 22: value", "Eq. 22 squared: key", "Eq. 22 squared: value", "Eq. 23:", "Eq. 24:",
+    "Algorithm 2", "Eq. 25:", "Eq. 26:", "Eq. 27: W_K", "Eq. 28: W_V",
+]
+STEPS = [f"{figure}, --masks {kind}" for figure in audit_training.FIGURES for kind in audit_training.KINDS]
+ALIGNED = ["Eq. 1:", *LAYER, *STEPS, "Appendix A"]
+TRAINED = ["Section 3.5", "Eq. 29: T of recorded", "Eq. 29: recorded", "Eq. 30: recorded"]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+SEARCH = ["--kv-heads", 2, "--restarts", 10, "--iterations", 100]
+
+
+def name(title: str) -> str:
+    """A row's title as part of a test's name, which lists of mutations separate by blanks."""
+    return re.sub(r"[^\w.]+", "-", title).strip("-")
+
+
+def find(rows, title: str) -> audit.Row:
+    (row,) = (row for row in rows
+              if row.equation == title or title not in STEPS and row.equation.startswith(title))
+    return row
+
+
+def table(home) -> list[audit.Row]:
+    held = audit.Run(str(home))
+    return audit.all_rows(held, list(range(held.model["layers"])))
+
+
+@pytest.fixture(scope="session")
+def aligned_table(aligned_run):
+    return table(aligned_run)
+
+
+@pytest.mark.parametrize("title", ALIGNED, ids=name)
+def test_row(aligned_table, title):
+    row = find(aligned_table, title)
+    assert row.ok == "yes", row
+
+
+@pytest.mark.parametrize("title", TRAINED, ids=name)
+def test_trained_row(finished_run, title):
+    rows = itertools.starmap(audit.compare, audit_training.recorded_rows(audit.Run(str(finished_run))))
+    row = find(rows, title)
+    assert row.ok == "yes", row
+
+
+def test_rows_are_all_there_in_the_papers_order(aligned_table):
+    assert len(aligned_table) == len(ALIGNED)
+    numbers = [int(re.search(r"Eq\. (\d+)", row.equation)[1]) for row in aligned_table]
+    assert numbers == sorted(numbers)
+
+
+def test_every_equation_has_a_function_that_is_compared():
+    sources = "".join(Path(module.__file__).read_text() for module in (paper, audit, audit_training))
+    for equation in [*(f"eq_{number}" for number in range(1, 32)), "algorithm_1", "algorithm_2"]:
+        assert getattr(paper, equation).__doc__
+        assert re.search(rf"(?<!def ){equation}\b", sources), equation
+
+
+def test_the_equations_import_nothing_of_the_project():
+    imported = re.findall(r"^\s*(?:from|import) (\w+)", Path(paper.__file__).read_text(), re.MULTILINE)
+    assert set(imported) == {"itertools", "math", "numpy", "torch"}
+
+
+def test_the_equations_agree_with_scipy_and_with_direct_formulas():
+    generator = torch.Generator().manual_seed(3)
+    X, Y = torch.randn(2, 6, 40, generator=generator, dtype=torch.float64)
+    best, _ = scipy.linalg.orthogonal_procrustes(X.T.numpy(), Y.T.numpy())
+    Phi, _, Psi = paper.eq_5(X, Y)
+    torch.testing.assert_close(paper.minimizer(Phi, Psi), torch.tensor(best).T)
+    student, teacher = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    entropy = scipy.stats.entropy(teacher.softmax(-1).numpy(), student.softmax(-1).numpy())
+    assert float(paper.kl(student, teacher)) == pytest.approx(entropy)
+    V_i, V_j = torch.tensor([[3.0, 0.0], [4.0, 2.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    P_V = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # columns are 5 and 1 apart
+    assert float(paper.eq_22(V_i, V_j, P_V)) == -3 and float(paper.eq_22_squared(V_i, V_j, P_V)) == -13
+
+
+def scaled(real, at=None):
+    """A function, or the part of its results at a place, times 1.01."""
+    def wrong(*arguments, **options):
+        results = real(*arguments, **options)
+        if at is None:
+            return 1.01 * results
+        return *results[:at], 1.01 * results[at], *results[at + 1 :]
+
+    return wrong
+
+
+def turned(real):
+    """Rotations the other way."""
+    return lambda *arguments: (real(*arguments)[0].mT, real(*arguments)[1].conj())
+
+
+first, second = partial(scaled, at=0), partial(scaled, at=1)
+FAULTS = [  # row, where the stages have a function, its name, what makes it a wrong one
+    ("Eq. 2:", align, "key_similarity", first),
+    ("Eq. 3:", align, "value_similarity", first),
+    ("Eq. 4-6:", align, "value_similarity", second),
+    ("Algorithm 1 of Eq. 6: values", audit, "align_layer", turned),
+    ("Algorithm 1 of Eq. 6: keys", audit, "align_layer", turned),
+    ("Eq. 7, 8:", audit, "to_unit", scaled),
+    ("Eq. 18:", align, "key_similarity", second),
+    ("Eq. 19:", align, "value_similarity", second),
+    ("Eq. 22: key", audit, "align_layer", turned),
+    ("Eq. 22: value", audit, "align_layer", turned),
+    ("Eq. 22 squared: key", align, "key_similarity", second),
+    ("Eq. 22 squared: value", align, "value_similarity", second),
+    ("Eq. 23:", audit, "score", scaled),
+    ("Eq. 24:", audit, "score", scaled),
+    ("Algorithm 2", audit, "anneal", lambda real: lambda *_: grouping.default_groups(1, 8, 2)),
+    ("Eq. 27: W_K", masks.BlendedProjection, "blend", scaled),
+    ("Eq. 28: W_V", masks.BlendedProjection, "blend", scaled),
+    ("Appendix A", distill, "SWITCH", lambda real: 0.5),
+    ("Eq. 27, 28: log alpha after the step, --masks l0", distill.Masks, "ADAM",
+     lambda real: real | {"betas": (0.9, 0.999)}),
+    ("Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "settle",
+     lambda real: lambda log_alpha, copy, *place: real(log_alpha.clone(), copy, *place)),
+    ("Eq. 27, 28: samples of the masks, --masks l0-released", released_masks, "pulled",
+     lambda real: lambda log_alpha, *_: log_alpha.clone()),
+    *((f"{title}, --masks {kind}", where or module, function, wrong)
+      for kind, module in (("l0", masks), ("l0-released", released_masks))
+      for title, where, function, wrong in (
+          ("Eq. 27, 28: samples of the masks", None, "draw", scaled),
+          ("Eq. 27, 28: masks without noise", None, "deterministic", scaled),
+          ("Eq. 29: sizes of the masks", None, "expected", scaled),
+          ("Eq. 29: loss of the masks", stage5, "l0_loss", scaled),
+          ("Eq. 30: loss of a batch", stage5, "distillation_loss", first),
+          ("Eq. 30: loss of a batch, --kl-on all", stage5, "distillation_loss",
+           lambda real: lambda *inputs: real(*inputs[:4], "prompt", *inputs[5:])),
+          ("Eq. 31: gradient in log alpha", stage5, "l0_loss",
+           lambda real: lambda *inputs: real(*inputs).detach().requires_grad_()))),
+]
+
+
+@pytest.mark.parametrize(("title", "where", "function", "wrong"), FAULTS,
+                         ids=[f"{name(title)}-{function}" for title, _, function, _ in FAULTS])
+def test_a_wrong_function_of_the_stages_turns_its_row_off(
+    aligned_run, monkeypatch, title, where, function, wrong
+):
+    held = audit.Run(str(aligned_run))
+    if title in STEPS:
+        kind = title.split()[-1]
+        monkeypatch.setattr(audit_training, "KINDS", {kind: audit_training.KINDS[kind]})
+    else:
+        monkeypatch.setattr(audit, "step_rows", lambda run: ())
+    monkeypatch.setattr(where, function, wrong(getattr(where, function)))
+    row = find(audit.all_rows(held, [] if title in STEPS else [1]), title)
+    assert row.ok == "NO", row
+
+
+def edit(directory: Path, tensor: str, change) -> None:
+    """Change a tensor wherever it is in a checkpoint or a calibration."""
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensor in tensors:
+            tensors[tensor] = change(tensors[tensor]).contiguous()
+            save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_record(path: Path, **changes) -> None:
+    """Change fields of a record's summary, or its arguments."""
+    record = json.loads(path.read_text())
+    for part in ("summary", "arguments"):
+        record[part] |= {field: value for field, value in changes.items() if field in record[part]}
+    path.write_text(json.dumps(record))
+
+
+WEIGHT = "model.layers.1.self_attn.{}_proj.weight"
+DAMAGES = {  # -> the rows that it turns off
+    "sampled keys": (lambda home: edit(home / "calibration", "sample.key", lambda keys: keys.roll(1, 1)),
+                     "Eq. 1:"),
+    "Grams of keys": (lambda home: edit(home / "calibration", "key.unit", lambda gram: 1.001 * gram),
+                      "Eq. 2:|Eq. 18:"),
+    "Grams of values": (lambda home: edit(home / "calibration", "value.raw", lambda gram: 1.001 * gram),
+                        "Eq. 22 squared: value"),
+    "scores": (lambda home: edit_record(home / "groups.json", score_found=[-1e6] * 3),
+               "Eq. 24:|Algorithm 2"),
+    "a value head": (lambda home: edit(home / "aligned", WEIGHT.format("v"),  # turned, of two coordinates
+                                       lambda weight: torch.cat((weight[[1]], -weight[[0]], weight[2:]))),
+                     "Algorithm 1 of Eq. 6: values|Eq. 11:|Eq. 12:|Eq. 13:|Eq. 26:"),
+    "key heads": (lambda home: edit(home / "aligned", WEIGHT.format("k"), lambda weight: weight.roll(8, 0)),
+                  "Algorithm 1 of Eq. 6: keys|Eq. 11:|Eq. 14, 15:|Eq. 16:|Eq. 17:|Eq. 25:"),
+    "a shared head": (lambda home: edit(home / "merged", WEIGHT.format("k"), lambda weight: 1.001 * weight),
+                      "Eq. 25:"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_computed_is_named(aligned_run, tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which read none of it
+    home, (change, titles) = copy_run(aligned_run, tmp_path / "run"), DAMAGES[damage]
+    change(home)
+    done = run("audit.py", "--run", home, code=1)
+    named = done.stdout.partition(" s, off: ")[2].strip().split("; ")
+    assert [title for title in ALIGNED if any(row.startswith(title) for row in named)] == titles.split("|")
+    assert len(named) == len(titles.split("|")) == done.stdout.count("| NO ")
+
+
+def test_every_row_is_turned_off_by_a_fault_or_by_a_damage():
+    damaged = {title for _, titles in DAMAGES.values() for title in titles.split("|")}
+    assert {title for title, *_ in FAULTS} | damaged == {*ALIGNED}
+
+
+def test_steps_recorded_otherwise_are_named(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    path = home / "train" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[2] |= {"l0": lines[2]["l0"] + 0.01, "kl": lines[2]["kl"] + 0.01, "mask_target": 0.123}
+    for figure in ("l0", "mask_expected", "mask_target"):
+        lines[7].pop(figure)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [audit.compare(*row) for row in audit_training.recorded_rows(audit.Run(str(home)))]
+    assert [row.equation for row in rows if row.ok == "NO"] == [
+        "Eq. 30: recorded steps", "Eq. 29: T of recorded steps", "Eq. 29: recorded steps",
+        "Appendix A, Eq. 29: steps with masks"]
+
+
+def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    done = run("audit.py", "--run", home, "--layer", 2, 0)
+    written = (home / "paper.md").read_text()
+    assert written in done.stdout and "rows, 2 layers," in done.stdout
+    lines = [line for line in written.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + len(ALIGNED) and all(line.endswith("| yes |") for line in lines[1:])
+    assert not any("layer 1" in line for line in lines)
+
+
+def missing(home) -> dict[str, str]:
+    """The reasons of the rows that do not apply; all others hold."""
+    rows = table(home)
+    assert not [row for row in rows if row.ok == "NO"]
+    return {row.equation.partition(", layer")[0]: row.note for row in rows if row.ok == "-"}
+
+
+def test_as_printed_is_beside_what_the_stages_mean_and_worse(aligned_table):
+    two = {row.equation.partition(":")[0]: map(float, row.printed.split("; "))
+           for row in aligned_table if ";" in row.printed}
+    assert list(two) == ["Eq. 4-6", "Algorithm 1 of Eq. 6", "Eq. 19", "Eq. 22", "Eq. 22 squared"]
+    for equation, (literal, meant) in two.items():
+        assert literal > meant if equation == "Eq. 4-6" else literal < meant, equation
+
+
+@pytest.mark.parametrize(("grouping", "aligning", "expected"), [
+    ("--by key --criterion cos", "--rotate cos", {}),
+    ("--by none", "--rotate none", {"Algorithm 1 of Eq. 6": "--rotate none"}),
+    ("--by both", "--merge first", {"Eq. 25: W_K": "--merge first", "Eq. 26: W_V": "--merge first"}),
+    ("--by value", "--merge closed-form --refit", {
+        "Eq. 25: W_K": "--merge closed-form --refit", "Eq. 26: W_V": "--merge closed-form --refit",
+        "Eq. 29-31": "closed-form merges and refits blend W_Q and W_O, too"}),
+])
+def test_rows_of_other_runs(aligned_run, tmp_path, grouping, aligning, expected):
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("03_group.py", "--run", home, "--force", *SEARCH, *grouping.split())
+    run("04_align.py", "--run", home, "--force", *aligning.split())
+    assert missing(home) == expected
+
+
+def test_rows_without_the_text(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    edit_record(home / "calibration" / "stage.json", text="gone.txt")
+    reason = "no calibration text: text gone.txt: not found"
+    ((title, found),) = missing(home).items()
+    assert title.startswith("Eq. 1:") and reason in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "reasons"), [
+    ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 0),
+    ({"model_type": "qwen2", "num_key_value_heads": 4, **WINDOWS}, 0),
+    ({"model_type": "qwen3", "bias": True}, 4),
+    ({"model_type": "mistral", "dtype": torch.bfloat16}, 0),
+], ids=["llama-GQA-tied", "qwen2-GQA", "qwen3-biases", "mistral-bfloat16"])
+def test_rows_of_other_families(inputs, tmp_path, monkeypatch, options, reasons):
+    """Keys of Qwen3 may only be flipped. Of a large model the middle layer is compared."""
+    home, source = tmp_path / "run", save_tiny(tmp_path / "model", **options)
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs | {"model": source}))
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, *SEARCH)
+    run("04_align.py", "--run", home)
+    flipped = missing(home)
+    assert len(flipped) == reasons and all("may only be flipped" in reason for reason in flipped.values())
+    held = audit.Run(str(home))
+    assert audit.choose_layers(None, held) == [0, 1, 2]
+    monkeypatch.setattr(audit, "SMALL", 0)
+    assert audit.choose_layers(None, held) == [1]
+
+
+def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
+    home = copy_run(aligned_run, tmp_path / "run")
+    expect_error("--layer: expected layers from 0 to 2, found 3", "audit.py", "--run", home, "--layer", 0, 3)
+    expect_error("calibration not found; run 01_calibrate.py", "audit.py", "--run", tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"expected one of \['mistral'\], found llama"):
+        monkeypatch.setattr(audit, "CHECKED", ["mistral"])
+        audit.Run(str(home))
+    shutil.move(home / "aligned", tmp_path / "aligned")
+    expect_error("aligned not found; run 04_align.py", "audit.py", "--run", home)
+    (home / "similarity.safetensors").write_bytes(b"")
+    expect_error("similarity.safetensors: its content does not match", "audit.py", "--run", home)
+    assert not (home / "paper.md").exists()
