@@ -1,7 +1,7 @@
 """Check that the tests notice faults: break what AUDIT.md names, one small change at a time.
 
     python tests/mutants.py                        # all, for many hours; also: make mutants
-    python tests/mutants.py --rows "Eq. 29"        # what the rows with this text name
+    python tests/mutants.py --rows "Eq. 29"        # what the rows with this text name; or of files with it
     python tests/mutants.py --sample 50 --seed 1   # a quick look
 
 A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
@@ -183,13 +183,13 @@ def report(chosen: list[Trial], explained: dict, jobs: int, verbose: bool = Fals
 
 
 def choose(found: list[Trial], text: str, sample: int | None, seed: int) -> list[Trial]:
-    found = [trial for trial in found if any(text.lower() in row.lower() for row in trial.rows)]
+    found = [trial for trial in found if any(text.lower() in at.lower() for at in (trial.file, *trial.rows))]
     return found if sample is None or sample >= len(found) else random.Random(seed).sample(found, sample)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with this text")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows or files with this text")
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="test runs at a time")

@@ -16,7 +16,7 @@ NAMES = dict(pair.split() for pair in PAIRS.split(", "))
 NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "complex128": "complex64"}
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
 NO_MATTER = {"strict", "desc", "unit", "leave"}  # keyword arguments
-SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # whose parts are messages
+SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 
 
@@ -34,8 +34,10 @@ def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
 
 def parts(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a definition, without annotations, decorators and what is skipped."""
+    if isinstance(node, SKIPPED) or isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        return
     yield node
-    for field, value in ast.iter_fields(node) if not isinstance(node, SKIPPED) else ():
+    for field, value in ast.iter_fields(node):
         if field not in ("annotation", "returns", "decorator_list", "bases"):
             for child in value if isinstance(value, list) else [value]:
                 yield from parts(child) if isinstance(child, ast.AST) else ()
@@ -100,7 +102,7 @@ def dropped(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
                     yield node, ast.Call(function, values, [other for other in keywords if other != keyword])
         case ast.Expr(value) if not isinstance(value, ast.Constant):
             yield node, ast.Pass()
-        case ast.AugAssign() | ast.Raise() | ast.Break() | ast.Continue():
+        case ast.AugAssign() | ast.Break() | ast.Continue():
             yield node, ast.Pass()
         case ast.Assign([ast.Attribute() | ast.Subscript()]):
             yield node, ast.Pass()
