@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from common.cli import UserError
 from conftest import run, save_tiny, tiny_model
+from related.keychannels import measure
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes, pruned_attention
 from related.keychannels.channels import (
     SELECTORS,
@@ -460,12 +463,12 @@ def test_summary_counts_the_heads_on_which_a_selector_wins():
     costs = {"think": [1.0, 2.0, 3.0, 4.0], "align": [2.0, 2.0, 2.0, 5.0], "greedy": [0.5, 2.0, 2.0, 4.0],
              "greedy+swap": [0.5, 1.0, 2.0, 4.0], "exact": [0.5, 1.0, 1.0, 4.0]}
     setting, effects = Setting(20, 10, 5, 7, (0.5,), tuple(costs)[:4]), []
-    for heads in (slice(0, 3), slice(3, 4)):  # two layers
+    for heads, error in ((slice(0, 3), 1.0), (slice(3, 4), 9.0)):  # two layers
         layer = {}
         for name, values in costs.items():
             layer[0.5, name] = {"objective": torch.tensor(values[heads])}
             if name != "exact":
-                layer[0.5, name] |= {"error": torch.tensor(1.0), "output": torch.tensor(4.0)}
+                layer[0.5, name] |= {"error": torch.tensor(error), "output": torch.tensor(4.0)}
         effects.append(layer)
     summary = summarize(setting, effects)
     names = ("lower_than_think", "same_as_think", "higher_than_think", "above_another", "best_of_all_sets")
@@ -473,7 +476,28 @@ def test_summary_counts_the_heads_on_which_a_selector_wins():
     assert counts == {"think": [0, 4, 0, 3, 1], "align": [1, 1, 2, 3, 0], "greedy": [2, 2, 0, 1, 2],
                       "greedy+swap": [3, 1, 0, 0, 3]}
     assert summary[0.5, "align"]["change_to_think"] == pytest.approx(0.1)
-    assert summary[0.5, "align"]["output_error"] == pytest.approx(0.5)
+    assert summary[0.5, "align"]["output_error"] == pytest.approx((10 / 8) ** 0.5)
+
+
+def test_losses_are_compared_text_by_text(monkeypatch):
+    """Losses above the plain cache's, their standard error, and texts below think's, which a tie is not."""
+    losses = {None: [1.0, 2.0, 4.0], (0.5, "think"): [1.0, 3.0, 5.0], (0.5, "align"): [1.0, 2.5, 6.0]}
+    losses = {choice: torch.tensor(values, dtype=torch.float64) for choice, values in losses.items()}
+    sizes, times = dict.fromkeys(losses, 3), dict.fromkeys(losses, (1.0, 1.0))
+    summary = {choice: {} for choice in losses}
+    monkeypatch.setattr(measure, "measure_texts", lambda *_: (summary, losses, sizes, True))
+    monkeypatch.setattr(measure, "fastest_times", lambda *_: times)
+    monkeypatch.setattr(measure, "describe", lambda path: {"head_dim": 8})
+    monkeypatch.setattr(measure, "load_tokens", lambda *_, **__: (torch.zeros(3, 30, dtype=torch.int64), ""))
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(measure, name, lambda *_: None)
+    setting = Setting(20, 10, 5, 7, (0.5,), ("think", "align"))
+    args = SimpleNamespace(dtype="float32", sequences=3, batch=3, repeats=1)
+    think, align = measure.measure(args, setting, "", "", "cpu")["rows"]
+    assert (think["texts_lower_than_think"], align["texts_lower_than_think"]) == (0, 1)
+    for row, over in ((think, [0, 1, 1]), (align, [0, 0.5, 2])):
+        assert row["loss_over_plain"] == pytest.approx(statistics.mean(over))
+        assert row["loss_over_plain_stderr"] == pytest.approx(statistics.stdev(over) / 3**0.5)
 
 
 SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1]

@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.models import load_config
 from conftest import ROOT, tiny_model
-from related.skipless import algebra, compare, exactness, report, weights
+from related.skipless import algebra, compare, exactness, report, variants, weights
 from related.skipless.exactness import LOGIT_TOLERANCE, relative_difference
 from skipless_models import matrices, model_of, tokens
 
@@ -84,6 +84,14 @@ def test_tables_show_differences_savings_and_refusals():
     *_, row = report.conditions_table([{"q": 1234.5, "p": 2.0}]).splitlines()
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
         "0", "1.23e+03", "not square", "not square", "2"]
+
+
+def test_variants_are_compared_seed_by_seed():
+    """Distances of 0.1, 0.4 and 0.1 from the full model: their mean and its standard error."""
+    losses = {"full": [1.0, 2.0, 3.0], "without Q and P": [1.1, 2.4, 3.1]}
+    *_, row = variants.table(losses, dict.fromkeys(losses, 1234)).splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["without Q and P", "1,234", "2.200", "+0.200 ± 0.100"]
 
 
 @pytest.mark.parametrize(("heads", "expected"), [
