@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.method import low_rank
-from common.method.closed_form import closed_form_layer, key_fit, merging_loss
+from common.method.closed_form import closed_form_layer, key_fit, merging_loss, with_energies
 from common.method.fuse import fuse_layer
 from common.method.merge import Merge
 from common.method.procrustes import align_keys, align_values
@@ -315,6 +315,12 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     torch.testing.assert_close(fit.mean, keys.mean(0), **close)
     torch.testing.assert_close(fit.gram, torch.einsum("ngia,ngjb->gijab", keys, keys) / 50, **close)
     torch.testing.assert_close(fit.query, torch.einsum("ngia,ngib->giab", queries, queries) / 50, **close)
+    energies = with_energies(merge, grams, groups, key_rotation, queries=True)
+    shared = torch.einsum("giab,ngib->nga", merge.key_in, keys)
+    torch.testing.assert_close(energies.key_energy, shared.square().mean(0), **close)
+    mapped = torch.einsum("giba,ngib->ngia", merge.key_out, queries)
+    torch.testing.assert_close(energies.query_energy, mapped.square().mean(0), **close)
+    assert with_energies(merge, grams, groups, key_rotation, queries=False).query_energy is None
     unrotated = unrotated_merge(grams, groups, context)
     for ours, theirs in zip(astuple(merge)[:4], astuple(unrotated)[:4], strict=True):
         assert (ours - theirs).abs().max() > 0.1
