@@ -1,8 +1,7 @@
 """Check that the tests notice faults: break what AUDIT.md names, one small change at a time.
 
-    python tests/mutants.py                        # all, for many hours; also: make mutants
-    python tests/mutants.py --rows "Eq. 29"        # what the rows with this text name; or of files with it
-    python tests/mutants.py --sample 50 --seed 1   # a quick look
+    python tests/mutants.py                              # all, for many hours; also: make mutants
+    python tests/mutants.py --rows "Eq. 29" --sample 50  # of what such rows (or files) name
 
 A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
 in a scratch copy of the repository. It is caught if a test fails, or takes too long, of any row that names
@@ -54,6 +53,7 @@ class Trial:
     limit: float = 20 * LIMIT
     verdict: str = ""
     seconds: float = 0.0
+    output: str = ""  # its end
 
     def change(self) -> str:
         """The line with {old => new} in it."""
@@ -109,7 +109,7 @@ def run_tests(tests: tuple[str, ...], tree: Path) -> None:
     os.setsid()
     os.chdir(tree)
     for number in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        os.dup2(os.open(f"{tree}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
     files, ran = {path.stem: path for path in Path("tests").rglob("test_*.py")}, []
     names = [f"{files.get(stem, stem)}::{name}" for stem, name in (test.split("::") for test in tests)]
     options = ["-x", "-m", "", f"--basetemp={tree}.temporary", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -127,6 +127,7 @@ def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
     process.join(trial.limit)
     trial.verdict = {None: "timed out", 0: "survived"}.get(process.exitcode, "caught")
     trial.seconds = time.monotonic() - began
+    trial.output = Path(f"{tree}.txt").read_text(errors="replace")[-2000:]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and what it started
     process.join()
@@ -166,7 +167,7 @@ def report(chosen: list[Trial], explained: dict, jobs: int, verbose: bool = Fals
         if not trial.file:
             if trial.verdict != "survived":
                 counts["failing without a change"] += 1
-                print(f"failing without a change: {' '.join(trial.tests)}", flush=True)
+                print(f"failing without a change: {' '.join(trial.tests)}\n{trial.output}", flush=True)
             continue
         if trial.verdict == "survived" and (trial.name, trial.change()) in explained:
             trial.verdict = "equivalent"
