@@ -1,282 +1,200 @@
-"""Check that the tests notice faults: apply one-line mutations one by one, and run the test that should fail.
+"""Check that the tests notice faults: break what AUDIT.md names, one small change at a time.
 
-    python tests/mutants.py                        # all of tests/mutations/; also: make mutants
-    python tests/mutants.py --rows "Eq. 29"        # rows of AUDIT.md whose name contains this text
-    python tests/mutants.py --sample 20 --seed 1   # a quick look
-    python tests/mutants.py --list tests/mutations/method.py  # one part
+    python tests/mutants.py                              # all, for many hours; also: make mutants
+    python tests/mutants.py --rows "Eq. 29" --sample 50  # of what such rows (or files) name
 
-A mutation is (row of AUDIT.md, or what it is about where there is no row; file, old text, new text, test
-[, reason why no test can notice it]). It is applied in a scratch copy of the repository. The command fails if
-a mutation survives that is not marked as equivalent, if the old text is not in its file exactly once, or if a
-test fails without any mutation. Every test run is a fork of this process, which has imported the packages of
-tests/mutations/packages.txt; none of the project's modules may be among them.
+A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
+in a scratch copy of the repository. It is caught if a test fails, or takes too long, of any row that names
+the definition. Survivors are printed as {old => new}. The command fails if tests/equivalents.txt does not say
+why no test can notice one, or if tests fail without a change. Every run of tests is a fork of this process,
+which has imported tests/packages.txt, and none of the project's modules.
 """
 
 import argparse
 import collections
 import contextlib
 import importlib
-import json
+import multiprocessing
 import os
+import queue
 import random
-import runpy
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from operators import edits
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTATIONS = Path("tests", "mutations")
-LIMIT, SLOWER = 60, 10  # seconds a test may always take; how many times slower than without a mutation
-PASSED, CAUGHT, TIMED_OUT = "passed", "caught", "timed out"
-SURVIVED, EQUIVALENT, INVALID = "SURVIVED", "equivalent", "INVALID"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    row: str  # of AUDIT.md, or a name of its own
-    file: str
-    old: str
-    new: str
-    test: str  # "test_file::test_name", several separated by blanks
-    equivalent: str = ""  # why no test can tell the difference
-
-    def place(self, tree: Path) -> str:
-        """file:line of the old text. Raises ValueError unless it occurs once and the result is Python."""
-        text = (tree / self.file).read_text()
-        if text.count(self.old) != 1 or self.old == self.new:
-            raise ValueError(f"{self.file}: expected exactly one {self.old!r}, found {text.count(self.old)}")
-        try:
-            if self.file.endswith(".py"):
-                compile(text.replace(self.old, self.new), self.file, "exec")
-        except SyntaxError as error:
-            raise ValueError(f"{self.file}: {self.new!r}: {error}") from error
-        return f"{self.file}:{text[: text.index(self.old)].count(chr(10)) + 1}"
-
-    @contextlib.contextmanager
-    def applied(self, tree: Path):
-        """The tree with this mutation, for the length of a block."""
-        self.place(tree)
-        path = tree / self.file
-        text = path.read_text()
-        path.write_text(text.replace(self.old, self.new))
-        try:
-            yield
-        finally:
-            path.write_text(text)
+LIMIT, SLOWER = 30, 10  # seconds tests may always take; how many times slower than without a change
 
 
 @dataclass
-class Job:
-    """One test run: of a mutant, or of the unchanged tree."""
+class Trial:
+    """One run of tests: with a change of a file, or without."""
 
-    test: str
-    mutant: Mutant | None = None
-    place: str = ""
-    limit: float = LIMIT
+    tests: tuple[str, ...]  # file::test
+    rows: tuple[str, ...] = ()
+    name: str = ""  # of the definition
+    file: str = ""
+    source: bytes = b""
+    start: int = 0  # source[start:stop] becomes new
+    stop: int = 0
+    new: str = ""
+    limit: float = 20 * LIMIT
     verdict: str = ""
-    detail: str = ""  # end of pytest's output
     seconds: float = 0.0
+    output: str = ""  # its end
+
+    def change(self) -> str:
+        """The line with {old => new} in it."""
+        before, old = self.source[: self.start].split(b"\n")[-1], self.source[self.start : self.stop]
+        after = self.source[self.stop :].split(b"\n")[0]
+        return " ".join(f"{before.decode()}{{{old.decode()} => {self.new}}}{after.decode()}".split())
 
 
-class Tally:
-    """Counts the tests that really ran and passed."""
-
-    passed = 0
-
-    def pytest_runtest_logreport(self, report):
-        self.passed += report.when == "call" and report.passed
-
-
-class TimeUp(BaseException):
-    """The time limit of a test; no `except Exception` of the tested code swallows it."""
-
-
-def copy_tree(source: Path, target: Path) -> None:
-    """The files git knows of or would add."""
-    command = ["git", "ls-files", "-coz", "--exclude-standard"]
-    known = subprocess.run(command, cwd=source, capture_output=True, check=True)
-    for name in filter(None, known.stdout.decode().split("\0")):
-        if (source / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source / name, target / name)
+def rows() -> list[tuple[str, list[tuple[str, str]], list[str]]]:
+    """AUDIT.md's rows: the claim, what it names as (file, definition), its tests as file::test."""
+    found = []
+    for line in (ROOT / "AUDIT.md").read_text().splitlines():
+        cells, file, stem = [cell.strip() for cell in line.strip("| ").split(" | ")], "", ""
+        if not line.startswith("|") or "::test_" not in cells[-1]:
+            continue
+        definitions, tests = [], []
+        for link, name in re.findall(r"\[`([^`]+)`\]|`([^`]+)`", cells[-2]):
+            file = link or file
+            definitions += [(file, name)] if name else []
+        for named, test in re.findall(r"`(\w*)::(test_\w+)`", cells[-1]):
+            stem = named or stem
+            tests.append(f"{stem}::{test}")
+        found.append((": ".join(cells[:-2][:2]), definitions, tests))
+    return found
 
 
-def start(job: Job, slot: Path) -> int:
-    """Fork a process that runs the test in slot/tree and writes slot/result.json. Returns its process id."""
-    sys.stdout.flush()
-    process = os.fork()
-    if process:
-        return process
-    try:
-        os.setsid()
-        output = os.open(slot / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(slot / "tree")
-        (slot / "result.json").write_text(json.dumps(run_tests(job, slot)))
-    finally:
-        os._exit(0)
+def mutants() -> list[Trial]:
+    """Every change of every definition that a row names, with all rows that name it and their tests."""
+    found = {}
+    for row, definitions, tests in rows():
+        for file, name in definitions:
+            source = (ROOT / file).read_bytes()
+            for edit in edits(source, name.split(".")[-1]) if file.endswith(".py") else ():
+                mutant = found.setdefault((file, *edit), Trial((), (), name, file, source, *edit))
+                mutant.rows = (*dict.fromkeys((*mutant.rows, row)),)
+                mutant.tests = (*dict.fromkeys((*mutant.tests, *tests)),)
+    return list(found.values())
 
 
-def run_tests(job: Job, slot: Path) -> tuple[int, int]:
-    """pytest's exit code and how many tests passed."""
-    import pytest
-
-    def time_up(number, frame):
-        raise TimeUp
-
-    signal.signal(signal.SIGALRM, time_up)
-    signal.setitimer(signal.ITIMER_REAL, job.limit)
-    tally = Tally()
-    tests = [f"{file_of(name)}::{name.split('::', 1)[1]}" for name in job.test.split()]
-    options = ["-x", "--no-header", "--tb=line", "-m", "", f"--basetemp={slot / 'temporary'}"]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    return int(pytest.main([*options, *plugins, *tests], plugins=[tally])), tally.passed
+def equivalents() -> dict[tuple[str, str], str]:
+    """(definition, change) -> why no test can notice it: lines `definition: why`, indented changes below."""
+    found, name, reason = {}, "", ""
+    for line in (ROOT / "tests" / "equivalents.txt").read_text().splitlines():
+        if line.startswith(" "):
+            found[name, line.strip()] = reason
+        elif line:
+            name, reason = line.split(": ", 1)
+    return found
 
 
-def file_of(test: str, tree: Path = Path()) -> Path:
-    """The file of `file::test`, by its name alone: somewhere below tree/tests."""
-    name = f"{test.split('::')[0]}.py"
-    return next((tree / "tests").rglob(name), tree / "tests" / name)
+def run_tests(tests: tuple[str, ...], tree: Path) -> None:
+    """In a forked process: exit with 0 if they pass, not all skipped."""
+    os.setsid()
+    os.chdir(tree)
+    for number in (1, 2):
+        os.dup2(os.open(f"{tree}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+    files, ran = {path.stem: path for path in Path("tests").rglob("test_*.py")}, []
+    names = [f"{files.get(stem, stem)}::{name}" for stem, name in (test.split("::") for test in tests)]
+    options = ["-x", "-m", "", f"--basetemp={tree}.temporary", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    tally = SimpleNamespace(pytest_runtest_logreport=lambda report: ran.append((report.when, report.passed)))
+    os._exit(pytest.main([*options, *names], plugins=[tally]) or ("call", True) not in ran)
 
 
-def judge(job: Job, slot: Path) -> None:
-    """Fill in the verdict of a job whose process has ended."""
-    job.detail = "\n".join((slot / "output.txt").read_text(errors="replace").splitlines()[-12:])
-    result = slot / "result.json"
-    code, passed = 1, 0  # if it died in the test
-    if result.exists():
-        code, passed = json.loads(result.read_text())
-    job.verdict = INVALID  # no such test, all skipped, a module that cannot be imported, a failing baseline
-    if code == 0 and passed and job.mutant is None:
-        job.verdict = PASSED
-    elif code == 0 and passed:
-        job.verdict = EQUIVALENT if job.mutant.equivalent else SURVIVED
-    elif code == 1 and job.mutant is not None:
-        job.verdict = TIMED_OUT if job.seconds > job.limit else CAUGHT
+def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
+    """Run its tests in one of the trees, and fill in the verdict."""
+    tree, source, began = trees.get(), trial.source, time.monotonic()
+    if source:
+        (tree / trial.file).write_bytes(source[: trial.start] + trial.new.encode() + source[trial.stop :])
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(trial.tests, tree))
+    process.start()
+    process.join(trial.limit)
+    trial.verdict = {None: "timed out", 0: "survived"}.get(process.exitcode, "caught")
+    trial.seconds = time.monotonic() - began
+    trial.output = Path(f"{tree}.txt").read_text(errors="replace")[-2000:]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and what it started
+    process.join()
+    if source:
+        (tree / trial.file).write_bytes(source)
+    trees.put(tree)
+    return trial
 
 
-def run_jobs(jobs: list[Job], slots: list[Path]) -> None:
-    """Run all jobs, one at a time in each slot."""
-    waiting, free, running = list(reversed(jobs)), list(slots), {}
-    while waiting or running:
-        while waiting and free:
-            job, slot, applied = waiting.pop(), free.pop(), contextlib.ExitStack()
-            (slot / "result.json").unlink(missing_ok=True)
-            if job.mutant:
-                applied.enter_context(job.mutant.applied(slot / "tree"))
-            running[start(job, slot)] = (job, slot, applied, time.monotonic())
-        time.sleep(0.02)
-        for process, (job, slot, applied, began) in list(running.items()):
-            job.seconds = time.monotonic() - began
-            ended, _ = os.waitpid(process, os.WNOHANG)
-            if not ended and job.seconds < job.limit + 15:  # its own alarm comes first
-                continue
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # and what it started
-            if not ended:
-                os.waitpid(process, 0)
-            applied.close()
-            judge(job, slot)
-            free.append(slot)
-            del running[process]
-            report(job)
-
-
-def run_mutants(tree: Path, mutants: list[Mutant], workers: int) -> list[Job]:
-    """Every test without a mutation, then every mutant whose test passed."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as home:
-        slots = [Path(home) / str(number) for number in range(workers)]
-        for slot in slots:
-            copy_tree(tree, slot / "tree")
-        baselines = {mutant.test: Job(mutant.test, limit=10 * LIMIT) for mutant in mutants}
-        run_jobs(list(baselines.values()), slots)
-        jobs = []
-        for mutant in mutants:
-            baseline = baselines[mutant.test]
-            if baseline.verdict == PASSED:
-                limit = max(LIMIT, SLOWER * baseline.seconds)
-                jobs.append(Job(mutant.test, mutant, mutant.place(tree), limit))
-        run_jobs(jobs, slots)
-    return [*baselines.values(), *jobs]
-
-
-def listed(path: Path) -> list[Mutant]:
-    """The mutations of a file, or of all files of a directory."""
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-    return [Mutant(*entry) for file in files for entry in runpy.run_path(str(file))["MUTANTS"]]
-
-
-def choose(mutants: list[Mutant], rows: str, sample: int | None, seed: int) -> list[Mutant]:
-    chosen = [mutant for mutant in mutants if rows.lower() in mutant.row.lower()]
-    if sample is None or sample >= len(chosen):
-        return chosen
-    return random.Random(seed).sample(chosen, sample)
-
-
-def parse(arguments: list[str] | None):
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows whose name contains this text")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N mutations, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="test runs at a time")
-    parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR", help="the repository")
-    parser.add_argument("--list", type=Path, metavar="PATH",
-                        help="a file with MUTANTS, or a directory of them (default: tests/mutations/)")
-    return parser.parse_args(arguments)
-
-
-def checked(mutants: list[Mutant], tree: Path) -> tuple[list[Mutant], int]:
-    """Those that can be applied, and how many cannot."""
-    valid = []
-    for mutant in mutants:
-        try:
-            mutant.place(tree)
-            valid.append(mutant)
-        except (OSError, ValueError) as error:
-            print(f"{INVALID:10s}  {mutant.row}: {error}")
-    return valid, len(mutants) - len(valid)
-
-
-def report(job: Job) -> None:
-    """Print what is to be looked at, and nothing else."""
-    mutant = job.mutant
-    change = f"{mutant.old!r} -> {mutant.new!r}" if mutant else "without a mutation"
-    if job.verdict in (SURVIVED, EQUIVALENT):
-        reason = f"  {mutant.equivalent}" if mutant.equivalent else ""
-        print(f"{job.verdict:10s}  {job.place}  {change}  {job.test}{reason}", flush=True)
-    elif job.verdict == INVALID:
-        print(f"{job.verdict:10s}  {job.test}, {change}  {job.place}\n{job.detail}", flush=True)
-
-
-def prepare(packages: list[str]) -> None:
-    """Import the packages, and let every fork find the project's modules in its own scratch copy only."""
+def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
+    """Yield each set of tests without a change, then the changes whose tests passed, as they end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True  # a mutated file may have the size and the time of the one before it
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a changed file may have the size and time of the one before
+    sys.dont_write_bytecode = True
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests")]
-    for package in packages:
+    for package in (ROOT / "tests" / "packages.txt").read_text().split():
         importlib.import_module(package)
+    with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
+        trees = queue.Queue()
+        for slot in (Path(home, str(number)) for number in range(jobs)):
+            slot.mkdir()
+            copy = f"git ls-files -coz --exclude-standard | tar -c --null -T - | tar -x -C {slot}"
+            subprocess.run(copy, shell=True, cwd=ROOT, check=True)
+            trees.put(slot)
+        plain = {tests: Trial(tests) for tests in {trial.tests: None for trial in chosen}}
+        yield from pool.map(lambda trial: run_trial(trial, trees), plain.values())
+        able = [trial for trial in chosen if plain[trial.tests].verdict == "survived"]
+        for trial in able:
+            trial.limit = max(LIMIT, SLOWER * plain[trial.tests].seconds)
+        yield from pool.map(lambda trial: run_trial(trial, trees), able)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args, began = parse(arguments), time.monotonic()
-    chosen = choose(listed(args.list or args.tree / MUTATIONS), args.rows, args.sample, args.seed)
-    mutants, invalid = checked(chosen, args.tree)
-    prepare((args.tree / MUTATIONS / "packages.txt").read_text().split())
-    jobs = run_mutants(args.tree, mutants, args.workers)
-    verdicts = collections.Counter(job.verdict for job in jobs if job.mutant)
-    invalid += sum(job.verdict == INVALID for job in jobs)
-    counts = [f"{verdicts[verdict]} {verdict}" for verdict in (CAUGHT, TIMED_OUT, SURVIVED, EQUIVALENT)]
-    print(f"mutants: {', '.join(counts)}, {invalid} invalid; {time.monotonic() - began:.0f} s")
-    return 1 if invalid or verdicts[SURVIVED] else 0
+def report(chosen: list[Trial], explained: dict, jobs: int, verbose: bool = False) -> int:
+    """Run them, print what survived and the counts. Returns the exit code."""
+    counts, by_row, began = collections.Counter(), collections.defaultdict(list), time.monotonic()
+    for trial in run_all(chosen, jobs):
+        if not trial.file:
+            if trial.verdict != "survived":
+                counts["failing without a change"] += 1
+                print(f"failing without a change: {' '.join(trial.tests)}\n{trial.output}", flush=True)
+            continue
+        if trial.verdict == "survived" and (trial.name, trial.change()) in explained:
+            trial.verdict = "equivalent"
+        elif trial.verdict == "survived":
+            line = trial.source.count(b"\n", 0, trial.start) + 1
+            print(f"{trial.file}:{line} {trial.name}: {trial.change()}  [{trial.rows[0]}]", flush=True)
+        counts[trial.verdict] += 1
+        for row in trial.rows:
+            by_row[row].append(trial.verdict in ("caught", "timed out"))
+    for row, caught in by_row.items() if verbose else ():
+        print(f"{sum(caught):4d} of {len(caught):4d}  {row}")
+    print(*(f"{count} {verdict}," for verdict, count in counts.items()), f"{time.monotonic() - began:.0f} s")
+    return 1 if counts["survived"] or counts["failing without a change"] else 0
+
+
+def choose(found: list[Trial], text: str, sample: int | None, seed: int) -> list[Trial]:
+    found = [trial for trial in found if any(text.lower() in at.lower() for at in (trial.file, *trial.rows))]
+    return found if sample is None or sample >= len(found) else random.Random(seed).sample(found, sample)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows or files with this text")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="test runs at a time")
+    parser.add_argument("--verbose", action="store_true", help="print how many are caught of each row's")
+    args = parser.parse_args()
+    chosen = choose(mutants(), args.rows, args.sample, args.seed)
+    sys.exit(report(chosen, equivalents(), args.jobs, args.verbose))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.method import low_rank
-from common.method.closed_form import closed_form_layer, key_fit, merging_loss
+from common.method.closed_form import closed_form_layer, key_fit, merging_loss, with_energies
 from common.method.merge import Merge, fuse_layer
 from common.method.procrustes import align_keys, align_values
 from common.method.rope import rotate_pairs, to_matrix
@@ -142,8 +142,13 @@ def test_rotations_cannot_merge_what_differs_in_scale():
 
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_values_are_the_truncated_svd_of_the_stacked_maps(members):
-    """W_O,i read_i sum_j combine_j W_V,j S^(1/2): of rank d, the best for the stacked W_O,i W_V,i S^(1/2)."""
+    """W_O,i read_i sum_j combine_j W_V,j S^(1/2): of rank d, the best for the stacked W_O,i W_V,i S^(1/2).
+
+    Outputs that read a direction of the values at 1e-5 of the others' strength count, too.
+    """
     values, outputs = normal(members, 8, 30, seed=1), normal(members, 30, 8, seed=2)
+    outputs[..., 0] *= 1e-5
+    outputs = outputs @ torch.linalg.qr(normal(8, 8, seed=4)).Q
     factor = normal(30, 30, seed=3) / 5  # S = factor factor^T: S^(1/2) up to a rotation
     seen = values @ factor
     gram = torch.einsum("ian,jbn->ijab", seen, seen)
@@ -304,6 +309,17 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     expected = unrotated_merge(grams_of(*after), groups, context)
     for ours, theirs in zip(astuple(merge)[:4], astuple(expected)[:4], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    fit, close = key_fit(grams, groups, to_matrix(key_rotation), 64), {"rtol": 1e-4, "atol": 1e-4}
+    keys, queries = (tensor[:, groups] for tensor in after[1:3])  # rotated, [n, G, D, d]
+    torch.testing.assert_close(fit.mean, keys.mean(0), **close)
+    torch.testing.assert_close(fit.gram, torch.einsum("ngia,ngjb->gijab", keys, keys) / 50, **close)
+    torch.testing.assert_close(fit.query, torch.einsum("ngia,ngib->giab", queries, queries) / 50, **close)
+    energies = with_energies(merge, grams, groups, key_rotation, queries=True)
+    shared = torch.einsum("giab,ngib->nga", merge.key_in, keys)
+    torch.testing.assert_close(energies.key_energy, shared.square().mean(0), **close)
+    mapped = torch.einsum("giba,ngib->ngia", merge.key_out, queries)
+    torch.testing.assert_close(energies.query_energy, mapped.square().mean(0), **close)
+    assert with_energies(merge, grams, groups, key_rotation, queries=False).query_energy is None
     unrotated = unrotated_merge(grams, groups, context)
     for ours, theirs in zip(astuple(merge)[:4], astuple(unrotated)[:4], strict=True):
         assert (ours - theirs).abs().max() > 0.1

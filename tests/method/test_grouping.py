@@ -1,5 +1,6 @@
 """Grouping against full rescoring, brute force and planted answers."""
 
+import collections
 import itertools
 
 import numpy as np
@@ -56,6 +57,20 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
         swapped = settled.copy()
         swapped[[a, b]] = swapped[[b, a]]
         assert eq_24(swapped.reshape(4, 2), similarity[0]) <= best
+
+
+def test_every_swap_of_heads_of_different_groups_is_equally_likely():
+    """In each of many restarts, where each swap raises the score: heads of a group have nothing in common."""
+    heads, proposals = np.arange(12), 20_000
+    apart = 1 - np.kron(np.eye(4), np.ones((3, 3)))
+    slots = np.tile(heads, (2, proposals, 1))
+    propose_swap(np.stack((apart, apart)), slots, 4, np.random.default_rng(0))
+    pairs = {pair for pair in itertools.combinations(range(12), 2) if apart[pair]}
+    for layer in slots:
+        swaps = collections.Counter(tuple(np.flatnonzero(each != heads).tolist()) for each in layer)
+        assert swaps.keys() == pairs
+        expected = proposals / len(pairs)
+        assert all(abs(count - expected) < 5 * expected**0.5 for count in swaps.values())
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 4), (9, 3), (6, 1)])

@@ -381,13 +381,17 @@ def test_silent_pair_is_left_alone(heads):
 
 
 def test_similarity_of_pairs_that_only_flip_is_the_real_part(heads):
-    """Eq. 18 where only u = 1 and -1 are exact: |Re c[p]|, and |c[p]| over the free pairs."""
+    """Eq. 18 where only u = 1 and -1 are exact: |Re c[p]|, and |c[p]| over the free pairs; the larger of that
+    and |Im c[p]| where 1j and -1j are exact, too."""
     free = torch.tensor([True, False, True, False])
     gram = key_gram(heads)
     _, after = key_similarity(gram, N, "cos", free)
     best = torch.where(free, gram.abs(), torch.maximum(gram.real, -gram.real)).sum(-1) / N
     torch.testing.assert_close(after, best, rtol=0, atol=1e-12)
     assert (after < key_similarity(gram, N, "cos")[1] - 1e-6).any()
+    _, after = key_similarity(gram, N, "cos", free, quarters=True)
+    best = torch.where(free, gram.abs(), torch.stack((gram.real, -gram.real, gram.imag, -gram.imag)).amax(0))
+    torch.testing.assert_close(after, best.sum(-1) / N, rtol=0, atol=1e-12)
 
 
 def test_no_single_sign_flip_improves_a_group():

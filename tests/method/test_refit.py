@@ -38,6 +38,8 @@ def moments(h: torch.Tensor, y: torch.Tensor) -> Moments:
 
 
 def test_best_fit_is_the_ridge_regression_of_least_held_out_error():
+    """Of strengths from 1e-4 to 10, half a decade apart."""
+    np.testing.assert_allclose(np.log10(RIDGE_STRENGTHS), np.arange(-4, 1.5, 0.5), atol=1e-12)
     h, weight = normal(60, 6), normal(5, 6, seed=5)
     y = h @ normal(6, 5, seed=6) + 2 * normal(60, 5, seed=7)
     fit, judge = (h[:20], y[:20]), (h[20:], y[20:])

@@ -165,6 +165,12 @@ def test_no_half_ever_raises_the_loss(damping, monkeypatch):
     assert (falls >= -1e-12).all() and (falls[:2] > 1e-3).all()
 
 
+def test_twice_the_rounds_gain_less_than_a_percent():
+    fit = Sampled().fit()
+    few, many = (fit.loss(*merge_rope_keys(fit, *rounds)) for rounds in ((), (16,)))
+    assert (few < 1.01 * many).all() and (fit.loss(*merge_rope_keys(fit, 2)) > 1.01 * many).all()
+
+
 def test_without_frequencies_it_is_the_merge_of_values():
     """RoPE that turns nothing leaves scores bilinear: the truncated SVD, with Sigma for W_O^T W_O."""
     sampled = Sampled(torch.eye(SIZE, dtype=torch.float64).expand(5, SIZE, SIZE))

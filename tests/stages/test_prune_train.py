@@ -121,12 +121,26 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         gc.enable()
 
 
+def test_a_teacher_learns_at_its_own_rate(monkeypatch):
+    optimizer = MagicMock()
+    for name in ("checkpoints", "load_config", "build", "Pool"):
+        monkeypatch.setattr(teacher, name, MagicMock())
+    monkeypatch.setattr(teacher, "teacher_optimizer", optimizer)
+    monkeypatch.setattr(teacher, "steps", lambda job, *_: setattr(job, "stopped", True) or [])
+    args = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)
+    run_of_stage = MagicMock(args=args, teacher="teacher", computation={})
+    schedule = MagicMock(to_resume=dict)
+    teacher.Pool().description.return_value = {}
+    assert not teacher.train_teacher(run_of_stage, schedule)
+    assert optimizer.call_args.args[1] == teacher.Rates(1e-3, 0.9, 0.1)
+
+
 def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
-    """From float32 weights, a layer at a time."""
+    """From float32 weights of the last checkpoint, a layer at a time."""
     source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
-    monkeypatch.setattr(teacher.checkpoints, "TrainedWeights", lambda path: Tensors(trained))
-    monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: [None])
+    monkeypatch.setattr(teacher.checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
+    monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
     monkeypatch.setattr(teacher, "make_record", lambda *_: None)
     monkeypatch.setattr(teacher, "write_record", lambda *_: None)
     directory = tmp_path / "teacher.train"

@@ -15,7 +15,7 @@ from common.data.rows import Sample
 from common.method import masks
 from common.training import hardware
 from common.training import plan as budget
-from common.training import plan as training_cost
+from common.training.distill import distillation_flops, sft_flops
 from common.training.engine import Schedule
 from common.training.packing import build_row, rows_of_step
 from common.training.sharding import Execution, Ranks, Trainee, recompute_layers
@@ -47,6 +47,20 @@ def test_operations_of_training_attention_alone_are_those_torch_counts():
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
     whole = budget.training_flops(model.config, 50, 50 * 50, 50)
     assert whole == 3 * budget.forward_flops(model.config, 50, 50 * 50, 50) > expected
+
+
+def test_operations_of_a_row_are_those_of_its_samples():
+    """A token attends to itself and those before it; student and teacher have their own sizes."""
+    row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6, 7), (8,))], 2)
+    nets = (tiny_model(num_key_value_heads=heads, hidden_size=8 * heads) for heads in (2, 8))
+    student, teacher = (SimpleNamespace(net=net) for net in nets)
+    tokens, pairs, answers = 5 + 3, 5 + 4 + 3 + 2 + 1 + 3 + 2 + 1, 2 + 1
+    expected = budget.training_flops(teacher.net.config, tokens, pairs, answers)
+    assert sft_flops(teacher)(row) == expected
+    size = tokens, pairs, answers + 2 + 1  # all tokens but a sample's first are predicted
+    expected = budget.training_flops(student.net.config, *size, "attention")
+    expected += budget.forward_flops(teacher.net.config, *size)
+    assert distillation_flops(student, teacher, "attention")(row) == expected
 
 
 def test_sizes_are_those_of_the_model():

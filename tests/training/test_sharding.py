@@ -29,6 +29,7 @@ from common.training.sharding import (
     first_row,
     joined_ranks,
     recompute_layers,
+    reduce_gradients,
     sum_over_ranks,
 )
 from common.training.students import Pair, masked_student
@@ -89,6 +90,7 @@ import json, os, sys
 import torch
 from torch.profiler import profile
 from common.models import load_config
+from common.training.engine import clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 from students import SAMPLES
@@ -112,7 +114,9 @@ with joined_ranks() as ranks:
     (once, first), (every, second) = results[False], results[True]
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
-    torch.save(first, sys.argv[2])
+    norm = clip_gradients(trainee, 0.1)
+    clipped = {name: trainee.net.get_parameter(name).grad.full_tensor() for name in first}
+    torch.save((first, norm, clipped), sys.argv[2])
     ranks.say(json.dumps([once, every]))
 """
 
@@ -122,7 +126,8 @@ with joined_ranks() as ranks:
     ("one node", [4, 0], [12, 0]), ("two nodes", [0, 4], [0, 4]),
 ])  # fmt: skip
 def test_gradients_are_reduced_once_a_step(tmp_path, nodes, each_step, each_row):
-    """Three rows on two ranks: collectives counted, and gradients against those of a single process.
+    """Three rows on two ranks: collectives counted, and gradients against those of a single process, as their
+    norm and what clipping leaves of them.
 
     FSDP reduces four groups of parameters: three layers, and what is outside them. The counts are of
     reduce-scatter, within a node, and of all-reduce, between nodes.
@@ -138,10 +143,28 @@ def test_gradients_are_reduced_once_a_step(tmp_path, nodes, each_step, each_row)
     model = Trainee(tiny_model(attn_implementation="packed"))
     for index in range(3):
         model(build_row(SAMPLES[index:], 3)).square().sum().backward()
-    gradients = torch.load(tmp_path / "gradients.pt")
-    for name, parameter in model.net.named_parameters():
-        if parameter.grad is not None:  # FSDP averages over ranks, whose losses were scaled by 1 and 2
-            torch.testing.assert_close(gradients[name], 1.5 * parameter.grad, rtol=1e-4, atol=1e-5)
+    gradients, norm, clipped = torch.load(tmp_path / "gradients.pt")
+    # FSDP averages over ranks, whose losses were scaled by 1 and 2
+    expected = {name: 1.5 * parameter.grad for name, parameter in model.net.named_parameters()
+                if parameter.grad is not None}
+    length = sum(float(gradient.double().square().sum()) for gradient in expected.values()) ** 0.5
+    assert float(norm) == pytest.approx(length, rel=1e-4) and length > 1
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(clipped[name], gradient * 0.1 / length, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
+    source, gradients = save_tiny(tmp_path / "model"), []
+    for samples in ([0], [1], [0, 1]):
+        execution = Execution(compute=torch.bfloat16)
+        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
+        for index in samples:
+            reduce_gradients(trainee, last=index == samples[-1], every_row=False)
+            trainee(build_row([SAMPLES[index]], 3)).square().sum().backward()
+        gradients.append(trainee.net.model.layers[0].mlp.up_proj.weight.grad.full_tensor())
+    first, second, both = gradients
+    assert torch.equal(both, first + second) and not torch.equal(both, both.bfloat16().float())
 
 
 @pytest.fixture
