@@ -143,7 +143,7 @@ def test_report_of_a_7b_run():
     verdicts = []
     for text in (EIGHT, "1xA100-80GB"):
         cluster, student = hardware.parse_hardware(text), budget.Student(8)
-        lines, hours, fits = training_cost.report("pruning", work, student, schedule(23060, 64), cluster)
+        lines, hours, fits = budget.report("pruning", work, student, schedule(23060, 64), cluster)
         verdicts.append(fits)
         assert ("does NOT fit" in lines[-1]) == (not fits) and hours > 1
     assert verdicts == [True, False]
@@ -162,25 +162,25 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     cluster = hardware.parse_hardware("4xA100-80GB")
     tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
     source, pruned = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8)).whole
-    sft = training_cost.step_cost(work, None, schedule(1, 64), cluster)
-    distillation = training_cost.step_cost(work, budget.Student(8), schedule(1, 64), cluster)
+    sft = budget.step_cost(work, None, schedule(1, 64), cluster)
+    distillation = budget.step_cost(work, budget.Student(8), schedule(1, 64), cluster)
     assert (sft.rows, sft.row) == (distillation.rows, distillation.row) == (1, 3200)
     assert sft.flops == 3 * budget.forward_flops(LLAMA2_7B, tokens, pairs, 64 * 5)
     assert distillation.flops == 4 * budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
     computed = distillation.flops * 5 / 4  # with the forward pass once more
     assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.4))
-    attention = training_cost.step_cost(work, budget.Student(8, (), "attention"), schedule(1, 64), cluster)
+    attention = budget.step_cost(work, budget.Student(8, (), "attention"), schedule(1, 64), cluster)
     trained = 32 * (2 * 4096**2 + 2 * 4096 * 1024)
     whole = budget.size(LLAMA2_7B, budget.Student(8, ())).whole
     assert attention.traffic == 4 * whole + 4 * trained + 2 * source
     forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
     assert attention.flops == budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention") + forward
     one = hardware.parse_hardware("1xA100-80GB")
-    alone = training_cost.step_cost(work, budget.Student(8), schedule(1, 64), one)
+    alone = budget.step_cost(work, budget.Student(8), schedule(1, 64), one)
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
-    assert training_cost.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
-    assert training_cost.seconds(1.0, 0, 0, cluster, 100) == pytest.approx(0.4)
+    assert budget.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
+    assert budget.seconds(1.0, 0, 0, cluster, 100) == pytest.approx(0.4)
     assert distillation.mfu == pytest.approx(0.4 * 4 / 5) and sft.mfu == pytest.approx(
         sft.flops / (sft.seconds * 4 * 312e12))
 
@@ -190,14 +190,14 @@ def test_the_host_limits_a_small_model():
     config = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=24,
                          num_attention_heads=16, num_key_value_heads=16)
     work, cluster = budget.Workload(config, [126], [6], 512, False), hardware.parse_hardware("8xH100-80GB")
-    step = training_cost.step_cost(work, budget.Student(4), schedule(1, 64), cluster)
-    assert step.seconds == pytest.approx(24 * 4 * training_cost.HOST) and step.mfu < 0.2
-    lines, _, _ = training_cost.report("pruning", work, budget.Student(4), schedule(1, 64), cluster)
+    step = budget.step_cost(work, budget.Student(4), schedule(1, 64), cluster)
+    assert step.seconds == pytest.approx(24 * 4 * budget.HOST) and step.mfu < 0.2
+    lines, _, _ = budget.report("pruning", work, budget.Student(4), schedule(1, 64), cluster)
     assert f"{step.mfu:.0%} MFU" in lines[2] and lines[3] == "  fits"  # a row is all there is
     one, texts = hardware.parse_hardware("1xH200-141GB"), replace(work, lengths=[512])
     for tokens, advice in ((4096, "; the host limits it: try a larger --tokens-per-microbatch"), (16384, "")):
         rows = replace(schedule(1, 64), tokens_per_microbatch=tokens)
-        lines, _, _ = training_cost.report("", texts, budget.Student(4), rows, one)
+        lines, _, _ = budget.report("", texts, budget.Student(4), rows, one)
         assert lines[3] == f"  fits{advice}"
 
 
@@ -218,7 +218,7 @@ def test_rows_of_the_busiest_step():
 def test_the_plan_has_the_memory_of_the_busiest_step():
     work, cluster = budget.Workload(LLAMA2_7B, [100, 300], [4, 6], 512, False), hardware.parse_hardware(EIGHT)
     expected = budget.memory(work, None, 8, 1600 + 5 * 8 * 100 // 8)
-    assert f"activations {expected['activations'] / 2**30:.3g}" in training_cost.report(
+    assert f"activations {expected['activations'] / 2**30:.3g}" in budget.report(
         "", work, None, schedule(1, 64), cluster)[0][1]
 
 
@@ -250,13 +250,13 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     (2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"), (4.13, "4.1 h"), (99.7, "100 h"),
 ])
 def test_hours_as_one_reads_them(hours, words):
-    assert training_cost.duration(hours) == words
+    assert budget.duration(hours) == words
 
 
 def test_a_sample_longer_than_a_row_has_one_to_itself():
     """16 samples of 16,384 tokens and 16 of 1024, in rows of 4096 on four ranks."""
     work = budget.Workload(LLAMA2_7B, lengths=[16384, 1024], answers=[1, 1], chunk=512, recompute=True)
-    step = training_cost.step_cost(work, None, schedule(1, 32), hardware.parse_hardware("4xA100-80GB"))
+    step = budget.step_cost(work, None, schedule(1, 32), hardware.parse_hardware("4xA100-80GB"))
     assert (step.rows, step.row) == ((16 + 16 / 4) / 4, 16384)
 
 
@@ -264,15 +264,15 @@ def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
     """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
     work = budget.Workload(LLAMA2_7B, lengths=[500], answers=[4], chunk=512, recompute=True)
     cluster, size = hardware.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
-    once = training_cost.step_cost(work, None, schedule(1, 64), cluster)
-    every = training_cost.step_cost(work, None, replace(schedule(1, 64), reduce="row"), cluster)
+    once = budget.step_cost(work, None, schedule(1, 64), cluster)
+    every = budget.step_cost(work, None, replace(schedule(1, 64), reduce="row"), cluster)
     assert once.rows == every.rows == 4
     assert once.traffic == (4 * 4 + 4) * size.whole and every.traffic == (4 * 4 + 4 * 4) * size.whole
     summed, sharded = (budget.memory(work, None, 2, 4096, whole) for whole in (True, False))
     assert summed["gradients"] - sharded["gradients"] == 4 * size.whole / 2
     for reduce, expected in (("step", summed), ("row", sharded)):
         plan = replace(schedule(1, 64), reduce=reduce)
-        lines, _, _ = training_cost.report("sft", work, None, plan, cluster)
+        lines, _, _ = budget.report("sft", work, None, plan, cluster)
         assert f"gradients {expected['gradients'] / 2**30:.3g}" in lines[1]
 
 
@@ -283,16 +283,16 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
     cluster, one = hardware.parse_hardware(f"{nodes}x8xA100-80GB"), hardware.parse_hardware("8xA100-80GB")
     assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (nodes, 8, one.device)
     batch = replace(schedule(1, 64 * nodes), reduce="row")
-    step = training_cost.step_cost(work, None, batch, cluster)
-    alone = training_cost.step_cost(work, None, schedule(1, 64), one)
+    step = budget.step_cost(work, None, batch, cluster)
+    alone = budget.step_cost(work, None, schedule(1, 64), one)
     assert step.network == pytest.approx(2 * (nodes - 1) / nodes * 4 * 6_738_415_616 / 8)
     assert alone.network == 0
     assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
     assert step.flops == nodes * alone.flops and step.seconds == pytest.approx(alone.seconds)
-    assert training_cost.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
-    lines, _, _ = training_cost.report("sft", work, None, batch, cluster)
+    assert budget.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
+    lines, _, _ = budget.report("sft", work, None, batch, cluster)
     assert f"{step.network / 2**30:.3g} GiB between nodes" in lines[2]
-    lines, _, _ = training_cost.report("sft", work, None, batch, one)
+    lines, _, _ = budget.report("sft", work, None, batch, one)
     assert "between nodes" not in lines[2]
 
 
@@ -342,9 +342,9 @@ def test_all_phases_must_fit(capsys):
     other = replace(work, lengths=[300])
     phases = [("teacher", work, None, schedule(10, 64)),
               ("pruning", other, budget.Student(8), schedule(20, 64))]
-    hours = training_cost.print_phases(phases, "8xA100-80GB")
+    hours = budget.print_phases(phases, "8xA100-80GB")
     cluster = hardware.parse_hardware("8xA100-80GB")
-    each = [training_cost.report(*phase, cluster)[1] for phase in phases]
+    each = [budget.report(*phase, cluster)[1] for phase in phases]
     assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
     with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
-        training_cost.print_phases(phases, "1xA100-80GB")
+        budget.print_phases(phases, "1xA100-80GB")
