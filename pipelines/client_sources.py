@@ -66,7 +66,7 @@ def write_byte_level(directory: str, kind: str, special: list[str]) -> None:
 def write_model(directory: str, family: str, config: dict) -> None:
     """Random weights that never prefer the end of sequence, and config.json with exactly these keys."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), trust_remote_code=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.families import geometry, head_parameters, merged_modules, watch_heads
+from common.families import family, geometry, head_parameters, merged_modules, watch_heads
 from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.merge import Merge, fuse_layer, mean_merge, merge_layer, merged_config
@@ -21,7 +21,7 @@ from common.method.procrustes import align_keys, key_similarity
 from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase, to_complex
 from common.method.stats import key_gram
-from common.models import JOINT_NORMS, load_config
+from common.models import load_config
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build
@@ -80,7 +80,7 @@ def rotations(attention, generator):
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
     turns = torch.polar(torch.ones_like(angles), angles)
-    if attention.config.model_type in JOINT_NORMS:
+    if family(attention.config).norm == "joint":
         return values, quarter_phase(turns)
     return values, torch.where(free_pairs(attention), turns, turns.real.sign())
 

@@ -129,7 +129,7 @@ WRONG = {  # type of a valid value -> values that are none of its kind
 @pytest.mark.parametrize("stage", FIELDS)
 def test_every_field_is_required_and_checked(tmp_path, stage):
     """Each one removed, and replaced by values of every other kind: about 3000 records."""
-    assert FIELDS.keys() == STAGES.keys()
+    assert FIELDS.keys() == {stage for stage in STAGES if "/" not in stage}  # others are of related/
     record = valid(stage)
     assert find_fault(record, stage) is None
     assert artifacts.read_record(write(tmp_path / "a", record), stage) == record

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.method.rope import HEAD_NORMS, free_pairs, rotate_pairs, to_complex, unit_phase
+from common.families import FAMILIES
+from common.method.rope import free_pairs, rotate_pairs, to_complex, unit_phase
 from conftest import tiny_model
 
 
@@ -45,7 +46,7 @@ def test_unit_phase_of_zero_is_one():
 
 def test_only_qwen3_norms_heads():
     for kind in ("llama", "mistral", "qwen2", "qwen3"):
-        assert (kind in HEAD_NORMS) == (kind == "qwen3")
+        assert (FAMILIES[kind].norm == "head") == (kind == "qwen3")
     assert free_pairs(tiny_model().model.layers[0].self_attn).tolist() == [True] * 4
 
 

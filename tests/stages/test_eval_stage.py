@@ -386,7 +386,7 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     shutil.copytree(inputs["tasks"], demo / "tasks")
     (demo / "text").mkdir()
     (demo / "text" / "heldout.txt").write_text("held out " * 100)
-    monkeypatch.setattr(models, "DEMO_HOME", str(demo))
+    monkeypatch.setattr("common.data.demo.DEMO_HOME", str(demo))
     monkeypatch.setattr(text, "DEMO_HOME", str(demo))
     run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--length", 32, "--sequences", 2)
     figures = json.loads((home / "eval.json").read_text())["results"]["merged"]

@@ -386,7 +386,8 @@ def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, alig
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
     """Its first loss is the source's: the mean over the batch of the mean cross-entropy of answer tokens."""
     model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"])
-    samples = load_tasks(TASKS, inputs["tasks"], tokenizer, 256, group_of_one)
+    flags = SimpleNamespace(only=TASKS, tasks=inputs["tasks"], bos=False)
+    samples = load_tasks(flags, tokenizer, 256, group_of_one)
     settings = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
     batch, losses = batch_indices(0, settings["batch"], len(samples), settings["seed"]), []
     for sample in (samples[index] for index in batch):
