@@ -31,7 +31,7 @@ def run_transformers(checkpoint, work, prompts, texts, chat, count):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, torch_dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, torch_dtype=torch.float32, trust_remote_code=False).eval()
     logits, greedy = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -62,7 +62,7 @@ def run_ctranslate2(checkpoint, work, prompts, texts, chat, count):
 
     TransformersConverter(checkpoint).convert(work, force=True)
     generator = ctranslate2.Generator(work, compute_type="float32")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     tokens = [tokenizer.convert_ids_to_tokens(prompt) for prompt in prompts]
     logits = [np.array(generator.forward_batch([line]))[0] for line in tokens]
     options = {"max_length": count, "sampling_topk": 1, "include_prompt_in_result": False}
