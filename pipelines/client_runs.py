@@ -31,7 +31,8 @@ def run_transformers(checkpoint, work, prompts, texts, chat, count):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, torch_dtype=torch.float32, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, torch_dtype=torch.float32,
+                                                 trust_remote_code=False).eval()
     logits, greedy = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])

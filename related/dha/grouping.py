@@ -1,4 +1,4 @@
-"""Head groups by simulated annealing (Algorithm 4) and head budgets of the layers (Algorithm 5)."""
+"""Head groups by annealing (Algorithm 4), head budgets (Algorithm 5), how alike heads are (Appendix B.1)."""
 
 import itertools
 import math
@@ -7,29 +7,20 @@ import random
 import torch
 
 from common.cli import UserError
+from common.reporting import plots
 
 HOT, COLD, COOLING = 100.0, 0.001, 0.9  # Algorithm 4: first and last temperature, factor per proposal
 
 
 def within(losses: list[list[float]], groups: list[list[int]]) -> float:
-    """Sum of losses[h][h'] over the pairs h < h' within groups."""
-    pairs = itertools.chain.from_iterable(itertools.permutations(group, 2) for group in groups)
-    return sum(losses[a][b] for a, b in pairs if a < b)
+    """Sum of losses[h][h'] over the pairs of heads within groups. losses: symmetric."""
+    return sum(losses[a][b] for group in groups for a, b in itertools.combinations(group, 2))
 
 
 def within_random(losses: torch.Tensor, count: int) -> float:
     """Mean of `within` over all partitions of the heads into `count` groups of equal size. losses: [H, H]."""
     heads = len(losses)
     return float(losses.sum()) / 2 * (heads // count - 1) / max(heads - 1, 1)
-
-
-def swap_gain(losses: list[list[float]], first: list[int], second: list[int], a: int, b: int) -> float:
-    """By how much `within` falls when heads first[a] and second[b] trade places."""
-    leaving, entering = first[a], second[b]
-    before = sum(losses[leaving][h] for h in first) + sum(losses[entering][h] for h in second)
-    after = sum(losses[entering][h] for h in first if h != leaving)
-    after += sum(losses[leaving][h] for h in second if h != entering)
-    return before - after
 
 
 def accepts(gain: float, temperature: float, draw: random.Random) -> bool:
@@ -53,10 +44,13 @@ def walk(losses: list[list[float]], count: int, draw: random.Random) -> tuple[fl
         if i != j:
             first, second = groups[i], groups[j]
             a, b = draw.randrange(size), draw.randrange(size)
-            gain = swap_gain(losses, first, second, a, b)
+            gain = within(losses, [first, second])
+            first[a], second[b] = second[b], first[a]
+            gain -= within(losses, [first, second])
             if accepts(gain, temperature, draw):
-                first[a], second[b] = second[b], first[a]
                 loss -= gain
+            else:
+                first[a], second[b] = second[b], first[a]
             if loss < best_loss:
                 best_loss, best_groups = loss, [list(group) for group in groups]
         temperature *= COOLING
@@ -66,10 +60,9 @@ def walk(losses: list[list[float]], count: int, draw: random.Random) -> tuple[fl
 def anneal(losses: torch.Tensor, count: int, walks: int, seed: int) -> list[list[int]]:
     """Partition heads into `count` groups of equal size with little loss inside: the best of `walks` walks.
 
-    losses: [H, H], symmetric, zero diagonal. They are divided by their mean, since the published temperatures
-    suit losses near 1. A published walk proposes 110 swaps, most of them at temperatures that accept
-    anything, and returns its last grouping; several walks that remember their best grouping cost next to
-    nothing. Groups and the heads in them are in ascending order.
+    losses: [H, H], symmetric, zero diagonal; divided by their mean, as the published temperatures suit losses
+    near 1. The published single walk ends at its last grouping, after 110 swaps that are mostly accepted
+    whatever they cost. Groups and the heads in them are in ascending order.
     """
     pairs = len(losses) * (len(losses) - 1)
     mean = float(losses.sum()) / max(pairs, 1) or 1.0
@@ -92,9 +85,8 @@ def allocate(losses: list[float], heads: list[int], ladder: list[int], total: in
 
     heads: those that each layer has; its rungs are their divisors. Every layer starts at its lowest rung, the
     layer with the largest loss gets its highest, and the remaining heads go one rung at a time to the layer
-    with the most loss per head. As printed, a layer may end at 12 of 32 heads, or above the highest rung. Two
-    rules prevent that: only rungs are assigned, so that groups have equal size, and a raise is skipped if the
-    total could then not be met. Raises UserError if no counts on the ladder sum to the total.
+    with the most loss per head. Unlike as printed, only rungs are assigned, so that groups have equal size,
+    and a raise is skipped if the total could then not be met. Raises UserError if no counts sum to it.
     """
     ladders = [[rung for rung in ladder if count % rung == 0] for count in heads]
     given = [min(rungs, default=0) for rungs in ladders]
@@ -119,3 +111,47 @@ def allocate(losses: list[float], heads: list[int], ladder: list[int], total: in
                 given = candidate
                 break
     return given
+
+
+def cka(heads: torch.Tensor) -> torch.Tensor:
+    """Linear CKA of every pair of heads, uncentred as Appendix B.1 prints it: [H, d, n] -> [H, H] float64."""
+    heads = heads.double()
+    overlap = torch.einsum("adn,ben->abde", heads, heads).square().sum((2, 3))  # |W_a W_b^T|_F^2
+    self_overlap = overlap.diagonal()
+    return overlap / (self_overlap[:, None] * self_overlap).sqrt()
+
+
+def redundancy(similarity: torch.Tensor) -> float:
+    """Mean of [H, H] similarities over the pairs of different heads, 0 for a single head."""
+    if len(similarity) == 1:
+        return 0.0
+    first, second = torch.triu_indices(*similarity.shape, 1)
+    return float(similarity[first, second].mean())
+
+
+@torch.no_grad()
+def draw_similarity(model, path: str, title: str) -> dict[str, list[float]]:
+    """Draw the CKA of the heads of each layer; returns their redundancies, by "query", "key" and "value"."""
+    similarity = {}
+    for kind in ("query", "key", "value"):
+        weights = [getattr(layer.self_attn, f"{kind[0]}_proj").weight for layer in model.model.layers]
+        similarity[kind] = [cka(weight.unflatten(0, (-1, model.config.head_dim))) for weight in weights]
+    cka_heatmaps(path, similarity, title)
+    return {kind: [round(redundancy(matrix), 5) for matrix in layers] for kind, layers in similarity.items()}
+
+
+@plots.drawing
+def cka_heatmaps(plt, similarity: dict[str, list], title: str):
+    """A row of [H, H] heatmaps per kind of head, a column per layer, with the redundancy as title."""
+    kinds, layers = len(similarity), len(similarity["key"])
+    size = 1.7 * layers + 1.4, 1.9 * kinds + 0.5
+    figure, axes = plt.subplots(kinds, layers, squeeze=False, layout="constrained", figsize=size)
+    for row, (kind, matrices) in zip(axes, similarity.items(), strict=True):
+        for layer, (axis, matrix) in enumerate(zip(row, matrices, strict=True)):
+            image = axis.imshow(matrix.numpy(), vmin=0, vmax=1, cmap="viridis")
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(f"layer {layer}: {redundancy(matrix):.3f}", fontsize=8)
+        row[0].set_ylabel(kind)
+    figure.colorbar(image, ax=axes, shrink=0.6, label="linear CKA of two heads' weights")
+    figure.suptitle(title)
+    return figure

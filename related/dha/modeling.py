@@ -1,33 +1,26 @@
 """Decoupled-head attention: a Llama in which every layer has its own numbers of key heads and of value heads.
 
 Query head h of layer l reads key head d^K(h, l) and value head d^V(h, l), given by two maps (Eq. 3 of the DHA
-paper). The cache holds the H_l^K key heads and H_l^V value heads of each layer and nothing else; they are
-repeated for their query heads right before attention, so every attention implementation of transformers
-works. Dynamic caches (the default) accept such layers; StaticCache does not, because it allocates as many
-value heads as key heads.
+paper). The cache holds the key heads and value heads of each layer and nothing else; they are repeated for
+their query heads right before attention, so every attention implementation of transformers works. StaticCache
+does not accept such layers: it allocates as many value heads as key heads.
 
-This file needs nothing but transformers and is saved with each checkpoint, for
-AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True). Where it has been imported, the classes
-are registered and no code from a checkpoint runs.
+This file needs nothing but transformers and is saved with each checkpoint, for from_pretrained(PATH,
+trust_remote_code=True). Where it has been imported, no code from a checkpoint runs.
 """
 
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama import modeling_llama
 
 
 @strict
 class DhaConfig(LlamaConfig):
     """key_groups[l], value_groups[l]: the query heads that share each key (value) head of layer l.
 
-    num_key_value_heads is the mean over layers, keys and values: that of a GQA model whose cache has the same
-    size.
+    num_key_value_heads is their mean, as of a GQA model whose cache has the same size.
     """
 
     model_type = "dha"
@@ -41,7 +34,7 @@ def reader_map(groups: list[list[int]]) -> list[int]:
     return [index[head] for head in sorted(index)]
 
 
-class DhaAttention(LlamaAttention):
+class DhaAttention(modeling_llama.LlamaAttention):
     """Llama attention with separate maps from query heads to key heads and to value heads."""
 
     def __init__(self, config: DhaConfig, layer_idx: int):
@@ -61,21 +54,14 @@ class DhaAttention(LlamaAttention):
 
         input_shape = hidden_states.shape[:-1]
         query, key, value = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        implementation = self.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        output, weights = attend(
-            self,
-            query,
-            key[:, self.key_map],
-            value[:, self.value_map],
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **kwargs,
-        )
+        implementation, eager = self.config._attn_implementation, modeling_llama.eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        kwargs |= {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
+        key, value = key[:, self.key_map], value[:, self.value_map]
+        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
 

@@ -1,6 +1,6 @@
 """Continued pre-training, the third phase of DHA, and the same training for every model it is compared with.
 
-Reads   RUN/search.json (text, batches and learning rate), --checkpoint (default: RUN/fused/)
+Reads   RUN/searched/ (its record: text, batches and learning rate), --checkpoint (default: RUN/fused/)
 Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.json with its held-out losses
         RUN/NAME.train/   training checkpoints, removed at the end
 
@@ -18,36 +18,28 @@ import os
 import shutil
 
 import torch
-from transformers import AutoModelForCausalLM
 
-import related.dha.modeling  # noqa: F401  registers DHA checkpoints
 from common import companions
-from common.artifacts import claim, make_record, verify_files, write_record
-from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.artifacts import make_record, verify_files, write_record
+from common.cli import UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
-from common.training.engine import STOPPED, steps
 from common.training.metrics import read_metrics
-from common.training.sharding import joined_ranks
-from related.dha import training
+from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, row_name, steps_before
 
 
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
-    parser.add_argument(
-        "--checkpoint", default=None, metavar="DIR", help="checkpoint to train (default: RUN/fused)"
-    )
-    parser.add_argument("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
-    parser.add_argument(
-        "--steps", type=positive, default=400, help="steps from the source model, search and fusion included"
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=None,
-        help="sequences per step of this phase (default: as in search; published: 4 times as many)",
-    )
+    flag = parser.add_argument
+    flag("--checkpoint", metavar="DIR", help="checkpoint to train (default: RUN/fused)")
+    flag("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
+    flag("--steps", type=positive, default=400,
+         help="steps from the source model, search and fusion included")
+    flag("--batch", type=positive,
+         help="sequences per step of this phase (default: as in search; published: 4 times as many)")
     training.add_logging_flags(parser, warmup=0.03, print_every=50)
     return parser.parse_args()
 
@@ -55,16 +47,12 @@ def parse():
 def make_schedule(args, data: dict, before: int):
     """The steps that are left after `before` steps of search and fusion, in this phase's own batches."""
     if args.steps <= before:
-        raise UserError(
-            f"--steps: expected more than the {before} steps of search and fusion, found {args.steps}"
-        )
-    batch = args.batch or data["batch"]
-    sequences = (args.steps - before) * data["batch"]
+        raise UserError(f"--steps: expected more than the {before} steps of search and fusion, "
+                        f"found {args.steps}")
+    batch, sequences = args.batch or data["batch"], (args.steps - before) * data["batch"]
     if sequences % batch:
         raise UserError(f"--batch: expected a divisor of the {sequences} sequences left, found {batch}")
-    return training.make_schedule(
-        data | {"batch": batch}, sequences // batch, args.warmup, args.print_every
-    )
+    return training.make_schedule(data | {"batch": batch}, sequences // batch, args)
 
 
 def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> None:
@@ -72,38 +60,28 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
     output = os.path.join(args.run, args.name)
     directory, per_step = output + ".train", schedule.batch * data["length"]
     tokens = args.steps * data["batch"] * data["length"]
-    model = AutoModelForCausalLM.from_config(
-        load_config(start), dtype=torch.float32, trust_remote_code=False).eval()
-    model.load_state_dict(training.last_weights(directory)[0])
-    lines = read_metrics(os.path.join(directory, "metrics.jsonl"))
-    before = tokens - schedule.steps * per_step
-    losses = [*training.heldout_curve(lines, before, per_step), [tokens, last_loss]]
+    model = fusion.model_of(load_config(start), training.last_weights(directory)[0])
+    metrics = os.path.join(directory, "metrics.jsonl")
+    curve = training.heldout_curve(read_metrics(metrics), tokens - schedule.steps * per_step, per_step)
+    losses = [*curve, [tokens, last_loss]]
     cached_bytes = cache_bytes_per_token(model, torch.zeros(data["length"], dtype=torch.long))
-    summary = {
-        "steps": schedule.steps,
-        "batch": schedule.batch,
-        "tokens": tokens,
-        "heldout": losses,
-        "cache_bytes_per_token": cached_bytes,
-        "data": data,
-    }
+    summary = {"steps": schedule.steps, "batch": schedule.batch, "tokens": tokens, "heldout": losses,
+               "cache_bytes_per_token": cached_bytes, "data": data}
     with write_directory(output) as aside:
         companions.save(model, aside, start)
-        shutil.copy(os.path.join(directory, "metrics.jsonl"), aside)
+        shutil.copy(metrics, aside)
         write_record(aside, make_record(PRETRAIN, args, describe(start), {}, summary, clock()))
     shutil.rmtree(directory)
-    print(f"wrote   {output}")
-    print(
-        f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {schedule.steps} "
-        f"steps, {cached_bytes:.0f} bytes of cache per token, in {clock()} s"
-    )
+    print(f"wrote   {output}\n"
+          f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {schedule.steps} "
+          f"steps, {cached_bytes:.0f} bytes of cache per token, in {clock()} s")
 
 
 def pretrain(args, clock, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     start = args.checkpoint or os.path.join(args.run, "fused")
     directory = os.path.join(args.run, args.name) + ".train"
-    data = read(os.path.join(args.run, "search.json"), SEARCH)["summary"]["data"]
+    data = read(os.path.join(args.run, "searched"), SEARCH)["summary"]["data"]
     start_record = read_start(start)
     before, tokenizer = steps_before(start_record, data), load_tokenizer(start)
     if ranks.first and start_record and "files" in start_record:
@@ -113,28 +91,22 @@ def pretrain(args, clock, ranks) -> bool:
     samples, heldout = training.load_data(data, tokenizer, ranks)
     ranks.say(f"trains  {schedule.steps} steps of {schedule.batch} x {data['length']} tokens, after {before} "
               "steps")
-    training.open_directory(directory, args.force, ranks)
-    settings = data | {"start": fingerprint(start), "batch": schedule.batch}
-    settings |= {"steps": schedule.steps, "warmup": schedule.warmup}
+    training.empty_directory(directory, args.force, ranks)
+    settings = data | {"start": fingerprint(start), "batch": schedule.batch, "steps": schedule.steps,
+                       "warmup": schedule.warmup}
     job = training.begin(directory, settings, start, ranks, (data["lr"],))
-    heldout = training.Heldout(heldout, args.heldout_every, data["tokens_per_microbatch"], ranks.device)
-    for step in steps(job, schedule, samples):
-        training.pretrain_step(step, heldout)
-    if job.stopped:
+    if not training.train(job, schedule, samples, heldout):
         return False
-    loss = heldout.loss(job.trainee)
+    loss = training.heldout_loss(job, schedule, heldout)
     if ranks.first:
         finish(args, clock, start, data, schedule, loss)
     return True
 
 
 def main() -> int:
-    args, clock = parse(), Clock()
+    args = parse()
     stage = f"pretrain {args.name}"  # a lock for each row: rows may train at the same time
-    claim(stage, args, os.path.join(args.run, args.name))
-    with joined_ranks() as ranks:
-        finished = pretrain(args, clock, ranks)
-    return 0 if finished else STOPPED
+    return training.run_phase(stage, args, os.path.join(args.run, args.name), pretrain)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DHA from search to comparison, with GQA baselines of the same cache size and the same training tokens.
-# A quarter of an hour on two cores.
+# DHA from search to report, with GQA baselines of the same cache size and the same training tokens: a quarter
+# of an hour on two cores.
 #
 #   bash related/dha/run.sh                                  # the demo model
 #   RUN=runs/dha-my bash related/dha/run.sh --model DIR --text train.txt --heldout heldout.txt
@@ -22,27 +22,31 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 source pipelines/functions.sh
 dha() { "$PYTHON" -m "related.dha.$1" --run="$RUN" "${@:2}"; }  # dha SCRIPT FLAGS...
 
-make_once "$RUN/search.json" dha search "$@"
-make_once "$RUN/fused"       dha fuse "${FUSE_FLAGS[@]}"
-make_once "$RUN/dha"         dha pretrain --steps "$STEPS"
+make_once "$RUN/searched" dha search "$@"
+make_once "$RUN/fused"    dha fuse "${FUSE_FLAGS[@]}"
+make_once "$RUN/dha"      dha pretrain --steps "$STEPS"
 
 pooled() {  # pooled NAME WEIGHTS: DHA's groups without fusion
-  make_once "$RUN/start-$1" dha pool --weights "$2"
+  make_once "$RUN/start-$1" dha start --weights "$2"
   make_once "$RUN/$1"       dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$RUN/start-$1"
 }
 pooled cold    source
 pooled unfused searched
 
-MODEL=$(dha records --print model)
-SOURCE=$(dha records --print path)
-TEXT=$(dha records --print text)
-LENGTH=$(dha records --print length)
-KV_HEADS=$(dha records --print kv-heads)
+field() {  # field NAME...: of the record of search
+  "$PYTHON" -c 'import functools, json, sys
+print(functools.reduce(dict.get, sys.argv[2:], json.load(open(sys.argv[1]))))' "$RUN/searched/stage.json" "$@"
+}
+MODEL=$(field model name)
+SOURCE=$(field model path)
+TEXT=$(field summary data text)
+LENGTH=$(field summary data length)
+KV_HEADS=$(field summary kv_heads)
 
 ROWS=()
 halve() {  # halve DIRECTORY FLAGS...: search and fusion in a directory of their own
-  make_once "$1/search.json" dha search "${@:2}" --run="$1"
-  make_once "$1/fused"       dha fuse "${FUSE_FLAGS[@]}" --run="$1"
+  make_once "$1/searched" dha search "${@:2}" --run="$1"
+  make_once "$1/fused"    dha fuse "${FUSE_FLAGS[@]}" --run="$1"
 }
 if [ -n "${STAGED:-}" ]; then
   halve "$RUN/half"    "$@" --kv-heads $((2 * KV_HEADS))
@@ -67,4 +71,4 @@ baseline mean-pool   none   --rotate none
 baseline aligned     value
 baseline closed-form energy --merge closed-form --refit
 make_once "$RUN/source"       dha pretrain --steps "$STEPS" --name source --checkpoint="$SOURCE"
-make_once "$RUN/compare.json" dha compare "${ROWS[@]}"
+make_once "$RUN/compare.json" dha report "${ROWS[@]}"

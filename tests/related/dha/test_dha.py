@@ -10,48 +10,32 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from common.cli import UserError
 from common.data.rows import Sample
 from common.evaluate import cache_bytes_per_token, max_difference
 from common.families import geometry
-from conftest import ROOT, tiny_model
-from dha_models import EIGHT, GROUPS, SECOND, averages, fused_tiny, random_operators, tokens
-from related.dha import export, fusion, pool, search, training
-from related.dha.modeling import DhaConfig, DhaForCausalLM
+from common.training.packing import build_row
+from conftest import ROOT, save_tiny, tiny_model
+from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
+from related.dha import fusion, search, start, training
+from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_operators_that_change_nothing_change_nothing_and_others_do(bias):
-    source = tiny_model(bias=bias)
-    expected = all_logits(source, tokens())
-    start = fusion.starting_operators(GROUPS, 8)
-    parameters = {name: torch.nn.Parameter(operator) for name, operator in start.items()}
-    same = fusion.with_operators(tiny_model(bias=bias), parameters, GROUPS)
+@pytest.mark.parametrize("make", [tiny_model, lambda: fused_tiny()[1],
+                                  lambda: fused_tiny({"key": [PAIRS] * 3, "value": [PAIRS] * 3})[1]])
+def test_operators_that_change_nothing_change_nothing_and_others_do(make):
+    source = make()
+    whole, expected = fusion.whole_layers(fusion.head_counts(source.config)), all_logits(source, tokens())
+    first = fusion.starting_operators(whole, 8)
+    same = fusion.with_operators(make(), {name: torch.nn.Parameter(first[name]) for name in first}, whole)
     assert type(same.model.layers[0].self_attn.k_proj) is fusion.FusedLinear
-    assert (
-        same.state_dict().keys() == source.state_dict().keys()
-    )  # operators are not among the model's parameters
+    assert same.state_dict().keys() == source.state_dict().keys()  # which operators are not among
     assert max_difference(expected, all_logits(same, tokens())) < 1e-5
-    for (
-        kind
-    ) in fusion.PROJECTIONS:  # one factor of one head, of the keys or of the values, makes a difference
-        operators = fusion.starting_operators(GROUPS, 8)
-        operators[f"1_{kind}"][0, 0, 1, 0] = 0.5
-        other = fusion.with_operators(tiny_model(bias=bias), operators, GROUPS)
+    for name in ("2_key", "2_value"):  # one factor of one head makes a difference
+        operators = fusion.starting_operators(whole, 8)
+        operators[name][0, 0, 1, 0] = 0.5
+        other = fusion.with_operators(make(), operators, whole)
         assert max_difference(expected, all_logits(other, tokens())) > 1e-3
-
-
-@pytest.mark.parametrize("groups", [GROUPS, {kind: [GROUPS["key"][2]] * 3 for kind in fusion.PROJECTIONS}])
-def test_operators_that_change_nothing_change_nothing_in_a_model_of_fused_heads(groups):
-    whole = fusion.whole_layers(export.head_counts(fused_tiny(groups)[1].config))
-    for kind in fusion.PROJECTIONS:
-        assert [len(layer[0]) for layer in whole[kind]] == [len(layer) for layer in groups[kind]]
-    expected = all_logits(fused_tiny(groups)[1], tokens())
-    same = fusion.with_operators(fused_tiny(groups)[1], fusion.starting_operators(whole, 8), whole)
-    assert max_difference(expected, all_logits(same, tokens())) < 1e-5
-    other = fusion.with_operators(fused_tiny(groups)[1], random_operators(whole), whole)
-    assert max_difference(expected, all_logits(other, tokens())) > 1e-3
 
 
 def test_mixed_heads_are_equation_5():
@@ -68,30 +52,26 @@ def test_mixed_heads_are_equation_5():
                 torch.testing.assert_close(mixed[:, head], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_combining_heads_in_the_weights_equals_the_operators(bias):
-    operators = random_operators()
-    model = tiny_model(bias=bias)
-    model.load_state_dict(fusion.combine_heads(model.state_dict(), operators, GROUPS, fusion.mix))
-    expected = all_logits(fusion.with_operators(tiny_model(bias=bias), operators, GROUPS), tokens())
-    assert max_difference(expected, all_logits(model, tokens())) < 1e-4
+@pytest.mark.parametrize("make", [lambda: tiny_model(bias=True), lambda: fused_tiny()[1]])
+def test_operators_are_folded_into_the_heads_after_search_and_that_is_checked(make):
+    source = make()
+    whole = fusion.whole_layers(fusion.head_counts(source.config))
+    operators = random_operators(whole)
+    folded, difference = search.fold_operators(source.config, source.state_dict(), operators, whole)
+    assert type(folded) is type(source) and 0 < difference <= training.LOGIT_TOLERANCE
+    expected = all_logits(fusion.with_operators(source, operators, whole), tokens())
+    assert max_difference(expected, all_logits(folded, tokens())) < 1e-4
 
 
 def test_fusion_loss_is_equation_7_in_the_scale_of_algorithm_3():
-    operators, layers = random_operators(), []
-    for layer in range(3):
-        total = 0.0
-        for kind in fusion.PROJECTIONS:  # Algorithm 3 divides the sum over pairs by H g D (g - 1) / 2
-            operator = operators[f"{layer}_{kind}"]
-            _, size, _, width = operator.shape
-            pairs = 0.0
-            for group in operator:
-                for first, second in itertools.combinations(group, 2):
-                    pairs += float((first - second).square().sum())
-            total += pairs / (8 * size * width * (size - 1) / 2)
-        layers.append(total / 2)
-    assert float(fusion.fusion_loss(operators)) == pytest.approx(sum(layers) / 3, rel=1e-5)
-    assert float(fusion.fusion_loss(averages(operators))) < 1e-12
+    operators, total = random_operators(), 0.0
+    for operator in operators.values():  # Algorithm 3 divides the sum over pairs by H g D (g - 1) / 2
+        _, size, _, width = operator.shape
+        for group in operator:
+            for first, second in itertools.combinations(group, 2):
+                total += float((first - second).square().sum()) / (8 * size * width * (size - 1) / 2)
+    assert float(fusion.fusion_loss(operators)) == pytest.approx(total / 6, rel=1e-5)
+    assert float(fusion.fusion_loss(fusion.averaged(operators))) < 1e-12
 
 
 def test_pair_losses_by_definition():
@@ -119,73 +99,62 @@ def test_fused_heads_are_the_averaged_model_and_its_cache_holds_them_alone(optio
     averaged, fused = fused_tiny(**options)
     assert type(fused) is DhaForCausalLM
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    assert export.cache_heads(fused) == {"key": [2, 1, 4], "value": [1, 4, 2]}
-    export.check_cache(fused, {"key": [2, 1, 4], "value": [1, 4, 2]})
-    with pytest.raises(UserError, match="expected a cache of"):
-        export.check_cache(fused, {"key": [2, 1, 4], "value": [1, 2, 4]})
+    with torch.no_grad():
+        cache = fused(input_ids=tokens(), use_cache=True).past_key_values.layers
+    assert [(layer.keys.shape[1], layer.values.shape[1]) for layer in cache] == [(2, 1), (1, 4), (4, 2)]
     assert cache_bytes_per_token(fused, tokens()[0]) == (7 + 7) * 8 * 4
     assert geometry(fused.config).kv_heads == 14 // (2 * 3)
     attention = fused.model.layers[0].self_attn
     assert attention.key_map == [0, 1, 0, 1, 1, 0, 1, 0] and attention.value_map == [0] * 8
 
 
-def test_without_fusion_heads_are_the_means_of_their_groups():
-    source = tiny_model(bias=True)
-    pooled = pool.pooled_model(source.config, source.state_dict(), GROUPS)
-    for kind, name in fusion.PROJECTIONS.items():
-        for layer, (before, after) in enumerate(zip(source.model.layers, pooled.model.layers, strict=True)):
-            for part in ("weight", "bias"):
-                heads = getattr(before.self_attn.get_submodule(name), part).unflatten(0, (8, 8))
-                means = [heads[group].mean(0) for group in GROUPS[kind][layer]]
-                torch.testing.assert_close(getattr(after.self_attn.get_submodule(name), part),
-                                           torch.cat(means), rtol=1e-6, atol=1e-7)
-    assert torch.equal(source.model.layers[1].self_attn.q_proj.weight,
-                       pooled.model.layers[1].self_attn.q_proj.weight)
+def test_without_fusion_heads_are_the_means_of_their_groups(tmp_path):
+    path, expected = save_tiny(tmp_path, bias=True), tiny_model(bias=True).state_dict()
+    for kind, layer, part in itertools.product(GROUPS, range(3), ("weight", "bias")):
+        name = f"model.layers.{layer}.self_attn.{fusion.PROJECTIONS[kind]}.{part}"
+        heads = expected[name].unflatten(0, (8, 8))
+        expected[name] = torch.cat([heads[group].mean(0) for group in GROUPS[kind][layer]])
+    search = {"groups": GROUPS, "summary": {"steps_so_far": 4}}
+    pooled, figures = start.averaged(None, path, search, "")
+    assert figures == {"steps_so_far": 4}
+    torch.testing.assert_close(pooled.state_dict(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("second", [SECOND, {
-    "key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]],
-}])  # fmt: skip
-def test_heads_fused_twice_are_the_averaged_model_of_heads_fused_once(second, tmp_path):
+def test_heads_fused_twice_are_the_averaged_model_of_heads_fused_once(tmp_path):
     fused_tiny()[1].save_pretrained(tmp_path)
-    source, operators = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), random_operators(second)
-    state = fusion.combine_heads(source.state_dict(), operators, second, fusion.fold)
-    fused = export.fused_model(source.config, state, second)
-    averaged = fusion.with_operators(source, averages(operators), second)
+    second = {"key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]], "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]]}
+    averaged, fused = fused_pair(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), second)
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    heads = {kind: [len(layer) for layer in second[kind]] for kind in fusion.PROJECTIONS}
-    export.check_cache(fused, heads)
-    if second is SECOND:
-        assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
-        assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
-    else:
-        assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 1
-        fused.save_pretrained(tmp_path / "stock")
-        config = json.loads((tmp_path / "stock" / "config.json").read_text())
-        assert config["model_type"] == "llama"
-        assert config.keys().isdisjoint({"auto_map", "key_groups", "value_groups"})
+    assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
+    once = fused_pair(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), {
+        "key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]]})[1]
+    assert type(once) is LlamaForCausalLM and geometry(once.config).kv_heads == 1
+    once.save_pretrained(tmp_path / "stock")
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config.keys().isdisjoint({"auto_map", "key_groups", "value_groups"})
 
 
-@pytest.mark.parametrize("groups, kind", [
-    ([[0, 3], [1, 2]], LlamaForCausalLM), ([[0, 1], [2, 3]], DhaForCausalLM),
-])  # fmt: skip
-def test_a_stock_llama_of_fused_heads_is_fused_further(groups, kind):
-    four = [[0, 4], [1, 5], [2, 6], [3, 7]]
-    source = fused_tiny({"key": [four] * 3, "value": [four] * 3})[1]
-    assert export.query_heads(source.config)["value"][2] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    second = {"key": [[[0, 3], [1, 2]]] * 3, "value": [groups] * 3}
-    operators = random_operators(second)
-    state = fusion.combine_heads(source.state_dict(), operators, second, fusion.fold)
-    fused = export.fused_model(source.config, state, second)
-    averaged = fusion.with_operators(source, averages(operators), second)
-    assert type(fused) is kind and geometry(fused.config).kv_heads == 2
+def test_shared_groups_of_one_number_are_a_stock_llama_which_is_fused_further():
+    layers = [GROUPS["key"][0], HALVES, [[0, 7, 3, 4], [1, 2, 5, 6]]]
+    averaged, fused = fused_tiny({"key": layers, "value": layers})
+    assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 2
+    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
+    other_values = {"key": layers, "value": [*layers[:2], HALVES]}
+    other_number = {kind: [*layers[:2], [EIGHT]] for kind in fusion.PROJECTIONS}
+    assert type(fused_tiny(other_values)[1]) is type(fused_tiny(other_number)[1]) is DhaForCausalLM
+
+    source = fused_tiny({"key": [PAIRS] * 3, "value": [PAIRS] * 3})[1]
+    assert fusion.query_heads(source.config)["value"][2] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    averaged, fused = fused_pair(source, {"key": [[[0, 3], [1, 2]]] * 3, "value": [[[0, 1], [2, 3]]] * 3})
+    assert type(fused) is DhaForCausalLM and geometry(fused.config).kv_heads == 2
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
 
 
 def test_decoding_with_the_cache_equals_the_whole_pass():
     _, fused = fused_tiny()
-    whole, cache = all_logits(fused, tokens(1))[0], None
-    steps = []
+    whole, cache, steps = all_logits(fused, tokens(1))[0], None, []
     with torch.no_grad():
         for part in tokens(1).split((30, 1, 9), dim=1):
             output = fused(input_ids=part, past_key_values=cache, use_cache=True)
@@ -203,62 +172,28 @@ def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     row, positions = tokens().view(1, -1), torch.arange(40).repeat(2)[None]
     with torch.no_grad():
-        lengths = training.build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2).lengths
+        lengths = build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2).lengths
         both = loaded(input_ids=row, position_ids=positions, use_cache=False, lengths=lengths).logits[0]
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_fresh_process_loads_it_registered_or_with_trust_remote_code(tmp_path):
+@pytest.mark.parametrize("first, trust, path, module", [
+    ("import related.dha.modeling", "", str(ROOT), "related.dha.modeling"),
+    ("pass", ", trust_remote_code=True", "", "transformers_modules"),
+])  # fmt: skip
+def test_a_fresh_process_loads_it_registered_or_with_trust_remote_code(tmp_path, first, trust, path, module):
     _, fused = fused_tiny()
     fused.save_pretrained(tmp_path / "fused")
     expected = fused.generate(tokens(), max_new_tokens=6, do_sample=False)
     torch.save((tokens(), expected), tmp_path / "expected.pt")
     script = (
-        "import torch; {first}; from transformers import AutoModelForCausalLM as Auto\n"
-        "tokens, expected = torch.load('expected.pt'); model = Auto.from_pretrained('fused'{trust}).eval()\n"
+        f"import torch; {first}; from transformers import AutoModelForCausalLM as Auto\n"
+        f"tokens, expected = torch.load('expected.pt'); model = Auto.from_pretrained('fused'{trust}).eval()\n"
         "assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), expected)\n"
         "print(type(model).__module__)"
     )
-    for first, trust, path, module in (
-        ("import related.dha.modeling", "", str(ROOT), "related.dha.modeling"),
-        ("pass", ", trust_remote_code=True", "", "transformers_modules"),
-    ):
-        environment = os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-        command = [sys.executable, "-c", script.format(first=first, trust=trust)]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
-        )
-        assert done.returncode == 0 and done.stdout.startswith(module), done.stdout + done.stderr
-
-
-def test_shared_groups_of_one_number_are_a_stock_llama():
-    layers = [
-        [[0, 2, 5, 7], [1, 3, 4, 6]],
-        [[0, 1, 2, 3], [4, 5, 6, 7]],
-        [[0, 7, 3, 4], [1, 2, 5, 6]],
-    ]
-    groups = {kind: layers for kind in fusion.PROJECTIONS}
-    averaged, fused = fused_tiny(groups)
-    assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 2
-    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    other_values = groups | {"value": [*layers[:2], [[0, 1, 2, 3], [4, 5, 6, 7]]]}
-    other_number = {kind: [*layers[:2], [EIGHT]] for kind in fusion.PROJECTIONS}
-    assert type(fused_tiny(other_values)[1]) is type(fused_tiny(other_number)[1]) is DhaForCausalLM
-
-
-def test_config_survives_being_written(tmp_path):
-    config = DhaConfig(key_groups=GROUPS["key"], value_groups=GROUPS["value"], num_hidden_layers=3)
-    config.save_pretrained(tmp_path)
-    again = DhaConfig.from_pretrained(tmp_path)
-    assert (again.key_groups, again.value_groups) == (GROUPS["key"], GROUPS["value"])
-
-
-def test_folding_operators_after_search_is_checked():
-    for source in (tiny_model(), fused_tiny()[1]):
-        whole = fusion.whole_layers(export.head_counts(source.config))
-        operators = random_operators(whole)
-        folded, difference = search.fold_operators(source.config, source.state_dict(), operators, whole)
-        assert type(folded) is type(source) and 0 < difference <= training.LOGIT_TOLERANCE
-        expected = all_logits(fusion.with_operators(source, operators, whole), tokens())
-        assert max_difference(expected, all_logits(folded, tokens())) < 1e-4
+    environment = os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+                          check=False, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith(module), done.stdout + done.stderr

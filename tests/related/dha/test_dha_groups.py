@@ -1,6 +1,7 @@
 """related/dha: groups of heads, budgets of layers and similarities against their definitions."""
 
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -8,10 +9,9 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.families import Geometry
 from conftest import tiny_model
-from dha_models import EIGHT, WHOLE, averages
-from related.dha import fusion, grouping, search, similarity
+from dha_models import EIGHT, WHOLE
+from related.dha import fusion, grouping, search
 
 
 def test_budgets_of_algorithm_5():
@@ -79,14 +79,10 @@ def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
         assert sorted(sum(groups, [])) == EIGHT
 
 
-def test_loss_within_groups_and_the_gain_of_a_swap_by_definition():
+def test_loss_within_groups_by_definition():
     losses = random_losses(6, 0).tolist()
-    assert grouping.within(losses, [[4, 0, 2], [5, 1, 3]]) == pytest.approx(
-        losses[0][2] + losses[0][4] + losses[2][4] + losses[1][3] + losses[1][5] + losses[3][5]
-    )
-    before, after = [[4, 0, 2], [5, 1, 3]], [[3, 0, 2], [5, 1, 4]]
-    gain = grouping.within(losses, before) - grouping.within(losses, after)
-    assert grouping.swap_gain(losses, *before, 0, 2) == pytest.approx(gain)
+    expected = losses[0][2] + losses[0][4] + losses[2][4] + losses[1][3] + losses[1][5] + losses[3][5]
+    assert grouping.within(losses, [[4, 0, 2], [5, 1, 3]]) == pytest.approx(expected)
 
 
 def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
@@ -120,56 +116,24 @@ def test_a_walk_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypa
 
 
 def test_worse_swaps_are_accepted_with_the_probability_of_algorithm_4():
-    class Draw:
-        def __init__(self, value: float):
-            self.value = value
+    def drawing(value: float):
+        return SimpleNamespace(random=lambda: value)
 
-        def random(self) -> float:
-            return self.value
-
-    assert grouping.accepts(0.1, 0.001, Draw(1.0))  # a better grouping, always
+    assert grouping.accepts(0.1, 0.001, drawing(1.0))  # a better grouping, always
     for gain, temperature in ((-1.0, 100.0), (-1.0, 2.0), (-0.3, 0.1)):
-        probability = 2.718281828459045 ** (gain / temperature)
-        assert grouping.accepts(gain, temperature, Draw(probability - 1e-6))
-        assert not grouping.accepts(gain, temperature, Draw(probability + 1e-6))
-
-
-def test_annealing_takes_worse_groupings_while_it_is_hot():
-    class Draw:
-        calls, positions = 0, random.Random(0)
-
-        def shuffle(self, heads):
-            heads[:] = sum(start, [])
-
-        def randrange(self, below):
-            return self.positions.randrange(below)
-
-        def random(self):
-            self.calls += 1
-            return (
-                0.5 if self.calls <= 10 else 1.0
-            )  # exp(gain / T) exceeds 1/2 at first; later nothing worse is taken
-
-    losses = torch.ones(6, 6).fill_diagonal_(0)
-    losses[:3, :3] = losses[3:, 3:] = 0
-    groupings = list(partitions(EIGHT[:6], 3))
-    start = min(groupings, key=lambda groups: grouping.within(losses.tolist(), groups))
-    draw = Draw()
-    best, groups = grouping.walk(losses.tolist(), 2, draw)
-    assert draw.calls > 10 and best == 0
-    assert sorted(map(sorted, groups)) == start  # it left the optimum and still returns it
+        probability = math.exp(gain / temperature)
+        assert grouping.accepts(gain, temperature, drawing(probability - 1e-6))
+        assert not grouping.accepts(gain, temperature, drawing(probability + 1e-6))
 
 
 def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss():
-    shape, args = Geometry(3, 8, 8, head_dim=2, hidden=16), SimpleNamespace(walks=20, seed=0)
-    operators = averages(fusion.starting_operators(WHOLE, 2))
+    operators = fusion.averaged(fusion.starting_operators(WHOLE, 2))
     pairs = {"key": (0, [[0, 1], [2, 3], [4, 5], [6, 7]]), "value": (2, [[0, 7], [1, 6], [2, 5], [3, 4]])}
     for kind, (layer, groups) in pairs.items():  # in this layer pairs read alike, in the others all heads do
+        operators[f"{layer}_{kind}"] = operators[f"{layer}_{kind}"].clone()
         for group in groups:
-            operator = fusion.kronecker([EIGHT], 2)[0, group].mean(0)
-            operators[f"{layer}_{kind}"] = operators[f"{layer}_{kind}"].clone()
-            operators[f"{layer}_{kind}"][0, group] = operator
-    groups, figures = search.choose_groups(args, operators, shape, search.Budget(2, [1, 2, 4]))
+            operators[f"{layer}_{kind}"][0, group] = fusion.kronecker([EIGHT], 2)[0, group].mean(0)
+    groups, figures = search.choose_groups(SimpleNamespace(walks=20, seed=0), operators, 2, [1, 2, 4])
     for kind, (layer, expected) in pairs.items():
         assert figures[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
         assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]
@@ -180,44 +144,37 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
 
 
 def test_layers_of_few_heads_need_no_more_of_them_for_having_few():
-    heads, args = [8, 2, 4], SimpleNamespace(walks=20, seed=0)
-    whole = fusion.whole_layers({"key": heads, "value": [2, 8, 1]})
-    operators = fusion.starting_operators(whole, 2)  # all pairs of heads are equally far apart, but for
-    operators["0_key"] *= 1.1
+    heads = {"key": [8, 2, 4], "value": [2, 8, 1]}
+    operators = fusion.starting_operators(fusion.whole_layers(heads), 2)
+    operators["0_key"] *= 1.1  # all other pairs of heads are equally far apart
     operators["1_value"] *= 1.1
-    shape = Geometry(3, 8, 4, head_dim=2, hidden=16)
-    groups, figures = search.choose_groups(args, operators, shape, search.Budget(2, [1, 2, 4]))
-    assert figures["key"]["source_heads"] == heads and figures["value"]["source_heads"] == [2, 8, 1]
+    groups, figures = search.choose_groups(SimpleNamespace(walks=20, seed=0), operators, 2, [1, 2, 4])
+    assert {kind: figures[kind]["source_heads"] for kind in heads} == heads
     assert figures["key"]["layer_loss"] == pytest.approx([1.21 * 2 / 8, 2 / 2, 2 / 4])
     assert figures["key"]["heads"] == [4, 1, 1] and figures["value"]["heads"] == [1, 4, 1]
-    assert [sorted(sum(layer, [])) for layer in groups["key"]] == [list(range(count)) for count in heads]
+    assert [sorted(sum(layer, [])) for layer in groups["key"]] == [EIGHT, EIGHT[:2], EIGHT[:4]]
     assert groups["value"][2] == [[0]] and figures["value"]["loss_within_random_groups"][2] == 0
 
 
 def test_cka_is_as_printed_and_finds_a_rotated_head():
     heads = torch.randn(3, 4, 20)
     heads[1] = 3 * torch.linalg.qr(torch.randn(4, 4))[0] @ heads[0]
-    matrix = similarity.cka(heads)
+    matrix = grouping.cka(heads)
     for a, b in itertools.product(range(3), repeat=2):
         x, y = heads[a].T.double(), heads[b].T.double()  # the paper's weights have a column per channel
         norms = (x.T @ x).norm() ** 2 * (y.T @ y).norm() ** 2
         assert float(matrix[a, b]) == pytest.approx(float((x.T @ y).norm() ** 2 / norms.sqrt()))
     assert float(matrix[0, 1]) == pytest.approx(1, abs=1e-5) and float(matrix[0, 2]) < 0.9
-    assert similarity.redundancy(matrix) == pytest.approx(
-        float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
-    )
+    mean = float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
+    assert grouping.redundancy(matrix) == pytest.approx(mean)
+    assert grouping.redundancy(torch.ones(1, 1)) == 0  # a single head repeats nothing
 
 
-def test_a_single_head_repeats_nothing():
-    assert similarity.redundancy(torch.ones(1, 1)) == 0
-
-
-def test_head_similarity_compares_the_heads_of_each_kind():
-    model = tiny_model()
-    matrices, redundancies = similarity.head_similarity(model, 8)
-    assert list(matrices) == ["query", "key", "value"] and all(
-        len(layers) == 3 for layers in matrices.values()
-    )
-    value_heads = model.model.layers[1].self_attn.v_proj.weight.view(8, 8, 48)
-    torch.testing.assert_close(matrices["value"][1], similarity.cka(value_heads))
-    assert redundancies["value"][1] == pytest.approx(similarity.redundancy(matrices["value"][1]), abs=1e-5)
+def test_the_similarity_of_heads_is_of_each_kind_and_drawn(tmp_path):
+    model, path = tiny_model(), tmp_path / "cka.png"
+    redundancies = grouping.draw_similarity(model, str(path), "title")
+    for kind, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        weights = [getattr(layer.self_attn, name).weight.detach() for layer in model.model.layers]
+        expected = [grouping.redundancy(grouping.cka(weight.view(8, 8, 48))) for weight in weights]
+        assert redundancies[kind] == pytest.approx(expected, abs=1e-5)
+    assert path.exists()

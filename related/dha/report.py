@@ -1,0 +1,197 @@
+"""DHA, with and without fusion, beside GQA with as large a cache: held-out loss over tokens, or before any.
+
+Reads   RUN/searched/, RUN/search/, RUN/fusion/, RUN/fused/, and the rows of pretrain.py: RUN/NAME/
+Writes  RUN/compare.json, compare.md, compare.png; with --models RUN/starts.json, starts.md
+
+    python -m related.dha.report                 # after related/dha/run.sh, which ends with it
+    python -m related.dha.report --models fused=runs/dha/fused measured=runs/dha/start-measured
+
+Tokens count from the source model, and those of search and fusion count for DHA. During search and fusion DHA
+has the cache of its source; that part of its curve is dashed. Rows that differ in tokens, text, batches,
+learning rate or cache size are refused.
+
+With --models, checkpoints are compared before any training. The table has the key and value heads by layer,
+the cache, the next-token loss on the held-out sequences, what that is above the source's, with the standard
+error of the paired differences over the sequences, and the KL from the source; all in nats per token.
+"""
+
+import os
+import statistics
+
+import torch
+
+from common.artifacts import check_input, claim, input_digests, make_record
+from common.cli import Clock, UserError, run_stage, stage_parser
+from common.data.text import load_tokens
+from common.evaluate import cache_bytes_per_token, mean_kl, mean_nll
+from common.files import write_json, write_text
+from common.models import load_model, load_tokenizer
+from common.reporting import plots
+from common.reporting.tables import markdown_table
+from common.training.metrics import read_metrics
+from related.dha import fusion, training
+from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read, row_name
+
+SOURCE, DHA = "source", "dha"
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of all tokens, at which the table shows the loss
+NEAR = 0.05  # share of all tokens within which a held-out loss counts for one of SHARES
+ROWS = (SOURCE, "mean-pool", "aligned", "closed-form", "cold", "unfused", DHA)
+
+
+def parse():
+    parser = stage_parser(__doc__)
+    parser.set_defaults(run="runs/dha")
+    parser.add_argument("--names", nargs="+", type=row_name, default=list(ROWS), metavar="NAME",
+                        help="rows; source, the uncompressed model trained on, may have a larger cache")
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME=DIR",
+                        help="rows of the table before any training, which is written instead")
+    args = parser.parse_args()
+    for model in args.models:
+        if not all(model.partition("=")):
+            raise UserError(f"--models: expected NAME=DIR, found {model}")
+    return args
+
+
+@plots.drawing
+def curves(plt, rows: dict[str, list], uncompressed: list, title: str):
+    """Held-out loss over tokens. rows: name -> [tokens, loss] points; uncompressed: DHA before fusing."""
+    figure, axis = plt.subplots(figsize=(8.2, 4.6), layout="constrained")
+
+    def draw(points, label, **style):
+        tokens, losses = zip(*points, strict=True)
+        return axis.plot([count / 1e6 for count in tokens], losses, label=label, **style)[0]
+
+    for name, points in rows.items():
+        style = {"color": "black", "linewidth": 0.9} if name == SOURCE else {"linewidth": 1.4}
+        line = draw(points, name, marker="o", markersize=2.5, **style)
+        if name == DHA:
+            label = "dha, search and fusion (full cache)"
+            draw(uncompressed, label, color=line.get_color(), linestyle="--")
+    axis.set(title=title, xlabel="training tokens, millions", ylabel="held-out loss, nats per token")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def uncompressed_curve(run: str, searched: dict, fused: dict) -> list[list[float]]:
+    """[tokens, held-out loss] points of DHA during search and fusion, up to where its heads are fused.
+
+    searched, fused: the summaries of search and fusion.
+    """
+    points, before = [], 0
+    per_step = fused["data"]["batch"] * fused["data"]["length"]
+    for phase, summary in (("search", searched), ("fusion", fused)):
+        lines = read_metrics(os.path.join(run, phase, "metrics.jsonl"))
+        points += training.heldout_curve(lines, before * per_step, per_step)
+        before += summary["steps"]
+    return [*points, [before * per_step, fused["loss_ended"]]]
+
+
+def read_rows(run: str, names: list[str]) -> dict[str, dict]:
+    """Name -> summary of each row. Raises UserError if they differ in what makes them comparable."""
+    rows = {name: read(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
+    reference = rows[names[-1]]
+    for name, row in rows.items():
+        cache = () if name == SOURCE else ("cache_bytes_per_token",)
+        for field in ("tokens", "data", "batch", *cache):
+            if row[field] != reference[field]:
+                raise UserError(f"{os.path.join(run, name)}: expected the {field} of {names[-1]}, "
+                                f"{reference[field]}, found {row[field]}")
+    return rows
+
+
+def loss_at(row: dict, share: float) -> str:
+    """A row's held-out loss after that share of all tokens; empty if it has none near there."""
+    wanted = share * row["tokens"]
+    tokens, loss = min(row["heldout"], key=lambda point: abs(point[0] - wanted))
+    return f"{loss:.3f}" if abs(tokens - wanted) <= NEAR * row["tokens"] else ""
+
+
+def table(header: list[str], lines: list) -> str:
+    """Markdown, with numbers to the right."""
+    return markdown_table(header, lines, align="<" + ">" * (len(header) - 1))
+
+
+def comparison_table(rows: dict[str, dict]) -> str:
+    """A line per row."""
+    tokens = next(reversed(rows.values()))["tokens"]
+    shares = [f"{share * tokens / 1e6:.2f} M" for share in SHARES]
+    lines = []
+    for name, row in rows.items():
+        first_tokens, first_loss = row["heldout"][0]
+        start = f"{row['cache_bytes_per_token']:.0f}", f"{first_loss:.3f}", f"{first_tokens / 1e6:.2f} M"
+        lines.append([name, *start, *(loss_at(row, share) for share in SHARES)])
+    return table(["", "cache bytes per token", "first loss", "after tokens", *shares], lines)
+
+
+def compare_trained(args, search: dict) -> tuple[str, dict, str]:
+    """The text of compare.md, the summary of compare.json and a closing line; draws compare.png."""
+    fusing = read(os.path.join(args.run, "fused"), FUSE, search["model"])
+    check_input(fusing, os.path.join(args.run, "searched"))
+    model, searched, fused = search["model"], search["summary"], fusing["summary"]
+    rows = read_rows(args.run, args.names)
+    text = (f"{comparison_table(rows)}\n\n"
+            f"Key heads per layer {searched['key']['heads']}, value heads {searched['value']['heads']}. "
+            f"L_fusion ended at {fused['fusion_loss']:.1e} after {fused['steps']} steps; averaging took the "
+            f"held-out loss from {fused['loss_ended']:.3f} to {fused['loss_fused']:.3f}.\n")
+    uncompressed = uncompressed_curve(args.run, searched, fused)
+    points = {name: row["heldout"] for name, row in rows.items()}
+    title = f"{model['name']}: {model['heads']} heads, a cache of {searched['kv_heads']} per layer"
+    curves(os.path.join(args.run, "compare.png"), points, uncompressed, title)
+    losses = {name: row["heldout"][-1][1] for name, row in rows.items()}
+    best = min([name for name in rows if name != SOURCE] or rows, key=losses.get)
+    tokens = rows[best]["tokens"]
+    closing = f"lowest held-out loss after {tokens} tokens: {best}, {losses[best]:.3f}"
+    return text, {"rows": rows, "uncompressed": uncompressed}, closing
+
+
+@torch.no_grad()
+def measure(path: str, tokens: torch.Tensor, source: list[torch.Tensor]) -> dict:
+    """The figures of one checkpoint. source: the source's logits on `tokens`."""
+    model = load_model(path)
+    logits = training.all_logits(model, tokens)
+    lost = [mean_nll([ours], row[None]) - mean_nll([theirs], row[None])
+            for ours, theirs, row in zip(logits, source, tokens, strict=True)]
+    return {
+        "heads": fusion.head_counts(model.config),
+        "cache_bytes_per_token": cache_bytes_per_token(model, tokens[0]),
+        "loss": mean_nll(logits, tokens),
+        "lost": statistics.mean(lost),
+        "lost_stderr": statistics.stdev(lost) / len(lost) ** 0.5,
+        "kl": mean_kl(source, logits),
+    }
+
+
+def compare_starts(args, search: dict) -> tuple[str, dict, str]:
+    """The text of starts.md, the summary of starts.json and a closing line."""
+    data, path = search["summary"]["data"], search["model"]["path"]
+    tokens, text = load_tokens(data["heldout"], load_tokenizer(path), data["heldout_sequences"],
+                               data["length"], "heldout")
+    print(f"reads   {path}\nreads   {text}")
+    source = training.all_logits(load_model(path), tokens)
+    checkpoints = dict(model.split("=", 1) for model in [f"{SOURCE}={path}", *args.models])
+    rows = {name: measure(checkpoint, tokens, source) for name, checkpoint in checkpoints.items()}
+    header, lines = ["", "key heads", "value heads", "cache bytes", "loss", "above the source", "KL"], []
+    for name, row in rows.items():
+        heads = (" ".join(map(str, row["heads"][kind])) for kind in ("key", "value"))
+        lines.append((name, *heads, f"{row['cache_bytes_per_token']:.0f}", f"{row['loss']:.3f}",
+                      f"{row['lost']:.3f} ± {row['lost_stderr']:.3f}", f"{row['kl']:.3f}"))
+    nearest = min((name for name in rows if name != SOURCE), key=lambda name: rows[name]["lost"])
+    closing = f"nearest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
+    return table(header, lines) + "\n", {"rows": rows}, closing
+
+
+def main():
+    args, clock = parse(), Clock()
+    output = os.path.join(args.run, "starts" if args.models else "compare")
+    claim(REPORT, args, f"{output}.json")
+    rows = [] if args.models else args.names
+    inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
+    search = read(os.path.join(args.run, "searched"), SEARCH)
+    text, summary, closing = (compare_starts if args.models else compare_trained)(args, search)
+    write_text(f"{output}.md", text)
+    write_json(f"{output}.json", make_record(REPORT, args, search["model"], inputs, summary, clock()))
+    print(f"\n{text}\nwrote   {output}.json, {output}.md\nreport: {closing}, in {clock()} s")
+
+
+if __name__ == "__main__":
+    run_stage(main)

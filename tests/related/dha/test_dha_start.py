@@ -1,0 +1,174 @@
+"""DHA's heads in closed form, head counts by measured loss, and heads aligned before fusion."""
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.artifacts import read_grams
+from common.cli import UserError
+from common.evaluate import max_difference
+from common.layers import Layers
+from common.models import load_model
+from conftest import byte_tokenizer, expect_error, run, tiny_model
+from dha_models import GROUPS, SMALL, tokens
+from related.dha import start
+from related.dha.training import all_logits
+
+pytestmark = pytest.mark.slow
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def share_heads(model, value_maps, key_factors) -> None:
+    """Values of each group in GROUPS are maps [d, d] of one, keys are equal up to a complex factor per pair.
+
+    value_maps, key_factors: layer -> [H, d, d], [H, d / 2].
+    """
+    for index, layer in enumerate(model.model.layers):
+        firsts = {}
+        for kind, groups in GROUPS.items():
+            firsts[kind] = torch.empty(8, dtype=int)
+            for group in groups[index]:
+                firsts[kind][group] = group[0]
+        for parameter in layer.self_attn.v_proj.parameters():
+            heads = parameter.view(8, 8, -1)
+            heads.copy_(value_maps(index) @ heads[firsts["value"]])
+        for parameter in layer.self_attn.k_proj.parameters():
+            heads = parameter.view(8, 8, -1)
+            pairs = torch.complex(heads[:, :4], heads[:, 4:])[firsts["key"]] * key_factors(index)[..., None]
+            heads.copy_(torch.cat((pairs.real, pairs.imag), 1))
+
+
+def calibrate(model, home: Path, text: str) -> str:
+    """Save the model in `home` and calibrate it; returns the calibration directory."""
+    model.save_pretrained(home / "model")
+    byte_tokenizer().save_pretrained(home / "model")
+    run("01_calibrate.py", "--run", home, "--model", home / "model", "--text", text, "--sequences", 8,
+        "--length", 64)
+    return str(home / "calibration")
+
+
+@pytest.fixture(scope="module")
+def source(inputs, tmp_path_factory):
+    """A calibrated model whose heads share what they can, as a Source."""
+    home, model = tmp_path_factory.mktemp("closed-form"), tiny_model(bias=True)
+    share_heads(model, lambda index: normal(8, 8, 8, seed=index),
+                lambda index: torch.complex(*normal(2, 8, 4, seed=9 + index)))
+    calibration = calibrate(model, home, inputs["text"])
+    layers = Layers(str(home / "model"), torch.float32, "cpu")
+    return start.Source(layers, partial(read_grams, calibration, 8, "cpu"), 64)
+
+
+def logits_of(model) -> torch.Tensor:
+    return torch.stack(all_logits(model, tokens()))
+
+
+def test_keys_and_values_are_merged_exactly_in_groups_of_their_own(source):
+    """To 1e-4 of the largest logit, since statistics are float32 products."""
+    merged, expected = source.merged(GROUPS), logits_of(source.layers.model)
+    assert merged.config.key_groups == GROUPS["key"] and merged.config.value_groups == GROUPS["value"]
+    assert float((logits_of(merged) - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    swapped = source.merged({"key": GROUPS["value"], "value": GROUPS["key"]})
+    assert float((logits_of(swapped) - expected).abs().max()) > 1e-2 * float(expected.abs().max())
+
+
+def test_groups_of_least_energy_and_the_heads_a_layer_needs_are_those_that_lose_none(source):
+    """With as many heads as its groups in all, each layer gets those it shares without loss."""
+    layers = [start.energy_losses(source.grams_of(index), 64) for index in range(3)]
+    losses = {kind: [layer[kind] for layer in layers] for kind in start.KINDS}
+    needed = {kind: [len(layer) for layer in GROUPS[kind]] for kind in start.KINDS}
+    for kind, groups in GROUPS.items():
+        assert start.energy_groups(losses[kind], needed[kind]) == groups
+        for loss, layer in zip(losses[kind], groups, strict=True):
+            assert max(loss[np.ix_(group, group)].max() for group in layer) < 1e-6
+    total = sum(map(sum, needed.values()))
+    counts, costs = start.measure_counts(source, losses, [1, 2, 4, 8], total, tokens(4, 64))
+    assert counts == needed
+    for kind, index in itertools.product(needed, range(3)):
+        below = [cost for heads, cost in costs[kind][index].items() if heads < needed[kind][index]]
+        assert costs[kind][index][needed[kind][index]] < 1e-6 < min(below, default=1)
+        assert costs[kind][index][8] == 0
+
+
+def test_the_cheapest_counts_are_those_of_all():
+    rungs = (1, 2, 4, 8)
+    costs = [dict(zip(rungs, normal(4, seed=layer).abs().tolist(), strict=True)) for layer in range(5)]
+    for total in range(5, 41):
+        every = [heads for heads in itertools.product(rungs, repeat=5) if sum(heads) == total]
+        if not every:
+            with pytest.raises(UserError, match=f"sum to {total}"):
+                start.cheapest_counts(costs, total)
+            continue
+        cost = {heads: sum(costs[layer][number] for layer, number in enumerate(heads)) for heads in every}
+        assert cost[tuple(start.cheapest_counts(costs, total))] == pytest.approx(min(cost.values()))
+
+
+def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
+    """From one search: what its groups cost in steps, refits, and fusion of heads that were aligned."""
+    make, home = "related/dha/start.py", tmp_path / "rotated"
+    expect_error("expected --counts search with it, found measured", make, "--run", tmp_path, "--merge",
+                 "closed-form", "--groups", "search")
+    (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())
+    run("related/dha/search.py", "--run", tmp_path, "--model", inputs["model"], "--text", inputs["text"],
+        "--heldout", tmp_path / "heldout.txt", *SMALL)
+    search = json.loads((tmp_path / "searched" / "stage.json").read_text())
+    expect_error("run 01_calibrate.py first", make, "--run", tmp_path, "--merge", "none")
+    for place, model in ((tmp_path, inputs["model"]), (home, tmp_path / "searched")):
+        run("01_calibrate.py", "--run", place, "--model", model, "--text", inputs["text"], "--length", 32,
+            "--sequences", 8)
+    kl = {}
+    for name, steps, flags in (
+        ("uniform", 0, ["--counts", "uniform"]), ("measured", 0, ["--ladder", 1, 2, 4]),
+        ("output", 0, ["--counts", "uniform", "--refit", "output", "--name", "output"]),
+        ("search", 4, ["--counts", "search", "--groups", "search"]),
+    ):
+        flags += ["--sequences", 8, "--refit-sequences", 8]
+        run(make, "--run", tmp_path, "--merge", "closed-form", *flags)
+        summary = json.loads((tmp_path / f"start-{name}" / "stage.json").read_text())["summary"]
+        assert summary["steps_so_far"] == steps
+        assert sum(map(sum, summary["heads"].values())) == 2 * 3 * search["summary"]["kv_heads"]
+        kl[name] = summary["kl"]
+    assert kl["output"] < kl["uniform"] > kl["measured"]
+    run("related/dha/pretrain.py", "--run", tmp_path, "--name", "groups", "--checkpoint",
+        tmp_path / "start-search", "--steps", 5, "--heldout-every", 2)
+
+    run(make, "--run", tmp_path, "--merge", "none")
+    rotated = json.loads((home / "searched" / "stage.json").read_text())
+    assert rotated["groups"] == search["groups"] and search["summary"].items() <= rotated["summary"].items()
+    before, after = (all_logits(load_model(str(path / "searched")), tokens()) for path in (tmp_path, home))
+    assert max_difference(before, after) < 1e-4
+    run(make, "--run", home, "--weights", "searched")
+    starts = {"measured": tmp_path / "start-measured", "pooled": home / "start-unfused"}
+    run("related/dha/report.py", "--run", tmp_path, "--models", *(f"{row}={starts[row]}" for row in starts))
+    rows = json.loads((tmp_path / "starts.json").read_text())["summary"]["rows"]
+    assert list(rows) == ["source", *starts] and rows["source"]["lost"] == rows["source"]["kl"] == 0
+    for row in rows.values():
+        assert row["lost"] == pytest.approx(row["loss"] - rows["source"]["loss"])
+    assert rows["measured"]["kl"] < rows["pooled"]["kl"]
+    assert rows["measured"]["cache_bytes_per_token"] == rows["pooled"]["cache_bytes_per_token"]
+
+
+@torch.no_grad()
+def test_rotated_heads_are_nearer_to_their_own_groups(inputs, tmp_path):
+    """Heads equal up to rotations, keys and values in groups of their own, become equal; nothing else is."""
+    model, angles = tiny_model(), normal(8, 4, seed=3)
+    share_heads(model, lambda index: torch.linalg.qr(normal(8, 8, 8, seed=4))[0],
+                lambda index: torch.polar(torch.ones(8, 4), angles))
+    calibration, expected = calibrate(model, tmp_path, inputs["text"]), logits_of(model)
+    for index, layer in enumerate(model.model.layers):
+        grams = read_grams(calibration, 8, "cpu", index)
+        start.rotate_layer(layer.self_attn, grams, GROUPS["key"][index], GROUPS["value"][index])
+        for kind, name in (("value", "v_proj"), ("key", "k_proj")):
+            heads = getattr(layer.self_attn, name).weight.view(8, 8, -1)
+            for group in GROUPS[kind][index]:
+                torch.testing.assert_close(heads[group], heads[group[:1]].expand(len(group), -1, -1),
+                                           rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-4)
