@@ -57,7 +57,8 @@ long="--tokens-per-microbatch 16384 --batch 128 --singles 8"
 transform="$layer --tokens 65536 --head-pairs 20 --calibrate-tokens 8192"
 if [[ $DEVICE == cpu ]]; then
   layer="--heads 8 --kv-heads 2 --head-dim 8 --intermediate 64 --layers 2"
-  dtype="" cells="--contexts 64 --batches 1" wide="" large="--shape demo --layers 2" larger=$large
+  dtype="" cells="--contexts 64 --batches 1" wide="--tokens 1024 --vocab 4000"
+  large="--shape demo --layers 2" larger=$large
   packed="--singles 4" short="--tokens-per-microbatch 256" long="--tokens-per-microbatch 4096"
   transform="$layer --tokens 512 --calibrate-tokens 512"
 fi
