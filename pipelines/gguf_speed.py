@@ -4,13 +4,14 @@
     python -m pipelines.gguf_speed A.gguf B.gguf --shape 16 2048 32 8192 4096 --kv-heads 32 8   # random ones
 
 Both stay loaded and take turns, so that what else the machine does slows both; the ratio is the median of the
-turns', the export's tokens per second over the source's. Before the first turn each reads a context of random
-tokens, which it keeps through all turns; flash attention, which a quantized cache needs, is always on.
-llama.cpp is the one that gguf.sh has built. Prints a table in Markdown.
+turns', the export's tokens per second over the source's. The cache is full but for CHUNK tokens: CHUNK random
+ones, read once, and copies of their keys and values. Flash attention, which slows CPUs down, is on for the
+quantized cache, which needs it. llama.cpp is the one that gguf.sh has built. Prints a table in Markdown.
 """
 
 import argparse
 import common.waiting  # noqa: F401 - before torch
+import ctypes
 import glob
 import os
 import re
@@ -25,7 +26,7 @@ from common.reporting.tables import markdown_table
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CACHES = ("f16", "q8_0")
-TURN = 8  # tokens decoded in a turn
+CHUNK, TURN = 64, 8  # tokens read, and decoded in a turn
 HEADER = ("context", "cache", "source: MiB", "export: MiB", "source: tokens/s", "export: tokens/s", "ratio")
 
 
@@ -76,9 +77,23 @@ def write_random(path: str, shape: list[int], kv_heads: int) -> None:
     writer.close()
 
 
-def tokens_per_second(engine, context: int) -> float:
+def fill(api, engine, context: int) -> None:
+    """Fill an engine's cache but for CHUNK tokens. api: the module llama_cpp."""
+    engine.eval(np.random.default_rng(0).integers(2, engine.n_vocab(), CHUNK).tolist())
+    handle = engine.ctx
+    memory, size = api.llama_get_memory(handle), api.llama_state_seq_get_size(handle, 0)
+    state = (ctypes.c_uint8 * size)()
+    api.llama_state_seq_get_data(handle, state, size, 0)
+    for _ in range(context // CHUNK - 2):
+        if not api.llama_state_seq_set_data(handle, state, size, 1):
+            raise UserError(f"--contexts {context}: llama.cpp's cache is full before")
+        api.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+        api.llama_memory_seq_rm(memory, 1, -1, -1)
+
+
+def tokens_per_second(engine) -> float:
     """The speed of a turn, whose tokens overwrite those of the turn before."""
-    engine.n_tokens = context - TURN
+    engine.n_tokens = CHUNK
     start = time.perf_counter()
     for _ in range(TURN):
         engine.eval([1])
@@ -91,31 +106,38 @@ def compare(check, files: list[str], context: int, cache: str, turns: int) -> tu
     engines, sizes = [], []
     for path in files:
         check.log.clear()
-        engine = check.load_engine(path, context, type_k=cache_type, type_v=cache_type, n_batch=512,
-                                   logits_all=False, flash_attn=True)
+        engine = check.load_engine(path, context, type_k=cache_type, type_v=cache_type, n_batch=CHUNK,
+                                   logits_all=False, flash_attn=cache != "f16")
         messages = "\n".join(text for _, text in check.log)
         sizes.append(float(re.search(r"size = +([\d.]+) MiB \( *\d+ cells", messages)[1]))
-        draw = np.random.default_rng(0)
-        print(f"{path}: reading {context - TURN} tokens, cache in {cache}", file=sys.stderr, flush=True)
-        engine.eval(draw.integers(2, engine.n_vocab(), context - TURN).tolist())
+        fill(check.llama_cpp, engine, context)
         engines.append(engine)
-    speeds = np.array([[tokens_per_second(engine, context) for engine in engines] for _ in range(turns)])
+    print(f"context {context}, cache {cache}: {turns} turns", file=sys.stderr, flush=True)
+    speeds = np.array([[tokens_per_second(engine) for engine in engines] for _ in range(turns)])
     medians = (f"{speed:.3g}" for speed in np.median(speeds, axis=0))
     return context, cache, *sizes, *medians, f"{np.median(speeds[:, 1] / speeds[:, 0]):.2f}"
 
 
-def main() -> None:
-    args = parse()
+def load_llama_cpp():
+    """The module gguf_check, its engines with room for a second sequence in the same cache."""
     built = glob.glob(os.path.join(ROOT, ".gguf", "*", "installed"))
     if not built:
         raise UserError("expected llama.cpp in .gguf/, found none; gguf.sh builds it")
     sys.path.append(built[0])
     from pipelines import gguf_check  # imports llama.cpp
 
+    defaults = gguf_check.llama_cpp.llama_context_default_params()
+    defaults.n_seq_max, defaults.kv_unified = 2, True
+    gguf_check.llama_cpp.llama_cpp.llama_context_default_params = lambda: defaults
+    return gguf_check
+
+
+def main() -> None:
+    args, check = parse(), load_llama_cpp()
     if args.shape:
         for path, kv_heads in zip(args.files, args.kv_heads, strict=True):
             write_random(path, args.shape, kv_heads)
-    rows = [compare(gguf_check, args.files, context, cache, args.turns)
+    rows = [compare(check, args.files, context, cache, args.turns)
             for context in args.contexts for cache in args.caches]
     print(markdown_table(HEADER, rows, "><" + ">" * 5))
 
