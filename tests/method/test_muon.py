@@ -34,7 +34,8 @@ def test_each_head_takes_the_step_of_torchs_muon(columns):
     weight = torch.nn.Parameter(normal(24, 40) if not columns else normal(40, 24))
     start = weight.detach().clone()
     heads = [torch.nn.Parameter(head.detach().clone()) for head in weight.split(8, dim=int(columns))]
-    ours = HeadMuon([{"params": [weight], "lr": 0.1, "columns": columns}], head_dim=8)
+    group = {"params": [weight], "lr": 0.1} | ({"columns": True} if columns else {})  # rows, if not said
+    ours = HeadMuon([group], head_dim=8)
     torchs = torch.optim.Muon(heads, lr=0.1, momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
     for step in range(20):
         weight.grad = normal(*weight.shape, seed=step + 1)
