@@ -18,6 +18,7 @@ DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  #
 NO_MATTER = {"strict", "desc", "unit", "leave"}  # keyword arguments
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
+SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
 
 
 def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
@@ -64,6 +65,8 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
             yield node, ast.Attribute(value, NAMES[name])
         case ast.Constant(value):
             yield from ((node, ast.Constant(new)) for new in constants(value))
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name in SYMMETRIC:
+            return
         case ast.Call(function, values, keywords):
             for index in range(2, len(values) + 1):
                 swapped = [*values[: index - 2], *values[index - 2 : index][::-1], *values[index:]]

@@ -237,7 +237,11 @@ def test_merged_heads_behind_a_norm_are_right_up_to_a_number_per_token(kv_heads)
     merge = Merge(value_in, value_out, key_in, key_out, key_energy=keys.square().mean(0),
                   query_energy=queries.square().mean(0).sum(1).view(2, members, 8))
     config = merged_config(layer.self_attn.config, 2)
-    merged = states(merge_layer(layer, 1, config, merge).self_attn)
+    attention = merge_layer(layer, 1, config, merge).self_attn
+    variance = key_in.square() @ layer.self_attn.k_norm.weight.view(2, members, 8, 1).square()
+    factor = attention.k_norm.weight.square() / variance.sum(1).flatten()  # one for all rows
+    torch.testing.assert_close(factor, factor[:1].expand_as(factor))
+    merged = states(attention)
     for expected, found in ((keys, merged["k"]), (queries.flatten(1, 2), merged["q"])):
         ratio = expected / found
         token = ratio.flatten(1).median(1).values[:, None, None]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.method.merge import Merge, first_merge, mean_merge, merged_state
+from common.method.merge import Merge, behind_norm, first_merge, mean_merge, merged_state
 from conftest import tiny_model
 from students import merge_model
 
@@ -29,6 +29,12 @@ def test_the_first_head_of_a_group_is_retained():
             assert torch.equal(state[name], first)
         elif name in state:
             assert torch.equal(state[name], parameter)
+
+
+def test_shared_keys_of_zero_stay_zero_behind_a_norm():
+    merged = {"k_proj.weight": torch.zeros(2, 8, 5)}
+    behind_norm(merged, "k", torch.zeros(2, 8, 1), None)
+    assert not merged["k_proj.weight"].any() and merged["k_norm.weight"].isfinite().all()
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import paper
-from common.method import stats
+from common.method import procrustes, stats
 from common.method.procrustes import (
     agreement,
     align_keys,
@@ -272,6 +272,15 @@ def test_one_sweep_aligns_two_heads_to_their_optimum(rank):
     rotation = align_values(gram, sweeps=1)
     reached = torch.einsum("gnb,gnb->g", values[:, 0] @ rotation[:, 0].mT, values[:, 1] @ rotation[:, 1].mT)
     torch.testing.assert_close(reached, torch.linalg.svdvals(gram[:, 0, 1]).sum(-1), rtol=1e-12, atol=0)
+
+
+def test_two_heads_of_keys_start_at_their_optimum(monkeypatch):
+    """Before any sweep: sum_n Re(conj(u_0 z_0) u_1 z_1) is |c[0, 1]|."""
+    monkeypatch.setattr(procrustes, "MAX_SWEEPS", 0)
+    gram = key_gram(torch.randn(N, 2, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    units = best_phases(gram)
+    reached = (units[0].conj() * gram[0, 1] * units[1]).real
+    torch.testing.assert_close(reached, gram[0, 1].abs(), rtol=1e-12, atol=0)
 
 
 def test_the_first_head_of_a_group_keeps_its_coordinates(heads):

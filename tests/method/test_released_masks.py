@@ -68,7 +68,8 @@ def test_expected_size():
     torch.testing.assert_close(released_masks.expected(log_alpha), torch.tensor(expected))
     ends = torch.tensor([-9.0, 9.0], requires_grad=True)
     released_masks.expected(ends).sum().backward()
-    assert released_masks.expected(ends).tolist() == pytest.approx([1e-6, 1 - 1e-6], rel=0.05)
+    closed, opened = released_masks.expected(ends).tolist()
+    assert (closed, 1 - opened) == pytest.approx((1e-6, 1e-6), rel=0.1)
     assert not ends.grad.any()
     assert float(released_masks.expected(torch.zeros(()))) == pytest.approx(0.8538, abs=1e-4)
 
