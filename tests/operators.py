@@ -15,7 +15,7 @@ PAIRS = "min max, minimum maximum, amin amax, argmin argmax, any all, sum mean, 
 NAMES = dict(pair.split() for pair in PAIRS.split(", "))
 NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "complex128": "complex64"}
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
-NO_MATTER = {"strict", "desc", "unit", "leave"}  # keyword arguments
+NO_MATTER = {"strict", "desc", "unit", "leave", "device"}  # keyword arguments, where tests are of a CPU
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
@@ -36,6 +36,8 @@ def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
 def parts(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a definition, without annotations, decorators and what is skipped."""
     if isinstance(node, SKIPPED) or isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        return
+    if isinstance(node, ast.keyword) and node.arg in NO_MATTER:
         return
     yield node
     for field, value in ast.iter_fields(node):

@@ -29,9 +29,10 @@ def test_a_head_without_a_gradient_stays():
 
 
 @pytest.mark.parametrize("columns", [False, True])
-def test_each_head_takes_the_step_of_torchs_muon(columns):
+@pytest.mark.parametrize("shape", [(24, 40), (160, 5)])
+def test_each_head_takes_the_step_of_torchs_muon(shape, columns):
     """Twenty steps, head by head; torch's multiplies in bfloat16, which loses 2^-8 a product."""
-    weight = torch.nn.Parameter(normal(24, 40) if not columns else normal(40, 24))
+    weight = torch.nn.Parameter(normal(*(shape[::-1] if columns else shape)))
     start = weight.detach().clone()
     heads = [torch.nn.Parameter(head.detach().clone()) for head in weight.split(8, dim=int(columns))]
     group = {"params": [weight], "lr": 0.1} | ({"columns": True} if columns else {})  # rows, if not said

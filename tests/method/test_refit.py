@@ -165,6 +165,15 @@ def test_attention_refit_goes_further_and_changes_only_the_projections(options):
     tokens = torch.randint(0, 256, (24, 60), generator=torch.Generator().manual_seed(0))
     figures = refit_model(model, merged, tokens, attention=True)[0]
     assert figures["attention"] < 0.99 * figures["output"] < 0.98 * figures["merged"]
+    outputs = []
+    for each in (model, merged):
+        each.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *call: outputs.append(call[2]))
+        each(tokens[7::8])
+    target, output = outputs
+    bias = merged.model.layers[0].self_attn.o_proj.bias
+    fitted = target - (0 if bias is None else bias)  # what is W_O's to fit
+    error = float((output - target).square().sum() / fitted.square().sum())
+    assert figures["attention"] == pytest.approx(error, rel=1e-4)
     for name, parameter in merged.named_parameters():
         trained = "self_attn" in name and "_proj." in name and not name.endswith("o_proj.bias")
         assert torch.equal(parameter, before[name]) != trained, name

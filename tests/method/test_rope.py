@@ -47,7 +47,9 @@ def test_unit_phase_of_zero_is_one():
 def test_only_qwen3_norms_heads():
     for kind in ("llama", "mistral", "qwen2", "qwen3"):
         assert (FAMILIES[kind].norm == "head") == (kind == "qwen3")
-    assert free_pairs(tiny_model().model.layers[0].self_attn).tolist() == [True] * 4
+    for kind, free in (("llama", True), ("olmo2", False)):  # a norm over all heads has weights for each
+        pairs = free_pairs(tiny_model(model_type=kind).model.layers[0].self_attn)
+        assert torch.equal(pairs, torch.tensor([free] * 4))
 
 
 @pytest.mark.parametrize(
