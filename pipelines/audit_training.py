@@ -81,8 +81,6 @@ def one_layer(run):
     """The config of the source with one layer."""
     config = load_config(run.path("source"))
     config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
     return config
 
 
