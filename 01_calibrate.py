@@ -26,7 +26,7 @@ import os
 
 import torch
 
-from common import families, models
+from common import families, gguf, models
 from common.artifacts import claim, make_record, write_layer, write_record
 from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
@@ -143,9 +143,7 @@ def main():
     claim("01_calibrate.py", args, output)
 
     if args.model.endswith(".gguf"):
-        from pipelines.gguf_files import dequantize
-
-        path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
+        path = gguf.dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)
     config = models.load_config(path)

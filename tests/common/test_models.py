@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -528,15 +527,6 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
 
 
 # -- stage 1 --
-
-
-def test_a_gguf_file_needs_the_package_gguf(inputs, tmp_path, monkeypatch):
-    file, home = tmp_path / "model.gguf", tmp_path / "run"
-    file.write_bytes(b"GGUF")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    expect_error(f"model {file}: expected the package gguf, which reads it, found none; pip install gguf",
-                 "01_calibrate.py", "--run", home, "--text", inputs["text"], "--model", file)
-    assert not home.exists()
 
 
 def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):
