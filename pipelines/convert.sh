@@ -80,5 +80,5 @@ if [ ! "$RUN/eval.json" -nt "$RUN/gqa/stage.json" ] ||
   "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATION[@]}" --force
   echo "${EVALUATION[*]}" > "$RUN/evaluation"
 fi
-"$PYTHON" -m pipelines.report --run "$RUN"
+"$PYTHON" -m common.reporting.report --run "$RUN"
 cat "$RUN/eval.md"

@@ -31,4 +31,4 @@ make_once "$POOL/gqa"              "$PYTHON" 06_export.py --run "$POOL"
 
 "$PYTHON" 07_eval.py --run "$RUN" --force --model teacher="$RUN/teacher" \
   mean-pool-untrained="$POOL/merged" aligned-untrained="$RUN/merged" mean-pool="$POOL/gqa" aligned="$RUN/gqa"
-"$PYTHON" -m pipelines.report --run "$RUN"
+"$PYTHON" -m common.reporting.report --run "$RUN"

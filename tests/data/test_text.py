@@ -14,7 +14,8 @@ import torch
 from tokenizers import processors
 
 from common.cli import UserError
-from common.data import pieces, text
+from common.data import text
+from common.data import text as pieces
 from common.data.rows import Sample
 from common.data.text import TextSamples, load_tokens, sequence_length, write_text_tokens
 from conftest import END, byte_tokenizer

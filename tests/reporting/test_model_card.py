@@ -6,8 +6,8 @@ import copy
 import pytest
 from huggingface_hub import ModelCard
 
-from common.reporting import model_card
-from common.reporting.scores import write_scores
+from common.reporting import card as model_card
+from common.reporting.tables import write_scores
 
 MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 3, "heads": 8,
          "kv_heads": 4, "head_dim": 16, "hidden": 128}

@@ -13,9 +13,8 @@ import pytest
 
 from common.cli import UserError, stage_parser
 from common.files import write_json
-from common.reporting.tables import markdown_table
-from pipelines import report
-from pipelines.report_figures import cell, chart, label, rate, score_tables
+from common.reporting import report
+from common.reporting.tables import cell, chart, label, markdown_table, rate, score_tables
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
          "kv_heads": 4, "head_dim": 8, "hidden": 32}
