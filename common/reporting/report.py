@@ -188,11 +188,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
     picture = picture_data(run.directory, part.picture) if part.picture else ""
-    view = {"name": run.name + part.name, "part": part, "picture": picture, "charts": [], "figures": None}
-    if not picture:
-        losses = tables.chart(metrics, ("loss", "kl", "bild", "l0"), math.log)
-        masks = tables.chart(metrics, ("mask_target", "mask_expected"))
-        view["charts"] = [drawn for drawn in (losses, masks) if drawn]
+    view = {"name": run.name + part.name, "part": part, "picture": picture, "figures": None}
     if record is None:
         sources = [other["arguments"].get(part.name) for other in run.records.values()]
         return view | {

@@ -296,30 +296,3 @@ def steps_table(metrics: list[dict]) -> Table:
     names = [name for name, value in metrics[0].items() if name != "step" and not isinstance(value, list)]
     rows = [(label(name), *(line.get(name) for line in chosen.values())) for name in names]
     return Table(("", *(f"step {step}" for step in chosen)), rows, "training steps")
-
-
-def chart(metrics: list[dict], names: tuple[str, ...], scale=float) -> dict | None:
-    """Curves of figures in metrics.jsonl, as points in a 570 x 150 box; None with fewer than two steps.
-
-    scale: float, or math.log for a logarithmic axis, which skips values that are not positive.
-    """
-    every = max(1, len(metrics) // 400)  # at most as many points as the box is wide
-    curves: dict[str, list] = {name: [] for name in names}
-    for line in metrics[::-every][::-1]:  # from the end, to include the last step
-        for name in names:
-            if is_number(line.get(name)) and (scale is float or line[name] > 0):
-                curves[name].append((line["step"], line[name]))
-    points = [point for curve in curves.values() for point in curve]
-    if len({step for step, _ in points}) < 2:
-        return None
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    height = (scale(high) - scale(low)) or 1.0
-
-    def place(step: int, value: float) -> str:
-        right, down = (step - first) / (last - first), (scale(high) - scale(value)) / height
-        return f"{570 * right:.1f},{150 * down:.1f}"
-
-    lines = {label(name): " ".join(place(*point) for point in curve) for name, curve in curves.items()}
-    lines = {name: line for name, line in lines.items() if line}
-    return {"lines": lines, "steps": (first, last), "range": (f"{low:.2g}", f"{high:.2g}")}

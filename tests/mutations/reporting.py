@@ -273,7 +273,7 @@ MUTANTS = [
      '.get("teacher") == SOURCE',
      '.get("teacher") is None',
      "test_report::test_a_source_that_is_the_teacher_is_not_missing"),
-    ("report: no empty meters", "pipelines/templates/report.html",
+    ("report: no empty meters", "common/reporting/templates/report.html",
      '(["exact match", ""] if scored else [])',
      '["exact match", ""]',
      "test_report::test_without_tasks_there_are_no_meters"),

@@ -14,7 +14,7 @@ import pytest
 from common.cli import UserError, stage_parser
 from common.files import write_json
 from common.reporting import report
-from common.reporting.tables import cell, chart, label, markdown_table, rate, score_tables
+from common.reporting.tables import cell, label, markdown_table, rate, score_tables
 
 MODEL = {"name": "<b>toy</b>", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 2, "heads": 4,
          "kv_heads": 4, "head_dim": 8, "hidden": 32}
@@ -317,29 +317,18 @@ def test_only_files_of_the_run_are_embedded(whole):
 
 
 def test_a_half_finished_run(tmp_path):
-    """Without pictures, killed in training: curves from the metrics, its step, the commands that are left."""
+    """Without pictures, killed in training: its step, the commands that are left."""
     run = tmp_path / "a run"
     for artifact in list(SUMMARIES)[:4]:
         save(run, artifact, teacher="elsewhere/teacher" if artifact == "aligned/stage.json" else None)
     save_metrics(run, 4)
     page = read(run)
     assert "Started, not finished: step 4." in page.text and "Taken from elsewhere/teacher." in page.text
-    assert page.tags.count("polyline") == 3 and "img" not in page.tags  # loss; target and expected mask
     for stage in ("06_export.py", "07_eval.py"):
         assert f"python {stage} --run {shlex.quote(str(run))}" in page.text
     assert "similarity.png is missing" in page.text
     save_metrics(run, 1)
     assert "step 1." in read(run).text
-
-
-def test_curves_have_the_scale_of_their_axes():
-    metrics = [{"step": step, "loss": loss, "kl": 4.0} for step, loss in ((10, 16.0), (20, 4.0), (30, 1.0))]
-    metrics[1] |= {"kl": 0.0}  # has no logarithm
-    drawn = chart(metrics, ("loss", "kl"), report.math.log)
-    assert drawn == {"lines": {"loss": "0.0,0.0 285.0,75.0 570.0,150.0", "KL": "0.0,75.0 570.0,75.0"},
-                     "steps": (10, 30), "range": ("1", "16")}
-    assert chart(metrics, ("loss",))["lines"]["loss"] == "0.0,0.0 285.0,120.0 570.0,150.0"
-    assert chart(metrics[:1], ("loss",)) is None and chart([], ("loss",)) is None
 
 
 def test_runs_inside_a_run(tmp_path):
