@@ -195,11 +195,6 @@ def test_heads_are_numbered_and_groups_framed():
     assert [label.get_text() for label in axis.get_xticklabels()] == list("0123") and not axis.patches
 
 
-def test_four_layers_are_drawn_at_even_distances():
-    assert plots.spaced_layers(32) == [0, 10, 21, 31] and plots.spaced_layers(4) == [0, 1, 2, 3]
-    assert plots.spaced_layers(2) == [0, 1] and plots.spaced_layers(1) == [0]
-
-
 def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():
     cosines = {"keys": {"before": [[0.5, -0.25, 0.0], [0.125, 0.0, 0.0]],
                         "after": [[0.9, 0.8, 0.5], [1, 1, 1]]},
@@ -242,18 +237,6 @@ def test_without_matplotlib_one_line_says_so(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.startswith(f"skipped {tmp_path / 'curves.png'}: matplotlib") and out.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_picture_that_cannot_be_written_is_skipped(tmp_path, capsys):
-    """Also what lies there already is kept."""
-    taken = tmp_path / "taken.png"
-    taken.mkdir()
-    for path in (taken, tmp_path / "missing" / "curves.png"):
-        plots.curves(str(path), training_records(), "title")
-        out = capsys.readouterr().out
-        assert out.startswith(f"skipped {path}: cannot be written (") and out.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [taken]
-    assert not pyplot.get_fignums()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full")
