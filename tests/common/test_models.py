@@ -32,7 +32,7 @@ from common.models import (
     source_model,
 )
 from common.weights import fingerprint, open_checkpoint, weight_files
-from conftest import ROOT, byte_tokenizer, expect_error, save_tiny, tiny_model
+from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -454,20 +454,6 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
 
 
 # -- stage 1 --
-
-
-def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):
-    path, home = copy("whole"), tmp_path / "run"
-    common = ["01_calibrate.py", "--run", home, "--text", inputs["text"], "--sequences", 2, "--model"]
-    expect_error("expected 1 to 256 tokens (the model's max_position_embeddings), found 257",
-                 *common, path, "--length", 257)
-    expect_error("expected a checkpoint directory, found a file", *common, path / "config.json")
-    expect_error("expected a device of this machine", *common, path, "--device", "cuda:99")
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
-    expect_error("end-of-sequence token, found none", *common, path, "--length", 8)
-    (tmp_path / "file").write_text("mine")
-    expect_error("file", *common, path, "--run", tmp_path / "file")
-    assert not home.exists() and (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():
