@@ -27,12 +27,12 @@ import os
 import torch
 
 from common import families, models
-from common.artifacts import claim, make_record, write_layer, write_record
-from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.artifacts import claim, write_layer, write_record
+from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.generate import Origin, choose_chats, read_sequences
-from common.data.text import sequence_length
+from common.data.text import digests_of, sequence_length
 from common.families import family
 from common.files import write_directory
 from common.layers import Layers
@@ -136,11 +136,14 @@ def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args
 
 @torch.no_grad()
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     for half in ("bf16", "fp16"):  # products are summed in float32
         setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
     output = os.path.join(args.run, "calibration")
-    claim("01_calibrate.py", args, output)
+    inputs = digests_of([args.model, args.text, args.chat])
+    if os.path.isdir(args.model):
+        inputs["model"] = models.fingerprint(args.model)
+    started = claim("01_calibrate.py", args, output, inputs=inputs)
 
     if args.model.endswith(".gguf"):
         from pipelines.gguf_files import dequantize
@@ -152,7 +155,7 @@ def main():
     families.require_convertible(path, config)
     args.bos = bool(models.bos_prefix(models.load_tokenizer(path), args.bos))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = models.describe(path, args.model), families.geometry(config)
+    model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     compute_device = models.pick_device(args.device)
@@ -179,10 +182,10 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         # last: it has the sha256 of every other file
-        write_record(aside, make_record("01_calibrate.py", args, model, {}, summary, clock()))
+        write_record(aside, started.record(model, summary))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
-          f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+          f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
          "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
 FIELDS = {
     "stage": STRING,
+    "flags": Optional({STRING: object}),
     "arguments": {STRING: object},
     "model": MODEL,
     "inputs": {STRING: DIGEST},
@@ -72,7 +73,7 @@ FIELDS = {
     "date": STRING,
     "summary": {STRING: object},
 }
-FILES = {FILE_NAME: DIGEST}  # everything in a directory artifact except its record
+FILES = {FILE_NAME: DIGEST}  # of an artifact, beside its record
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
@@ -93,11 +94,12 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "arguments": {"text": STRING, "chat": Optional(STRING)},
     },
     "02_similarity.py": {
-        "sha256": DIGEST,
+        "files": FILES,
         "summary": {f"{kind}.{criterion}.{when}": NUMBER
                     for kind in ("key", "value") for criterion in CRITERION for when in ("before", "after")},
     },
     "03_group.py": {
+        "files": FILES,
         "kv_heads": COUNT,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,
@@ -122,6 +124,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
                     "max_logit_difference": POSITIVE, "max_logit_difference_stored": POSITIVE},
     },
     "07_eval.py": {
+        "files": FILES,
         "device": STRING,
         "results": {STRING: {"path": STRING, "heads": COUNT, "kv_heads": COUNT}},
     },

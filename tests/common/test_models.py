@@ -465,14 +465,14 @@ def test_kv_heads_are_a_proper_divisor(wrong):
 def test_a_source_model_is_as_recorded(copy):
     path = copy("whole")
     recorded = describe(str(path), "name")
-    assert source_model({"model": recorded}) == recorded and recorded["name"] == "name"
+    assert source_model({"model": recorded}, str(path)) == recorded and recorded["name"] == "name"
     for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
-        message = refusal(source_model, {"model": recorded | {field: value}})
+        message = refusal(source_model, {"model": recorded | {field: value}}, str(path))
         assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
     drop(path, UP, **{UP: torch.zeros(64, 48)})
-    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
+    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded}, str(path))
     shutil.rmtree(path)
-    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
+    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded}, str(path))
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
@@ -564,8 +564,8 @@ def test_a_layer_of_zeros_goes_through_stages_1_to_3(tmp_path, inputs, part):
     run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", inputs["text"],
         "--sequences", 2, "--length", 32)
     run("02_similarity.py", "--run", home, "--energy")
-    file, _ = read_tensors(str(home / "similarity.safetensors"), "02_similarity.py")
-    assert all(torch.isfinite(file.get_tensor(name)).all() for name in file.keys())
+    tensors, _ = read_tensors(str(home / "similarity.safetensors"), "02_similarity.py")
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     for by in ("value", "both", "energy"):
         run("03_group.py", "--run", home, "--kv-heads", 4, "--by", by, "--restarts", 4, "--iterations", 20,
             "--force")

@@ -27,11 +27,12 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
                     "positions": 64, "peak_memory_gib": 0.5},
     },
     "02_similarity.py": {
-        "sha256": SHA,
+        "files": {"similarity.safetensors": SHA, "pairs.png": SHA},
         "summary": {f"{head}.{criterion}.{when}": -0.5 for head in ("key", "value")
                     for criterion in ("cos", "dist") for when in ("before", "after")},
     },
     "03_group.py": {
+        "files": {"groups.png": SHA},
         "kv_heads": 2,
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
@@ -57,17 +58,19 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
     },
     "07_eval.py": {
         "device": "cpu",
+        "files": {"eval.md": SHA},
         "summary": {},
         "results": {"gqa": {"path": "gqa", "heads": 8, "kv_heads": 2}},
     },
 }
-OPEN = ("arguments", "packages")  # objects whose names are free
+OPEN = ("flags", "arguments", "packages")  # objects whose names are free
 
 
 def valid(stage: str) -> dict:
     """A record that every stage accepts."""
-    every = {"stage": stage, "arguments": {"run": "r"}, "model": MODEL, "inputs": {"calibration": SHA},
-             "packages": {"torch": "2"}, "commit": None, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
+    every = {"stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"}, "model": MODEL,
+             "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None, "seconds": 1.5,
+             "date": "2026-01-02T03:04:05+00:00"}
     return copy.deepcopy(every | FIELDS[stage])
 
 
@@ -146,9 +149,9 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
-OPTIONAL = {"score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
-FREE = {("inputs", "calibration"), ("files", "config.json"), ("files", "model-00001-of-00004.safetensors"),
-        ("files", "step-00000003/.metadata"), ("files", "model.safetensors"), ("results", "gqa")}
+OPTIONAL = {"flags", "score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
+FREE = {("inputs", "calibration"), ("results", "gqa"),
+        *(("files", name) for fields in FIELDS.values() for name in fields["files"])}
 CONTENTS = {
     "empty": b"",
     "null": b"null",
