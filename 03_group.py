@@ -20,8 +20,9 @@ import numpy as np
 
 from common.artifacts import claim, input_digests, make_record, open_tensors, read_tensors
 from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
+from common.families import check_kv_heads
 from common.files import write_json
-from common.method.grouping import anneal, best_pairs, check_kv_heads, combine, default_groups, score
+from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.reporting import plots
 
 

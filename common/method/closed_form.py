@@ -8,27 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from common.cli import UserError
 from common.method.low_rank import key_weights, merge_keys, merge_values, share, value_loss
 from common.method.merge import Merge
 from common.method.rope import pair_products, to_matrix
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys, start_by_pairs
 from common.method.stats import LayerGrams, group_blocks
 
-LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
-
-
-def key_context(requested: int | None, positions: int) -> int:
-    """Tokens over which closed-form merging preserves attention scores: as requested, or the model's
-    positions, LONGEST_CONTEXT at most.
-
-    Raises UserError if the model does not have that many positions.
-    """
-    if requested is not None and requested > positions:
-        raise UserError(f"--key-context: expected at most the model's {positions} positions, "
-                        f"found {requested}")
-    return requested or min(positions, LONGEST_CONTEXT)
 
 
 def closed_form_layer(
