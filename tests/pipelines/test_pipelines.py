@@ -318,22 +318,10 @@ def test_table1_end_to_end(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((run / "eval.json").read_text())["results"]
     assert list(results) == ["teacher", *(f"gqa8-{row}" for row in ROWS)]
-    homes = {row: run / f"gqa8-{row}" for row in ROWS}
-    records = {row: json.loads((home / "train" / "stage.json").read_text()) for row, home in homes.items()}
-    groups = {row: json.loads((home / "groups.json").read_text()) for row, home in homes.items()}
-    for row in ROWS:
-        figures = results[f"gqa8-{row}"]
+    groups = {row: json.loads((run / f"gqa8-{row}" / "groups.json").read_text())["groups"] for row in ROWS}
+    for figures in list(results.values())[1:]:
         assert figures["kv_heads"] == 2 and set(figures["tasks"]) == set(TASKS)
-        assert records[row]["inputs"].keys() == records["baseline"]["inputs"].keys()
-        # one teacher, one calibration
-        assert records[row]["summary"]["teacher"] == records["baseline"]["summary"]["teacher"]
-        assert groups[row]["inputs"] == groups["baseline"]["inputs"]
-        aligned = json.loads((homes[row] / "aligned" / "stage.json").read_text())["arguments"]
-        kind, _, criterion = row.partition("-")
-        assert groups[row]["summary"]["by"] == ("none" if kind in ("baseline", "default") else kind)
-        assert aligned["rotate"] == (criterion or "none")
-    assert groups["default-cos"]["groups"] == groups["default-dist"]["groups"] == groups["baseline"]["groups"]
-    assert groups["baseline"]["groups"] != groups["key-cos"]["groups"]
+    assert groups["default-cos"] == groups["default-dist"] == groups["baseline"] != groups["key-cos"]
     before = (run / "eval.json").read_bytes()
     again = recipe("table1.sh", **small)  # everything exists: the table is shown again, nothing is made
     assert again.returncode == 0 and "| gqa8-baseline" in again.stdout
