@@ -90,8 +90,8 @@ def test_canonical_order_and_default():
 
 def test_groups_come_in_canonical_order_and_by_the_seed():
     """Of the search and of the matching: ascending within each group, groups by their first head."""
-    similarity = random_similarity(6, 8)
-    first, second = (anneal(similarity, 4, restarts=3, iterations=20, seed=1) for _ in range(2))
+    similarity = random_similarity(6, 16)
+    first, second = (anneal(similarity, 4, restarts=1, iterations=5, seed=1) for _ in range(2))
     assert (first == second).all()
     for groups in (first, best_pairs(similarity)):
         assert (np.diff(groups, axis=-1) > 0).all() and (np.diff(groups[..., 0], axis=-1) > 0).all()
