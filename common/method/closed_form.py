@@ -17,13 +17,8 @@ from common.method.stats import LayerGrams, group_blocks
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 
 
-def closed_form_layer(
-    grams: LayerGrams,
-    groups: torch.Tensor,
-    value_rotation: torch.Tensor,
-    key_rotation: torch.Tensor,
-    context: int | None = None,
-) -> Merge:
+def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                      key_rotation: torch.Tensor, context: int | None = None) -> Merge:
     """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
 
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
@@ -46,9 +41,8 @@ def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
 
 
-def with_energies(
-    merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor, queries: bool
-) -> Merge:
+def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,
+                  queries: bool) -> Merge:
     """The merge with the energies that a norm over all heads needs; queries: whether W_Q changes.
 
     Other arguments: as for closed_form_layer.
