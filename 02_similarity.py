@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from common import artifacts
 from common.cli import UserError, device, non_negative, positive, run_stage, stage_parser
-from common.method.closed_form import key_context, merging_loss
+from common.families import key_context
+from common.method.closed_form import merging_loss
 from common.method.procrustes import layer_similarity, pair_mean
 from common.models import pick_device
 from common.progress import Progress

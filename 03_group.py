@@ -20,7 +20,8 @@ import numpy as np
 
 from common.artifacts import claim, input_digests, read_tensors, write_beside, write_record
 from common.cli import UserError, positive, run_stage, seed, stage_parser
-from common.method.grouping import anneal, best_pairs, check_kv_heads, combine, default_groups, score
+from common.families import check_kv_heads
+from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.reporting import plots
 
 PICTURE = "groups.png"

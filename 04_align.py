@@ -37,10 +37,9 @@ from common.cli import UserError, device, peak_memory, positive, run_stage, stag
 from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
 from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
-from common.families import family
+from common.families import family, key_context
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
-from common.method import closed_form
 from common.method.closed_form import closed_form_layer, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
@@ -273,7 +272,7 @@ def main():
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
     context = None
     if (args.merge, args.merge_keys) == ("closed-form", "rope"):
-        context = closed_form.key_context(args.key_context, calibrated["positions"])
+        context = key_context(args.key_context, calibrated["positions"])
         print(f"keys    merged for contexts of up to {context} tokens")
     compute_device = models.pick_device(args.device)
     grams_of = partial(artifacts.read_grams, calibration_path, inputs.calibration, compute_device)

@@ -58,10 +58,7 @@ class Row(NamedTuple):
 
 
 def compare(equation: str, printed, stages, allowed: float, literal=(), ahead: float = 0.0) -> Row:
-    """The row of two lists of tensors or numbers, of as many numbers, or one that is printed.
-
-    literal: the first as printed, where `printed` is what the stages mean; ahead: what they may gain on it.
-    """
+    """The row of two lists of numbers. literal: the first to the letter; ahead: what the stages may gain."""
     literal, printed, stages = (
         torch.cat([torch.as_tensor(part, dtype=torch.float64).detach().flatten() for part in (*side, [])])
         for side in (literal, printed, stages)
@@ -149,17 +146,19 @@ def similarity_rows(run: Run, layer: Layer):
     K_hat, V_hat = list(map(paper.eq_7, K)), list(map(paper.eq_8, V))
     ours, again = layer_similarity(layer.sampled), layer_similarity(layer.whole)
     ours = {name: matrix[*pairs.T] for name, matrix in ours.items()}
-    P_found, u = (rotation[:, 1] for rotation in align_layer(layer.sampled, pairs, "dist"))
-    ours |= {"value": over(V, paper.eq_22, P_found), "key": over(K, paper.eq_22, to_matrix(u))}
+    found, u = (rotation[:, 1] for rotation in align_layer(layer.sampled, pairs[: len(K) - 1], "dist"))
+    for name, X, turns in (("key", K, to_matrix(u)), ("value", V, found)):  # of the first head and each other
+        ours[name] = torch.stack(list(map(paper.eq_22, itertools.repeat(X[0]), X[1:], turns)))
 
     def row(title, name, printed, literal=()):
-        sides, allowed = ([printed], [ours[name]]), FLOAT32
+        count, allowed = len(ours[name]), FLOAT32
+        sides = [printed[:count]], [ours[name]]
         if name in again:  # all but the lengths of Eq. 22, which are in no file
             sides = [printed, again[name]], [ours[name], run.similarity[name][layer.index]]
         if "dist" in name:  # differences of sums of squares, whose float32 products are exact to their size
             vectors = layer.keys if name.startswith("key") else layer.values
             allowed *= float(vectors.double().square().sum(-1).mean() / printed.abs().max())
-        return compare(title, *sides, allowed, literal)
+        return compare(title, *sides, allowed, literal[:count])
 
     unit = to_unit(torch.cat((layer.keys, layer.values), dim=1).double()).permute(1, 2, 0)
     yield compare("Eq. 7, 8: unit norm", K_hat + V_hat, unit, FLOAT32)
@@ -179,7 +178,8 @@ def similarity_rows(run: Run, layer: Layer):
     Phi, _, Psi = paper.eq_5(V[1], V[0])
     least, literal = ([paper.eq_4(Q, V[1], V[0])] for Q in (paper.minimizer(Phi, Psi), paper.eq_6(Phi, Psi)))
     found = [-len(layer.values) * ours["value.dist.after"][:1]]
-    yield compare("Eq. 4-6: error of Procrustes, two heads", least, found, FLOAT32, literal)
+    allowed = FLOAT32 * float(V[0].square().sum() / least[0])
+    yield compare("Eq. 4-6: error of Procrustes, two heads", least, found, allowed, literal)
 
 
 def alignment_rows(run: Run, layer: Layer):

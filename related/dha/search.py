@@ -28,9 +28,8 @@ from common import companions
 from common.artifacts import verify_files, write_record
 from common.cli import UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
-from common.families import geometry
+from common.families import check_kv_heads, geometry
 from common.files import write_directory
-from common.method.grouping import check_kv_heads
 from common.models import describe, load_config, load_model, load_tokenizer
 from related.dha import fusion, grouping, training
 from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before

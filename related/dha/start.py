@@ -34,10 +34,11 @@ from common import artifacts, companions
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import mean_kl
+from common.families import check_kv_heads, key_context
 from common.files import write_directory
 from common.layers import Layers
-from common.method.closed_form import key_context, key_fit, merging_loss
-from common.method.grouping import anneal, check_kv_heads
+from common.method.closed_form import key_fit, merging_loss
+from common.method.grouping import anneal
 from common.method.low_rank import merge_values, value_loss
 from common.method.merge import fuse_layer, head_columns, head_rows
 from common.method.procrustes import align_layer

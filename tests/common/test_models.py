@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from common import files
 from common.artifacts import read_record, read_tensors
 from common.cli import UserError
-from common.families import SUPPORTED, geometry, require_convertible
+from common.families import SUPPORTED, check_kv_heads, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers
-from common.method.closed_form import key_context
-from common.method.grouping import check_kv_heads
 from common.models import (
     describe,
     empty_model,
