@@ -301,7 +301,11 @@ def main():
     described = {name: models.describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
     inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
-    started = claim("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
+    try:
+        started = claim("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
+    except cli.Complete:
+        print(read_text(os.path.join(args.run, TABLE)))
+        raise
     for path in checkpoints.values():
         verify(path)
     source, text = choose_sources(args)

@@ -30,4 +30,3 @@ train --run-dir "$POOL" --teacher "$RUN/teacher"
 "$PYTHON" 07_eval.py --run "$RUN" --update --model teacher="$RUN/teacher" \
   mean-pool-untrained="$POOL/merged" aligned-untrained="$RUN/merged" mean-pool="$POOL/gqa" aligned="$RUN/gqa"
 "$PYTHON" -m pipelines.report --run "$RUN"
-cat "$RUN/eval.md"

@@ -92,7 +92,6 @@ convert() {
 evaluate() {
   [ -z "${PLAN:-}" ] && [ "${NODE:-0}" = 0 ] || return 0
   "$PYTHON" 07_eval.py --run "$RUN" --update "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
-  cat "$RUN/eval.md"
 }
 
 # table: the seven ROWS of each number of KV heads on one calibration and one teacher, then one evaluation.

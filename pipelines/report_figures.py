@@ -7,8 +7,8 @@ from typing import NamedTuple
 from common.reporting.scores import AVERAGES
 
 # record fields that are not figures
-PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
-              "sha256", "files", "results", "prompts")
+PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
+              "summary", "files", "results", "prompts")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
 WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "GiB", "grad": "gradient",
          "mfu": "MFU", "dist": "squared distance", "cos": "cosine", "heldout": "held-out"}  # in names

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import audit
 import paper
+from common.artifacts import write_record
 from common.cli import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
@@ -181,6 +182,7 @@ def edit(directory: Path, tensor: str, change) -> None:
         if tensor in tensors:
             tensors[tensor] = change(tensors[tensor]).contiguous()
             save_file(tensors, file, metadata={"format": "pt"})
+    write_record(str(directory), json.loads((directory / "stage.json").read_text()))
 
 
 def edit_record(path: Path, **changes) -> None:
