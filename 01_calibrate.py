@@ -4,7 +4,7 @@ Reads   a checkpoint of a supported family (docs/families.md) with at least two 
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
-        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
+        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly; and the tokens
 
     python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -25,6 +25,7 @@ import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
+from safetensors.torch import save_file
 
 from common import families, models
 from common.artifacts import claim, write_layer, write_record
@@ -39,6 +40,7 @@ from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.progress import Progress
+from common.records import TOKENS
 
 LENGTH = 2048  # tokens per sequence in the paper
 
@@ -170,6 +172,7 @@ def main():
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
 
     with write_directory(output) as aside:
+        save_file({"tokens": tokens.int()}, os.path.join(aside, TOKENS))
         for index, tensors in enumerate(collect(layers, shape, tokens, args)):
             write_layer(aside, index, tensors)
         summary = {

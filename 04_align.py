@@ -34,7 +34,7 @@ import torch
 
 from common import artifacts, models
 from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
+from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.families import family, key_context
@@ -119,18 +119,19 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     calibrated, default = calibration["summary"], max(2, min(512, calibration["summary"]["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
+    calibrated_tokens = artifacts.read_tokens(calibration_path, calibration)
     if args.text:
         bos = calibration["arguments"].get("bos") is True
         tokens, description = read_sequences(args.text, None, origin, args.sequences, length, "heldout", bos)
     else:
-        tokens, description = read_unread(calibration, origin, args.sequences, length)
+        tokens, description = read_unread(calibration, calibrated_tokens, origin, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
         calibrated_sequences = calibrated["sequences"]
         sequences = max(2, min(args.refit_sequences or calibrated_sequences, calibrated_sequences))
-        refit_tokens, description = read_calibrated(calibration, origin, sequences)
-        print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
+        refit_tokens = calibrated_tokens[:sequences]
+        print(f"reads   {calibrated['text']}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     return Inputs(calibration, grouping, torch.tensor(grouping["groups"]), tokens, refit_tokens, dtype)
 

@@ -24,9 +24,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
-from common.artifacts import read_grams, read_layer, read_record, read_tensors
+from common.artifacts import read_grams, read_layer, read_record, read_tensors, read_tokens
 from common.cli import Clock, StageParser, UserError, non_negative, run_stage
-from common.data.generate import Origin, read_calibrated
 from common.files import read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
@@ -275,16 +274,10 @@ def merging_rows(run: Run, layer: Layer):
 
 def cache_rows(run: Run):
     """Eq. 1 of the first layer, whose input is known without running the model."""
-    summary, options = run.calibration["summary"], run.calibration["arguments"]
-    title, origin = "Eq. 1: keys before RoPE and values", Origin(run.path("source"), run.directory, "cpu")
-    try:
-        sequences = 1 if options["text"] == "c4" else summary["sequences"]  # of C4 the first document
-        tokens, _ = read_calibrated(run.calibration, origin, sequences)
-    except (UserError, ImportError) as error:
-        yield Row(title, note=f"no calibration text: {error}")
-        return
+    summary = run.calibration["summary"]
     at = torch.linspace(0, summary["tokens"] - 1, summary["sampled_tokens"]).long()
-    tokens, stored = tokens.flatten()[at[at < tokens.numel()]], open_checkpoint(run.path("source"))
+    tokens = read_tokens(run.path("calibration"), run.calibration).flatten()[at]
+    stored = open_checkpoint(run.path("source"))
     norm = stored["model.layers.0.input_layernorm.weight"][:].double()
     X = stored["model.embed_tokens.weight"][:][tokens].double()
     X = rms_norm(X, norm.shape, norm, run.config.rms_norm_eps).T
@@ -292,7 +285,8 @@ def cache_rows(run: Run):
     X = torch.cat((X, torch.ones(1, len(tokens))))[: heads["k"].shape[2]]  # the ones are for biases
     printed = [head for letter in "kv" for head in paper.eq_1(heads[letter].flatten(0, 1) @ X, run.heads)]
     vectors = [sampled[name][: len(tokens)].permute(1, 2, 0) for name in ("sample.key", "sample.value")]
-    yield compare(title, printed, vectors, 64 * torch.finfo(getattr(torch, options["dtype"])).eps)
+    rounding = torch.finfo(getattr(torch, run.calibration["arguments"]["dtype"])).eps
+    yield compare("Eq. 1: keys before RoPE and values", printed, vectors, 64 * rounding)
 
 
 def all_rows(run: Run, layers: list[int]) -> list[Row]:

@@ -26,7 +26,7 @@ from common import cli
 from common.cli import Clock, Complete, UserError
 from common.files import RECORD, files_in, flush, named_files, read_json, sha256, unfinished, write_json
 from common.method.stats import LayerGrams
-from common.records import find_fault, layer_file, shown
+from common.records import TOKENS, find_fault, layer_file, shown
 from common.weights import check_finite
 
 APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
@@ -414,6 +414,11 @@ def read_layer(path: str, record: dict, index: int) -> dict[str, torch.Tensor]:
     tensors = read_verified(path, layer_file(index), record)
     check_finite(tensors.items(), os.path.join(path, layer_file(index)))
     return tensors
+
+
+def read_tokens(path: str, record: dict) -> torch.Tensor:
+    """The tokens that a calibration read, int64 [sequences, length]. Arguments: as for read_layer."""
+    return read_verified(path, TOKENS, record)["tokens"].long()
 
 
 def read_grams(path: str, record: dict, device: str, index: int) -> LayerGrams:

@@ -82,6 +82,7 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 # one item per layer
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
+TOKENS = "tokens.safetensors"  # in a calibration: what was read
 MERGES = ("mean", "first", "closed-form")
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
@@ -155,8 +156,10 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
         return find_group_fault(record["groups"], model, kv_heads)
     if stage == "01_calibrate.py":
         layers, files = model["layers"], record["files"]
-        if len(files) != layers or files.keys() != {layer_file(index) for index in range(layers)}:
-            return f"record.files: expected one per layer ({layers}), found {sorted(files)[:3]} ..."
+        names = (TOKENS, *map(layer_file, range(min(layers, len(files)))))  # a record may say any number
+        if len(files) != layers + 1 or files.keys() != set(names):
+            return (f"record.files: expected {TOKENS} and one per layer ({layers}), "
+                    f"found {sorted(files)[:3]} ...")
     return None
 
 

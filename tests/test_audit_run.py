@@ -283,14 +283,6 @@ def test_rows_of_other_runs(aligned_run, tmp_path, grouping, aligning, expected)
     assert missing(home) == expected
 
 
-def test_rows_without_the_text(aligned_run, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    edit_record(home / "calibration" / "stage.json", text="gone.txt")
-    reason = "no calibration text: text gone.txt: not found"
-    ((title, found),) = missing(home).items()
-    assert title.startswith("Eq. 1:") and reason in found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "reasons"), [
     ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 0),

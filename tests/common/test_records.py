@@ -22,7 +22,7 @@ TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
     "01_calibrate.py": {
         "arguments": {"text": "t"},
-        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA},
+        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA, "tokens.safetensors": SHA},
         "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
                     "positions": 64, "peak_memory_gib": 0.5},
     },
@@ -181,7 +181,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     for stage, place, wrong, message in (
         ("06_export.py", "summary.kv_heads", "2", "expected an integer of at least 1, found '2'"),
         ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
-        ("01_calibrate.py", "model.layers", 3, "record.files: expected one per layer (3), found"),
+        ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3), found"),
         ("04_align.py", "summary.merge", "men", "expected one of mean, first, closed-form, found 'men'"),
         ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
         ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
@@ -191,7 +191,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     ):
         record = changed(valid(stage), tuple(place.split(".")), wrong)
         fault = refusal(write(tmp_path / "a", record), stage)
-        assert message in fault and (f"record.{place}" in fault or message.startswith("record."))
+        assert message in fault and (f"record.{place}" in fault or message.startswith(("record.", "files:")))
 
 
 UNSAFE_NAMES = ["../x", "/x", "a/../../x", "..", ".", "a/..", "", "a\\b", "a\n/../x", "\ud800", "a/./b"]
@@ -248,7 +248,7 @@ def test_sizes_beyond_any_memory_are_refused():
         record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
         assert "groups of 2 heads" in find_fault(record, "03_group.py")
     calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**18)
-    assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
+    assert "and one per layer" in find_fault(calibration, "01_calibrate.py")
 
 
 def test_a_training_names_its_data():

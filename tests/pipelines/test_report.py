@@ -69,7 +69,7 @@ def files(*names: str) -> dict:
 
 
 BESIDE = {  # what the stages put beside their summaries
-    CALIBRATION: files("layer-00000.safetensors", "layer-00001.safetensors"),
+    CALIBRATION: files("layer-00000.safetensors", "layer-00001.safetensors", "tokens.safetensors"),
     "similarity.json": files("similarity.safetensors"),
     "groups.json": {"kv_heads": 2, "groups": GROUPS} | files("groups.png"),
     "aligned/stage.json": {"groups": GROUPS} | files("model.safetensors"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import artifacts, layers
 from common.cli import UserError
-from common.data.generate import Origin, read_unread
+from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import load_tokens, write_array
 from common.files import sha256
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
@@ -364,7 +364,9 @@ def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
     """Four sequences of a text of which the calibration has read 8 of 60 tokens."""
     record = {"arguments": {"text": str(path)}, "summary": {"sequences": 8, "length": 60}}
-    return read_unread(record, Origin(model, str(path.parent), "cpu"), 4, length)
+    origin = Origin(model, str(path.parent), "cpu")
+    calibrated, _ = read_sequences(str(path), None, origin, 8, 60)
+    return read_unread(record, calibrated, origin, 4, length)
 
 
 def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path):
