@@ -27,7 +27,7 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from common import families, models
+from common import families, gguf, models
 from common.artifacts import claim, write_layer, write_record
 from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
@@ -148,9 +148,7 @@ def main():
     started = claim("01_calibrate.py", args, output, inputs=inputs)
 
     if args.model.endswith(".gguf"):
-        from pipelines.gguf_files import dequantize
-
-        path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
+        path = gguf.dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)
     config = models.load_config(path)

@@ -33,7 +33,7 @@ from common.method import masks
 from common.method.merge import merged_config
 from common.models import empty_model, is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
-from common.reporting import model_card
+from common.reporting import card as model_card
 from common.training import checkpoints
 from common.training.metrics import CONTENT, METRICS, read_metrics
 

@@ -50,7 +50,7 @@ from common.data.text import NONE, digests_of, load_tokens, sequence_length
 from common.files import read_text, write_text
 from common.layers import Layers
 from common.records import SOURCE
-from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
+from common.reporting.tables import answers_section, caption, results_table, summary_line, write_scores
 
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions

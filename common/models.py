@@ -147,15 +147,20 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "
                         f"{first_line(error)}") from error
-    check_names(path, report["missing_keys"], report["unexpected_keys"])
-    for name, actual, expected in sorted(report["mismatched_keys"]):
-        raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
+    check_loaded(path, report)
     placed = getattr(model, "hf_device_map", {}).values()
     if spread and not {"cpu", "disk"}.isdisjoint(placed):
         raise UserError(f"{path}: expected GPUs that hold the model, found {torch.cuda.device_count()} that "
                         "are too small")
     check_finite(model.named_parameters(), path)
     return model.eval() if spread else model.to(device).eval()
+
+
+def check_loaded(path: str, report: dict) -> None:
+    """Raise UserError for the first missing, unexpected or mis-shaped tensor of transformers' report."""
+    check_names(path, report["missing_keys"], report["unexpected_keys"])
+    for name, actual, expected in sorted(report["mismatched_keys"]):
+        raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
 
 
 def load_tokenizer(path: str):

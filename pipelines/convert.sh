@@ -77,5 +77,5 @@ HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
 "$PYTHON" 07_eval.py --run "$RUN" --update --tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} \
   --text "$HELDOUT" --prompts "${PROMPTS:-pipelines/prompts.txt}"
-"$PYTHON" -m pipelines.report --run "$RUN"
+"$PYTHON" -m common.reporting.report --run "$RUN"
 cat "$RUN/eval.md"

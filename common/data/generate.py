@@ -26,12 +26,12 @@ from transformers.cache_utils import DynamicLayer
 
 from common.cli import UserError
 from common.data.chat import fixed_template, load_chats, render
-from common.data.pieces import first_tokens
 from common.data.rows import Sample
 from common.data.text import (
     GENERATED,
     NONE,
     TOKEN,
+    first_tokens,
     is_generated,
     load_tokens,
     read_documents,

@@ -247,17 +247,6 @@ def test_tokens_that_end_an_answer_are_also_those_of_the_configs(where):
     assert evaluate.generate_answers(script, tokenizer, [[1]], 8, 1, tqdm(disable=True)) == ["Yes."]
 
 
-@pytest.mark.parametrize("template", [
-    "{{ raise_exception('a system message is required') }}",
-    {"rag": "x", "tool_use": "y"},
-], ids=["refuses", "no default"])
-def test_a_template_that_refuses_a_prompt_is_one_line(template):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match="chat template"):
-        evaluate.prompt_ids("hello", tokenizer)
-
-
 def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):
     tokenizer = byte_tokenizer()
     questions = [[tokenize(example, tokenizer) for example in examples()[i : i + 2]] for i in (0, 6, 12)]

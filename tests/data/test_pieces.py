@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import pieces
-from common.data.pieces import first_tokens, token_lists
+from common.data import text as pieces
+from common.data.text import first_tokens, token_lists
 from conftest import byte_tokenizer
 
 WORDS = "the cat sat on a mat, and it's then 1234567 that every one wasn't found; naïve Größe 東京 🙂🙃"

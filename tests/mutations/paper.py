@@ -175,7 +175,7 @@ OTHERS = [  # file, old text, new text, test
     (AUDIT, 'shape = len(heads["k"]), -1', 'shape = len(heads["q"]), -1', "test_rows_of_other_families"),
     (TRAINING, "masked = [len(column[\"l0\"])]", "masked = [8]", "test_steps_recorded_otherwise_are_named"),
     (DISTILL, "SWITCH = 0.8", "SWITCH = 0.5", ROW.format("Appendix-A")),
-    ("pipelines/report.py", "(Table(rows[0], rows[1:]), notes)", "(Table(rows[0], rows[1:]), [])",
+    ("common/reporting/report.py", "(Table(rows[0], rows[1:]), notes)", "(Table(rows[0], rows[1:]), [])",
      "test_report::test_the_table_of_paper_py_is_there_once_it_is_written"),
 ]
 

@@ -6,8 +6,7 @@ import copy
 import pytest
 from huggingface_hub import ModelCard
 
-from common.reporting import model_card
-from common.reporting.scores import write_scores
+from common.reporting import card as model_card
 
 MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 32, "layers": 3, "heads": 8,
          "kv_heads": 4, "head_dim": 16, "hidden": 128}
@@ -181,17 +180,3 @@ def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records)
     assert (data["license"], data["base_model"]) == ("apache-2.0", "some/Base")
     (source / "README.md").write_text("---\n[\n---\n")
     assert "which came without a card" in words(write(tmp_path, records))
-
-
-def test_scores_are_filled_in_between_the_markers(tmp_path, records):
-    before = write(tmp_path, records)
-    assert write_scores(str(tmp_path), "| a | b |")
-    after = (tmp_path / "README.md").read_text()
-    assert before.partition(OPENING)[0] == after.partition(OPENING)[0]
-    assert before.partition(CLOSING)[2] == after.partition(CLOSING)[2]
-    assert f"{OPENING}\n| a | b |\n{CLOSING}" in after and "Not evaluated yet" not in after
-
-
-def test_the_same_records_give_the_same_bytes(tmp_path, records):
-    assert write(tmp_path, records) == write(tmp_path, records)
-    assert max(map(len, write(tmp_path, records).splitlines())) <= 200

@@ -196,11 +196,6 @@ def test_heads_are_numbered_and_groups_framed():
     assert [label.get_text() for label in axis.get_xticklabels()] == list("0123") and not axis.patches
 
 
-def test_four_layers_are_drawn_at_even_distances():
-    assert plots.spaced_layers(32) == [0, 10, 21, 31] and plots.spaced_layers(4) == [0, 1, 2, 3]
-    assert plots.spaced_layers(2) == [0, 1] and plots.spaced_layers(1) == [0]
-
-
 def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():
     cosines = {"keys": {"before": [[0.5, -0.25, 0.0], [0.125, 0.0, 0.0]],
                         "after": [[0.9, 0.8, 0.5], [1, 1, 1]]},
@@ -243,17 +238,6 @@ def test_without_matplotlib_one_line_says_so(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.startswith(f"skipped {tmp_path / 'curves.png'}: matplotlib") and out.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_picture_that_cannot_be_written_is_skipped(tmp_path, capsys):
-    """Also what lies there already is kept."""
-    taken = tmp_path / "taken.png"
-    taken.mkdir()
-    plots.curves(str(taken), training_records(), "title")
-    out = capsys.readouterr().out
-    assert out.startswith(f"skipped {taken}: cannot be written (") and out.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [taken]
-    assert not pyplot.get_fignums()
 
 
 def test_a_full_disk_keeps_the_previous_picture(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """The results table of stage 7, its caption and last line, and scores in a model card."""
 
-from common.reporting.scores import caption, results_table, summary_line, write_scores
+from common.reporting.tables import caption, results_table, summary_line, write_scores
 
 
 def figures(**changes) -> dict:

@@ -220,7 +220,7 @@ def test_layer_by_layer_figures_are_the_whole_models(evaluation):
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
     assert read_outcomes(other) == []
-    run("pipelines/report.py", "--run", other)
+    run("common/reporting/report.py", "--run", other)
     assert f"{expected['a']['perplexity']:.4g}" in (other / "report.html").read_text()
 
 
@@ -337,7 +337,7 @@ def test_a_damaged_record_of_a_checkpoint_is_one_line(inputs, checkpoint, tmp_pa
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"stage": "07_eval.py", "results": 7}'])
 def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
     (tmp_path / "eval.json").write_bytes(content)
-    expect_error("eval.json", "pipelines/report.py", "--run", tmp_path)
+    expect_error("eval.json", "common/reporting/report.py", "--run", tmp_path)
 
 
 def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):
