@@ -33,14 +33,13 @@ from functools import partial
 import torch
 
 from common import artifacts, models
-from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
-from common.data.generate import Origin, read_calibrated, read_sequences, read_unread
-from common.data.text import sequence_length
+from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.data.generate import Origin, read_sequences, read_unread
+from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
-from common.families import family
+from common.families import family, key_context
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
-from common.method import closed_form
 from common.method.closed_form import closed_form_layer, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
@@ -108,7 +107,8 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = artifacts.read_calibration(calibration_path)
     grouping = artifacts.read_record(groups_path, "03_group.py", calibration["model"])
-    path, by = models.source_model(calibration)["path"], grouping["summary"]["by"]
+    home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
+    path, by = models.source_model(calibration, home)["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
     if args.merge == "closed-form" and family(config).norm == "head":
@@ -118,20 +118,20 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated, default = calibration["summary"], max(2, min(512, calibration["summary"]["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
-    home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
     origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
+    calibrated_tokens = artifacts.read_tokens(calibration_path, calibration)
     if args.text:
         bos = calibration["arguments"].get("bos") is True
         tokens, description = read_sequences(args.text, None, origin, args.sequences, length, "heldout", bos)
     else:
-        tokens, description = read_unread(calibration, origin, args.sequences, length)
+        tokens, description = read_unread(calibration, calibrated_tokens, origin, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
         calibrated_sequences = calibrated["sequences"]
         sequences = max(2, min(args.refit_sequences or calibrated_sequences, calibrated_sequences))
-        refit_tokens, description = read_calibrated(calibration, origin, sequences)
-        print(f"reads   {description}; {refit_tokens.numel()} tokens, for the refit")
+        refit_tokens = calibrated_tokens[:sequences]
+        print(f"reads   {calibrated['text']}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     return Inputs(calibration, grouping, torch.tensor(grouping["groups"]), tokens, refit_tokens, dtype)
 
@@ -262,20 +262,21 @@ def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -
 
 @torch.no_grad()
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     aligned_path, merged_path = (os.path.join(args.run, name) for name in ("aligned", "merged"))
-    artifacts.claim("04_align.py", args, aligned_path, merged_path)
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
-    digests = artifacts.input_digests(args.run, [calibration_path, groups_path])
+    digests = artifacts.input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text])
+    started = artifacts.claim("04_align.py", args, aligned_path, merged_path, inputs=digests)
     inputs = read_inputs(args, calibration_path, groups_path)
+    artifacts.refuse_own_source(inputs.calibration["model"], aligned_path, merged_path)
     source, calibrated, tokens = inputs.calibration["model"], inputs.calibration["summary"], inputs.tokens
     context = None
     if (args.merge, args.merge_keys) == ("closed-form", "rope"):
-        context = closed_form.key_context(args.key_context, calibrated["positions"])
+        context = key_context(args.key_context, calibrated["positions"])
         print(f"keys    merged for contexts of up to {context} tokens")
     compute_device = models.pick_device(args.device)
-    grams_of = partial(artifacts.read_grams, calibration_path, source["kv_heads"], compute_device)
+    grams_of = partial(artifacts.read_grams, calibration_path, inputs.calibration, compute_device)
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
@@ -289,8 +290,7 @@ def main():
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = artifacts.make_record("04_align.py", args, source, digests, summary, clock())
-        written["groups"] = inputs.grouping["groups"]
+        written = started.record(source, summary) | {"groups": inputs.grouping["groups"]}
         artifacts.write_record(aligned, written)
         written["inputs"] = written["inputs"] | {"aligned": artifacts.digest(aligned)}
         artifacts.write_record(merged, written)
@@ -298,7 +298,7 @@ def main():
     print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
           f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
           f"{', refitted' if args.refit else ''}) without training {figures['perplexity_merged']:.3f} "
-          f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+          f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ from dataclasses import replace
 import torch
 
 from common import cli
-from common.artifacts import RECORD, claim, input_digests, make_record, write_record
-from common.cli import Clock, Flag, UserError, run_stage, stage_parser
+from common.artifacts import RECORD, Claim, claim, input_digests, write_record
+from common.cli import Flag, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
@@ -327,13 +327,13 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
+    write_record(directory, replace(run.started, inputs=inputs).record(pair.model, summary))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
-          f"{run.clock()} s")
+          f"{run.started.clock()} s")
 
 
-def prune_train(args, clock: Clock, ranks) -> int:
+def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = students.read_pair(args.run, ranks, args.student)
     source = pair.model["path"]
@@ -347,7 +347,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute))
-    run = Run(args, ranks, pair, pool, heldout, execution, clock)
+    run = Run(args, ranks, pair, pool, heldout, execution, replace(started, args=args))
     args.force = args.force and not was_forced(run)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
@@ -371,8 +371,8 @@ def prune_train(args, clock: Clock, ranks) -> int:
 
 
 def main() -> int:
-    args, clock = parse(), Clock()
-    claim(STAGE, args)
+    args = parse()
+    started = claim(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order
@@ -380,7 +380,7 @@ def main() -> int:
         torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads any
     with joined_ranks() as ranks:
         try:
-            return prune_train(args, clock, ranks)
+            return prune_train(args, started, ranks)
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
             raise UserError(f"{reason} Lower --tokens-per-microbatch or --loss-chunk, or pass --recompute; "

@@ -24,7 +24,9 @@ import time
 
 from bench.machine import machine, parser, standard_error
 from common.cli import UserError, positive, run_stage
+from common.data.text import TOKEN, load_tokens, write_array
 from common.files import read_json, write_json, write_text
+from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics
 from pipelines.smollm2 import STARTS
@@ -32,6 +34,7 @@ from pipelines.smollm2 import STARTS
 STAGE_5 = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "05_prune_train.py")
 # --masks of stage 5 -> its name in the table
 MASKS = {"off": "no masks", "l0": "masks", "l0-released": "released masks"}
+HELDOUT = "heldout.npy"  # in OUT
 FREE = ("run", "out", "starts", "masks", "budgets", "seeds")  # may change between runs
 
 
@@ -63,13 +66,21 @@ def training_flags(args, steps: int, seed: int) -> list[str]:
     rate, weight = (max(0.5, 20 / steps), 30.0) if args.masks == "l0" else (1e-2, 1.0)
     flags = {
         "tasks": "none", "text-length": args.length, "steps": steps, "batch": args.batch, "seed": seed,
-        "heldout-text": args.heldout or os.path.join(text, "heldout.txt"), "heldout-every": steps,
+        "heldout-text": os.path.join(args.out, HELDOUT), "heldout-every": steps,
         "heldout-sequences": args.heldout_sequences, "lr": args.lr, "rest-lr-factor": 1,
         "warmup": max(1, steps // 10), "masks": args.masks, "mask-lr": rate, "l0-weight": weight,
         "dtype": args.dtype, "print-every": max(1, steps // 10), "save-minutes": 60,
     }  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     return ["--text", *(args.text or [os.path.join(text, "calibration.txt")]), *words]
+
+
+def write_heldout(args) -> None:
+    """Write the texts that untrained models are measured on, each twice: stage 5 measures every second."""
+    source = args.heldout or os.path.join(args.run, "text", "heldout.txt")
+    tokenizer = load_tokenizer(os.path.join(args.run, args.starts[0], "merged"))
+    rows, _ = load_tokens(source, tokenizer, args.heldout_sequences, args.length, split="heldout")
+    write_array(os.path.join(args.out, HELDOUT), rows.repeat_interleave(2, 0).numpy().astype(TOKEN))
 
 
 def train(args, start: str, tokens: int, seed: int) -> dict:
@@ -79,6 +90,7 @@ def train(args, start: str, tokens: int, seed: int) -> dict:
     for name in ("aligned", "merged"):
         shutil.copytree(os.path.join(args.run, start, name), os.path.join(directory, name),
                         copy_function=os.link)
+    write_heldout(args)
     steps = max(2, round(tokens / args.batch / args.length))
     command = [sys.executable, STAGE_5, "--run", directory, *training_flags(args, steps, seed)]
     subprocess.run(command, check=True)

@@ -30,6 +30,10 @@ class UserError(Exception):
     """An error the user can fix: reported on one line (what, where, expected, found), exit code 2."""
 
 
+class Complete(Exception):
+    """What a stage would make is there, made by the same command from the same inputs: exit code 0."""
+
+
 def suggest(name: str, known) -> str:
     """"; did you mean X?" for the known name closest to `name` or starting with it; "" if there is none."""
     names = {other.lstrip("-").lower(): other for other in known}  # shared dashes must not count
@@ -257,6 +261,9 @@ def run_stage(main) -> None:
         signal.signal(signal.SIGINT, interrupt_once)
     try:
         code = main() or 0
+    except Complete as complete:
+        print(f"found   {complete}")
+        code = 0
     except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
         Failures().report(error)
         code = 2

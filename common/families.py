@@ -37,6 +37,7 @@ FAMILIES = {
     "phi3": Family(fused=True, window=True),
 }
 SUPPORTED = tuple(FAMILIES)
+LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 
 
 def family(config) -> Family:
@@ -89,6 +90,26 @@ def require_convertible(path: str, config) -> None:
     if shape.kv_heads < 2:
         raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: "
                         "nothing to merge")
+
+
+def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
+    """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
+    allowed = [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
+    if kv_heads not in allowed:
+        raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
+                        f"found {kv_heads}")
+
+
+def key_context(requested: int | None, positions: int) -> int:
+    """Tokens over which closed-form merging preserves attention scores: as requested, or the model's
+    positions, LONGEST_CONTEXT at most.
+
+    Raises UserError if the model does not have that many positions.
+    """
+    if requested is not None and requested > positions:
+        raise UserError(f"--key-context: expected at most the model's {positions} positions, "
+                        f"found {requested}")
+    return requested or min(positions, LONGEST_CONTEXT)
 
 
 def sliding_window(attention) -> int | None:

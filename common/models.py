@@ -92,9 +92,14 @@ def describe(path: str, name: str | None = None) -> dict:
     return {"name": name or path, "path": path, "fingerprint": fingerprint(path)} | asdict(geometry(config))
 
 
-def source_model(record: dict) -> dict:
-    """The source model in an artifact's record. Raises UserError if it is missing or has changed."""
-    recorded, path = record["model"], record["model"]["path"]
+def source_model(record: dict, run: str) -> dict:
+    """The source model in an artifact's record, found in RUN/source, too, should RUN have been moved.
+
+    Raises UserError if it is missing or has changed.
+    """
+    recorded, path, own = record["model"], record["model"]["path"], os.path.join(run, "source")
+    if os.path.isdir(own) and fingerprint(own) == recorded["fingerprint"]:
+        path = own
     if not os.path.isdir(path):
         raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])
@@ -102,7 +107,7 @@ def source_model(record: dict) -> dict:
         raise UserError(f"model {path}: changed since 01_calibrate.py read it "
                         f"(expected {recorded['fingerprint'][:12]}, found {model['fingerprint'][:12]})")
     for name, value in model.items():
-        if value != recorded[name]:
+        if value != recorded[name] and name != "path":
             raise UserError(f"model {path}: expected {name} {recorded[name]} as recorded, found {value}")
     return model
 

@@ -7,6 +7,7 @@ steps are those of a model with one layer between embedding and head, on random 
 import importlib
 import math
 import os
+from copy import deepcopy
 from types import SimpleNamespace
 
 import torch
@@ -21,7 +22,7 @@ from common.method import masks
 from common.models import load_config
 from common.training import students
 from common.training.packing import rows_of_step
-from common.training.sharding import Execution, Ranks, build
+from common.training.sharding import Ranks, Trainee, load_rows
 from common.weights import open_checkpoint
 
 stage5 = importlib.import_module("05_prune_train")
@@ -77,22 +78,24 @@ KINDS = {  # by --masks: samples, masks without noise, sizes; AdamW's betas and 
 }
 
 
-def one_layer(run):
-    """The config of the source with one layer."""
+def networks(run) -> tuple:
+    """The source's network, of one layer, and a student's that blends in merged/ and shares its embedding."""
     config = load_config(run.path("source"))
     config.num_hidden_layers = 1
-    return config
+    options = {"config": config, "dtype": torch.float32, "attn_implementation": "packed"}
+    source = AutoModelForCausalLM.from_pretrained(run.path("source"), trust_remote_code=False, **options)
+    shared = (source.model.embed_tokens.weight, source.lm_head.weight)
+    student = deepcopy(source, {id(weight): weight for weight in shared})
+    masks.patch(student, run.kv_heads)
+    load_rows(student, students.start_of_masked(run.path("aligned"), run.path("merged")))
+    return source.requires_grad_(False), student.requires_grad_(False)
 
 
-def staged(run, kind: str, start: torch.Tensor) -> list[tuple]:
+def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
     """FIGURES of the steps TAKEN, by stage 5 with masks of a kind in KINDS. start: log alpha, [1, H]."""
-    aligned, merged, source = map(run.path, ("aligned", "merged", "source"))
     replicated = stage5.MASKS[kind].start(start.shape, seed=0) | {"log_alpha": start}
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    student = build(one_layer(run), ranks, Execution(), students.start_of_masked(aligned, merged),
-                    lambda net: masks.patch(net, run.kv_heads), replicated)
-    student.net.requires_grad_(False)
-    teacher = build(one_layer(run), ranks, Execution(), lambda name: (source, name)).requires_grad_(False)
+    student, teacher, ranks = Trainee(blended, replicated), Trainee(source), Ranks(0, 1, torch.device("cpu"))
+    student.set_requires_gradient_sync = lambda last: None  # there is nothing to reduce
     held, gradients, figures = stage5.MASKS[kind](student.replicated, STEPS, seed=0), [], []
     optimizer = students.masked_optimizer(student, students.Rates(MASK_LR, 0.95, 0.0), kind, MASK_LR)
     optimizer.register_step_pre_hook(lambda *_: gradients.append(held.log_alpha.grad.clone()))
@@ -138,14 +141,14 @@ def printed(student, kind: str, start: torch.Tensor, gradients: list[torch.Tenso
 class Student:
     """transformers' network of the source, the teacher; as a student, with heads of aligned/ and merged/."""
 
-    def __init__(self, run):
-        options = {"config": one_layer(run), "dtype": torch.float32, "attn_implementation": "eager"}
-        net = AutoModelForCausalLM.from_pretrained(run.path("source"), trust_remote_code=False, **options)
-        self.net = net.requires_grad_(False)
-        stored, names = open_checkpoint(run.path("aligned")), self.net.state_dict()
+    def __init__(self, run, source):
+        source.set_attn_implementation("eager")
+        stored, names = open_checkpoint(run.path("aligned")), source.state_dict()
+        own, shared = (run.attention(name, 0) for name in ("aligned", "merged"))
+        self.net, self.members = source, run.members
         self.weights = {name: stored[name][:].float() for name in names if ".self_attn." in name}
-        self.own, self.shared = run.attention("aligned", 0), run.attention("merged", 0)
-        self.members, self.targets = run.members, [self.logits(sample, {}) for sample in SAMPLES]
+        self.heads = {letter: (own[letter].float(), shared[letter].float()) for letter in "kv"}
+        self.targets = [self.logits(sample, {}) for sample in SAMPLES]
 
     def logits(self, sample: Sample, weights: dict) -> torch.Tensor:
         """Those of the predicted tokens of a sample, [T - 1, V], with these weights of aligned/."""
@@ -156,9 +159,8 @@ class Student:
         """Eq. 30 of --kl-on prompt and all, with keys and values that z [1, H] blends; a sample at a time."""
         weights, L_KL, L_BiLD = dict(self.weights), [0, 0], 0
         for letter, equation in (("k", paper.eq_27), ("v", paper.eq_28)):
-            name, heads = f"model.layers.0.self_attn.{letter}_proj.", (self.own[letter], self.shared[letter])
-            blended = [equation(z[0], *heads, j + 1, self.members) for j in range(z.numel())]
-            rows = torch.cat(blended).float()
+            name, heads = f"model.layers.0.self_attn.{letter}_proj.", range(1, z.numel() + 1)
+            rows = torch.cat([equation(z[0], *self.heads[letter], j, self.members) for j in heads])
             weights[name + "weight"] = rows[:, : self.net.config.hidden_size]
             if name + "bias" in weights:
                 weights[name + "bias"] = rows[:, -1]
@@ -174,12 +176,13 @@ class Student:
 def step_rows(run):
     """compare's arguments for the FIGURES of steps of stage 5, with either kind of masks."""
     start = 2 * torch.randn(1, run.heads, generator=torch.Generator().manual_seed(0))
+    source, blended = networks(run)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        steps = {kind: staged(run, kind, start) for kind in KINDS}
+        steps = {kind: staged(source, blended, kind, start) for kind in KINDS}
     finally:
         dist.destroy_process_group()
-    student = Student(run)
+    student = Student(run, source)
     for kind, ours in steps.items():
         sides = printed(student, kind, start, [step[-1] for step in ours]), ours
         for title, *columns in zip(FIGURES, *(zip(*side, strict=True) for side in sides), strict=True):

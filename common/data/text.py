@@ -20,7 +20,7 @@ from numpy.lib.format import write_array_header_1_0
 from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
 from common.data.rows import LINES_OF_JSON, Sample, read_rows, text_column
-from common.files import open_text, write_file
+from common.files import known_sha256, open_text, write_file
 from common.models import bos_prefix
 from common.progress import Progress
 from common.weights import first_line
@@ -255,6 +255,12 @@ def _located(source: str, split: str) -> str:
 def is_generated(source: str) -> bool:
     """Whether the source model is to write it: generated, or generated:FILE."""
     return source.partition(":")[0] == GENERATED
+
+
+def digests_of(sources) -> dict[str, str]:
+    """Name -> sha256 of the files among these sources; those that are not given are None."""
+    paths = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
+    return {os.path.basename(path): known_sha256(path) for path in paths if os.path.isfile(path)}
 
 
 def check_source(source: str) -> None:

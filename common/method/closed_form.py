@@ -8,36 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from common.cli import UserError
 from common.method.low_rank import key_weights, merge_keys, merge_values, share, value_loss
 from common.method.merge import Merge
 from common.method.rope import pair_products, to_matrix
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys, start_by_pairs
 from common.method.stats import LayerGrams, group_blocks
 
-LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 
 
-def key_context(requested: int | None, positions: int) -> int:
-    """Tokens over which closed-form merging preserves attention scores: as requested, or the model's
-    positions, LONGEST_CONTEXT at most.
-
-    Raises UserError if the model does not have that many positions.
-    """
-    if requested is not None and requested > positions:
-        raise UserError(f"--key-context: expected at most the model's {positions} positions, "
-                        f"found {requested}")
-    return requested or min(positions, LONGEST_CONTEXT)
-
-
-def closed_form_layer(
-    grams: LayerGrams,
-    groups: torch.Tensor,
-    value_rotation: torch.Tensor,
-    key_rotation: torch.Tensor,
-    context: int | None = None,
-) -> Merge:
+def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                      key_rotation: torch.Tensor, context: int | None = None) -> Merge:
     """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
 
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
@@ -60,9 +41,8 @@ def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
 
 
-def with_energies(
-    merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor, queries: bool
-) -> Merge:
+def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,
+                  queries: bool) -> Merge:
     """The merge with the energies that a norm over all heads needs; queries: whether W_Q changes.
 
     Other arguments: as for closed_form_layer.

@@ -6,16 +6,7 @@ Notation: L layers, H key/value heads of the source, G groups of D = H / G heads
 import networkx
 import numpy as np
 
-from common.cli import UserError
 from common.progress import Progress
-
-
-def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
-    """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
-    allowed = [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
-    if kv_heads not in allowed:
-        raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
-                        f"found {kv_heads}")
 
 
 def score(similarity: np.ndarray, groups: np.ndarray) -> np.ndarray:

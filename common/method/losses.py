@@ -36,9 +36,8 @@ def differences(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, rows] - logits[:, columns]
 
 
-def bild(
-    student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K, temperature: float = BILD_TEMPERATURE
-) -> torch.Tensor:
+def bild(student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K,
+         temperature: float = BILD_TEMPERATURE) -> torch.Tensor:
     """Bi-directional logits difference loss (Li et al. 2024): logits [n, V], [n, V] -> [n] nats.
 
     The sum of a teacher-led term, KL between the softmaxes of teacher's and student's pairwise differences of

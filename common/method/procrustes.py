@@ -62,9 +62,8 @@ def value_similarity(gram: torch.Tensor, tokens: int, criterion: str) -> tuple[t
     return tuple(_similarity(overlap, before.diagonal(), tokens, criterion) for overlap in (before, after))
 
 
-def key_similarity(
-    gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None, quarters: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def key_similarity(gram: torch.Tensor, tokens: int, criterion: str, free: torch.Tensor | None = None,
+                   quarters: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, H] similarity of key heads before (Eq. 2) and after (Eq. 18, 22) the best rotation per RoPE pair.
 
     gram: c [H, H, d/2] complex, from unit-norm vectors for "cos", from raw ones for "dist".
@@ -85,9 +84,8 @@ def _similarity(overlap: torch.Tensor, energy: torch.Tensor, tokens: int, criter
     return -(energy[:, None] + energy[None, :] - 2 * overlap) / tokens
 
 
-def align_values(
-    gram: torch.Tensor, sweeps: int = MAX_SWEEPS, tolerance: float = GAIN_TOLERANCE
-) -> torch.Tensor:
+def align_values(gram: torch.Tensor, sweeps: int = MAX_SWEEPS,
+                 tolerance: float = GAIN_TOLERANCE) -> torch.Tensor:
     """Generalized Procrustes for values: Q [..., D, d, d] that make sum_n |sum_i Q_i v_i|^2 large.
 
     gram: C [..., D, D, d, d] over the D heads of each group; leading axes are a batch. Algorithm 1 moves all
@@ -203,12 +201,9 @@ def layer_similarity(grams: LayerGrams) -> dict[str, torch.Tensor]:
     """One layer's similarities by name, before and after alignment, each [H, H]."""
     matrices = {}
     for criterion, kind in CRITERIA.items():
-        pairs = {
-            "key": key_similarity(grams.key(kind), grams.tokens, criterion, grams.free,
-                                  grams.joint_norm),
-            "value": value_similarity(grams.value(kind), grams.tokens, criterion),
-        }
-        for head, (before, after) in pairs.items():
+        keys = key_similarity(grams.key(kind), grams.tokens, criterion, grams.free, grams.joint_norm)
+        values = value_similarity(grams.value(kind), grams.tokens, criterion)
+        for head, (before, after) in (("key", keys), ("value", values)):
             matrices[f"{head}.{criterion}.before"] = before
             matrices[f"{head}.{criterion}.after"] = after
     return matrices
@@ -237,12 +232,8 @@ def key_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.einsum("...ip,...ijp,...jp->...ij", rotation.conj(), gram, rotation).real
 
 
-def within_group_cosine(
-    grams: LayerGrams,
-    groups: torch.Tensor,
-    value_rotation: torch.Tensor,
-    key_rotation: torch.Tensor,
-) -> dict[str, float]:
+def within_group_cosine(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                        key_rotation: torch.Tensor) -> dict[str, float]:
     """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
 
     Returns key_before, key_after, value_before and value_after.

@@ -242,7 +242,7 @@ def picture_data(directory: str, name: str) -> str:
 
 def origin(part: Part, record: dict) -> Table:
     """A table of an artifact's date, inputs, files and package versions."""
-    rows = [(name, record[name]) for name in ("date", "seconds", "commit", "sha256") if name in record]
+    rows = [(name, record[name]) for name in ("date", "seconds", "commit") if name in record]
     rows += [(f"sha256 of {name}", digest) for name, digest in record["inputs"].items()]
     rows += [(f"sha256 of {part.name}/{name}", digest) for name, digest in record.get("files", {}).items()]
     return Table((), [*rows, *record["packages"].items()])

@@ -15,8 +15,8 @@ AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  #
 MOST_COLUMNS = 6  # checkpoints beside each other; with more, lines are too long to read and each gets a row
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 # record fields that are not figures
-PROVENANCE = ("stage", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
-              "sha256", "files", "results", "prompts")
+PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
+              "summary", "files", "results", "prompts")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
 WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "GiB", "grad": "gradient",
          "mfu": "MFU", "dist": "squared distance", "cos": "cosine", "heldout": "held-out"}  # in names

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from common import cli
-from common.artifacts import RECORD
-from common.cli import Clock, UserError
+from common.artifacts import RECORD, Claim
+from common.cli import UserError
 from common.files import move_aside, read_json, write_json
 from common.models import fingerprint
 from common.records import SOURCE
@@ -33,7 +33,7 @@ class Run:
     pool: Pool
     heldout: Heldout
     execution: Execution
-    clock: Clock
+    started: Claim
 
     @property
     def teacher(self) -> str:

@@ -120,17 +120,6 @@ def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
     assert held == train_step.others_bytes(config)
 
 
-def test_memory_of_a_step_is_its_own(monkeypatch):
-    """The peak is that of this step alone, without the bytes of the other students."""
-    calls = []
-    for name, value in (("empty_cache", None), ("reset_peak_memory_stats", None),
-                        ("max_memory_allocated", 4 * 2**30), ("max_memory_reserved", 5 * 2**30)):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: calls.append(name) or value)
-    peaks = train_step.peak_memory(lambda: calls.append("step"), 2**30)
-    assert peaks == {"memory_gib": 3, "reserved_gib": 4}
-    assert calls[:3] == ["empty_cache", "reset_peak_memory_stats", "step"]
-
-
 def test_relative_difference_is_of_the_largest_element():
     actual, expected = torch.tensor([1.0, -4.5]), torch.tensor([1.0, -5.0])
     assert loss.relative_difference(actual, expected) == pytest.approx(0.1)
@@ -268,16 +257,6 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
     assert asked == [("mine", 9, 0), ("mine", 9, 1), ("mine", 20, 0), ("mine", 20, 1)]
     with pytest.raises(UserError, match="pass another --out"):
         recovery.read_results(recovery_arguments(tmp_path, monkeypatch, "--lr", "1e-3"))
-
-
-def test_the_flags_of_a_training(tmp_path, monkeypatch):
-    """Printed masks need a higher learning rate in a short training; text is RUN's unless named."""
-    flags = recovery.training_flags(recovery_arguments(tmp_path, monkeypatch, "--masks", "l0"), 20, 3)
-    values = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert values["--mask-lr"] == "1.0" and values["--l0-weight"] == "30.0" and values["--seed"] == "3"
-    assert values["--text"] == str(tmp_path / "text/calibration.txt") and values["--warmup"] == "2"
-    flags = recovery.training_flags(recovery_arguments(tmp_path, monkeypatch, "--text", "a", "b"), 20, 0)
-    assert flags[:3] == ["--text", "a", "b"] and flags[flags.index("--mask-lr") + 1] == "0.01"
 
 
 @pytest.mark.slow

@@ -42,14 +42,6 @@ def script(**settings: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "pipelines/gpu.sh"], check=False, **options)
 
 
-@pytest.mark.slow
-def test_without_a_gpu_there_is_one_line_and_exit_code_2(tmp_path):
-    done = script(PYTHON=sys.executable, OUT=str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
-    message = f"error: expected a GPU for torch {torch.__version__}, found none\n"
-    assert (done.stdout, done.stderr) == ("", message)
-
-
 def test_without_a_package_there_is_one_line_and_exit_code_2(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\n[ "$*" != "-c import pytest" ]\n')
@@ -163,29 +155,6 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
     assert "    python -m bench.step-7b\n" in text and "None." not in text
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"] == machine and results["rows"]["step-1.3b"]["measured"] == STEP
-
-
-def test_a_report_without_figures_or_failures(tmp_path, machine):
-    assert "## Failures\n\nNone.\n\n## Commands" in gpu.write_report(str(tmp_path), machine, [row("tests")])
-
-
-@pytest.mark.parametrize("gpus, on_cpu, note", [
-    (1, False, "One GPU: no communication between GPUs was tested."), (2, False, ""),
-    (0, True, "No GPU: no kernel of one was tested."),
-])  # fmt: skip
-def test_what_a_machine_cannot_test_is_said(monkeypatch, gpus, on_cpu, note):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(gpu, "ON_CPU", on_cpu)
-    assert gpu.untested([row("loss"), row("decode", 1)]) == note
-
-
-def test_the_report_of_a_cpu_is_beside_its_logs(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "ON_CPU", True)
-    monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
-    (tmp_path / "rows.tsv").write_text("loss\tleft-out\t0\t-m bench.loss\n")
-    (tmp_path / "loss.log").write_text("")
-    assert gpu.main() == 1
-    assert (tmp_path / "report.md").read_text().startswith("# Measured on no GPU but ")
 
 
 @pytest.mark.parametrize("code", [0, 1])

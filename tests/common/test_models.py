@@ -16,11 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import files, models
 from common.cli import UserError
-from common.families import SUPPORTED, geometry, require_convertible
+from common.families import SUPPORTED, check_kv_heads, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers
-from common.method.closed_form import key_context
-from common.method.grouping import check_kv_heads
 from common.models import (
     describe,
     load_config,
@@ -391,14 +389,14 @@ def test_kv_heads_are_a_proper_divisor(wrong):
 def test_a_source_model_is_as_recorded(copy):
     path = copy("whole")
     recorded = describe(str(path), "name")
-    assert source_model({"model": recorded}) == recorded and recorded["name"] == "name"
+    assert source_model({"model": recorded}, str(path)) == recorded and recorded["name"] == "name"
     for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
-        message = refusal(source_model, {"model": recorded | {field: value}})
+        message = refusal(source_model, {"model": recorded | {field: value}}, str(path))
         assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
     drop(path, UP, **{UP: torch.zeros(64, 48)})
-    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
+    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded}, str(path))
     shutil.rmtree(path)
-    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
+    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded}, str(path))
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):

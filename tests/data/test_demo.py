@@ -58,7 +58,7 @@ def test_the_demo_is_made_once(tmp_path, monkeypatch):
 
 def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(data):
-        assert os.listdir(tmp_path / "demo.tmp")
+        assert list(tmp_path.glob(".demo.*.unfinished/demo/*"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))

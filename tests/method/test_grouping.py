@@ -48,15 +48,6 @@ def test_a_swap_is_kept_exactly_when_the_full_score_rises():
         assert (after[changed] > before[changed]).all() and ((slots != old).sum(-1)[changed] == 2).all()
         kept += changed.sum()
     assert kept > 50
-    # with every swap tried, what is left is a local optimum: no single swap raises the score
-    for _ in range(1500):
-        propose_swap(similarity, slots, 4, random)
-    settled = slots[0, 0]
-    best = eq_24(settled.reshape(4, 2), similarity[0])
-    for a, b in itertools.combinations(range(8), 2):
-        swapped = settled.copy()
-        swapped[[a, b]] = swapped[[b, a]]
-        assert eq_24(swapped.reshape(4, 2), similarity[0]) <= best
 
 
 def test_every_swap_of_heads_of_different_groups_is_equally_likely():
@@ -84,12 +75,6 @@ def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
         assert score(similarity, groups)[layer] == pytest.approx(best, abs=1e-12)
 
 
-def test_annealing_is_seeded():
-    similarity = random_similarity(3, 16)
-    first, second = (anneal(similarity, 4, 5, 50, seed=7) for _ in range(2))
-    assert (first == second).all()
-
-
 @pytest.mark.parametrize("heads", [4, 6, 8])
 def test_matching_is_the_exact_optimum_for_pairs(heads):
     similarity = random_similarity(3, heads, seed=heads)
@@ -103,10 +88,12 @@ def test_canonical_order_and_default():
     assert default_groups(1, 6, 2).tolist() == [[[0, 1, 2], [3, 4, 5]]]
 
 
-def test_groups_come_in_canonical_order():
+def test_groups_come_in_canonical_order_and_by_the_seed():
     """Of the search and of the matching: ascending within each group, groups by their first head."""
-    similarity = random_similarity(6, 8)
-    for groups in (anneal(similarity, 4, restarts=3, iterations=20, seed=1), best_pairs(similarity)):
+    similarity = random_similarity(6, 16)
+    first, second = (anneal(similarity, 4, restarts=1, iterations=5, seed=1) for _ in range(2))
+    assert (first == second).all()
+    for groups in (first, best_pairs(similarity)):
         assert (np.diff(groups, axis=-1) > 0).all() and (np.diff(groups[..., 0], axis=-1) > 0).all()
 
 
@@ -117,8 +104,5 @@ def test_combine_adds_similarities_divided_by_their_spread():
     for layer, matrix in enumerate(combine(key, value)):
         spread = [np.std([similarity[layer][pair] for pair in pairs]) for similarity in (key, value)]
         np.testing.assert_allclose(matrix, key[layer] / spread[0] + value[layer] / spread[1])
-
-
-def test_combine_takes_similarities_without_spread_as_they_are():
-    key, value = random_similarity(1, 4), np.ones((1, 4, 4))
-    np.testing.assert_allclose(combine(key, value), combine(key, 0 * value) + 1)
+    flat = np.ones((2, 8, 8))  # without spread: as it is
+    np.testing.assert_allclose(combine(key, flat), combine(key, 0 * flat) + 1)

@@ -1,56 +1,89 @@
-"""Merged projections against the sums of their definition, and heads that lose nothing by merging."""
+"""Fused and merged projections against their equations, and models that stay the same function."""
 
 import pytest
 import torch
 
-from common.method.merge import Merge, behind_norm, first_merge, mean_merge, merged_state
+import paper
+from common.method.merge import Merge, behind_norm, first_merge, fuse_layer, mean_merge, merged_state
 from conftest import tiny_model
-from students import merge_model
+
+LIMITS = {torch.float32: 1e-4, torch.float64: 1e-9}  # rounding through three layers, logits of size ~10
 
 
-def test_merge_is_the_mean_of_equations_25_and_26():
+def random_rotations(heads: int, size: int):
+    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64)).Q
+    angles = 6.3 * torch.rand(heads, size // 2, dtype=torch.float64)
+    return values, torch.polar(torch.ones_like(angles), angles)
+
+
+def logits_of(model, seed: int = 5):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 256, (3, 40), generator=generator)
+    positions = torch.randint(0, 200, (3, 40), generator=generator).sort(-1).values  # with gaps
+    with torch.no_grad():
+        return model(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens)).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("source_kv_heads", [8, 4])
+def test_fused_model_is_the_same_function(dtype, source_kv_heads):
+    model = tiny_model(bias=True, num_key_value_heads=source_kv_heads).to(dtype)
+    before = logits_of(model)
+    assert before.std() > 0.5  # the comparison is not of zeros
+    for layer in model.model.layers:
+        order = torch.randperm(source_kv_heads).tolist()
+        fuse_layer(layer.self_attn, order, *random_rotations(source_kv_heads, 8))
+    assert (logits_of(model) - before).abs().max() <= LIMITS[dtype]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_fusing_writes_equations_12_to_16(repeats):
+    """Query heads 2 i and 2 i + 1 of a source that is GQA already move and rotate with key/value head i."""
+    heads = 8 // repeats
+    attention = tiny_model(bias=True, num_key_value_heads=heads).double().model.layers[0].self_attn
+    before = {name: p.clone() for name, p in attention.named_parameters()}
+    values, keys = random_rotations(heads, 8)
+    order = torch.randperm(heads).tolist()
+    fuse_layer(attention, order, values, keys)
+
+    def rows(head):
+        return slice(8 * head, 8 * head + 8)
+
+    for new, old in enumerate(order):
+        turns = torch.stack([torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
+        R_K, Q_V = paper.eq_14(turns.double()), values[new]
+        readers = [(new * repeats + query, old * repeats + query) for query in range(repeats)]
+        moved = [("k_proj", new, old, paper.eq_16, R_K), ("v_proj", new, old, paper.eq_12, Q_V)]
+        for name, to, source, equation, rotation in [
+            *moved, *(("q_proj", *reader, paper.eq_15, R_K) for reader in readers)
+        ]:
+            for part, parameter in getattr(attention, name).named_parameters():
+                rotated = equation(rotation, before[f"{name}.{part}"][rows(source)])
+                torch.testing.assert_close(parameter[rows(to)], rotated)
+        for to, source in readers:
+            columns = paper.eq_13(before["o_proj.weight"][:, rows(source)], Q_V)
+            torch.testing.assert_close(attention.o_proj.weight[:, rows(to)], columns)
+    assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
+
+
+@pytest.mark.parametrize("merge", [mean_merge, first_merge])
+def test_keys_and_values_are_the_mean_of_equations_25_and_26_or_the_first(merge):
     attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, mean_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
+    state = merged_state(attention, merge(source_kv_heads=8, kv_heads=2, head_dim=8))
     for name, parameter in attention.named_parameters():
         if name[0] in "kv":
-            groups = parameter.detach().double().view(2, 4, 8, -1)
-            expected = torch.stack([sum(group) / 4 for group in groups]).view(state[name].shape)
-            torch.testing.assert_close(state[name], expected.float(), rtol=0, atol=1e-7)
+            groups = parameter.detach().view(2, 4, 8, -1)
+            expected = groups[:, 0] if merge is first_merge else groups.double().mean(1).float()
+            torch.testing.assert_close(state[name], expected.reshape(state[name].shape), rtol=0, atol=1e-7)
         elif name in state:
             assert torch.equal(state[name], parameter)  # queries and outputs are as they were
-
-
-def test_the_first_head_of_a_group_is_retained():
-    attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, first_merge(source_kv_heads=8, kv_heads=2, head_dim=8))
-    for name, parameter in attention.named_parameters():
-        if name[0] in "kv":
-            first = parameter.detach().view(2, 4, 8, -1)[:, 0].reshape(state[name].shape)
-            assert torch.equal(state[name], first)
-        elif name in state:
-            assert torch.equal(state[name], parameter)
 
 
 def test_shared_keys_of_zero_stay_zero_behind_a_norm():
     merged = {"k_proj.weight": torch.zeros(2, 8, 5)}
     behind_norm(merged, "k", torch.zeros(2, 8, 1), None)
     assert not merged["k_proj.weight"].any() and merged["k_norm.weight"].isfinite().all()
-
-
-@torch.no_grad()
-def test_merging_equal_heads_changes_nothing():
-    """If the heads of every group already share keys and values, the stock GQA model is the same function."""
-    model = tiny_model(bias=True)
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            for parameter in projection.parameters():
-                blocks = parameter.data.view(2, 4, 8, -1)
-                blocks[:] = blocks[:, :1].clone()
-    merged = merge_model(model, 2)
-    assert merged.config.num_key_value_heads == 2
-    assert merged.model.layers[0].self_attn.k_proj.out_features == 16
-    tokens = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -62,16 +95,14 @@ def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
     value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, dtype=torch.float64)
     state = merged_state(attention, Merge(value_in, value_out, key_in, key_out))
     assert "o_proj.bias" not in state
-
+    rows = [slice(8 * head, 8 * head + 8) for head in range(8)]
     for kind in ("weight", "bias"):
         value, key, query = (getattr(getattr(attention, f"{name}_proj"), kind) for name in "vkq")
         for group in range(2):
             heads = range(group * members, (group + 1) * members)
-            rows = {head: slice(8 * head, 8 * head + 8) for head in range(8)}
-            shared = sum(value_in[group, i] @ value[rows[head]] for i, head in enumerate(heads))
-            torch.testing.assert_close(state[f"v_proj.{kind}"][rows[group]], shared)
-            shared = sum(key_in[group, i] @ key[rows[head]] for i, head in enumerate(heads))
-            torch.testing.assert_close(state[f"k_proj.{kind}"][rows[group]], shared)
+            for name, maps, source in (("v", value_in, value), ("k", key_in, key)):
+                shared = sum(maps[group, i] @ source[rows[head]] for i, head in enumerate(heads))
+                torch.testing.assert_close(state[f"{name}_proj.{kind}"][rows[group]], shared)
             for i, head in enumerate(heads):
                 for reader in range(head * repeats, (head + 1) * repeats):
                     absorbed = key_out[group, i].T @ query[rows[reader]]

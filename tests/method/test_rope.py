@@ -13,11 +13,6 @@ def angles(*shape: int, seed: int = 0) -> torch.Tensor:
     return 6.3 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_to_complex_pairs_first_and_second_half():
-    keys = torch.arange(8.0)[None]
-    assert torch.equal(to_complex(keys), torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))[None])
-
-
 def test_rope_multiplies_pairs_by_unit_numbers():
     """Of transformers: to_complex(RoPE(k)) = to_complex(k) e^(i angle), of position 3 and each pair."""
     config = tiny_model().config

@@ -19,37 +19,23 @@ EXPECTED = {"logits": LOGITS, "greedy": [[1, 2, 0], [2, 2, 1]], "tokenized": [[5
 GOOD = Result("", 1e-6, (6, 6), (3, 3))
 
 
-def answer(**changes) -> dict:
-    return EXPECTED | changes
-
-
-def test_the_same_answer_is_equal():
-    assert compare(EXPECTED, answer()) == Result("", 0.0, (6, 6), (3, 3))
-
-
-def test_the_largest_difference_is_relative_to_the_largest_logit():
-    assert compare(EXPECTED, answer(logits=LOGITS + [[0, 0, 0], [0, 0.5, -1]])).difference == 1 / 4
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, Result("", 0.0, (6, 6), (3, 3))),
+    ({"logits": LOGITS + [[0, 0, 0], [0, 0.5, -1]]}, Result("", 1 / 4, (6, 6), (3, 3))),  # of the largest
+    ({"greedy": [[1, 0, 0], [2, 2]]}, Result("", 0.0, (1 + 2, 6), (3, 3))),  # up to the first that differs
+    ({"tokenized": [[5, 6], [0]]}, Result("", 0.0, (6, 6), (1, 3))),
+    ({"logits": LOGITS[:, :2]}, Result("logits of shape (2, 2), not (2, 3)")),
+    ({"refusal": "ValueError: no such class"}, Result("ValueError: no such class")),
+])
+def test_answers_are_compared(changes, expected):
+    assert compare(EXPECTED, EXPECTED | changes) == expected
 
 
 def test_logarithms_of_probabilities_are_compared_with_such():
     probabilities = np.exp(LOGITS.astype(np.float64))
-    found = answer(logits=np.log(probabilities / probabilities.sum(1)[:, None]), log_probabilities=True)
-    assert compare(EXPECTED, found).difference < 1e-6
+    found = EXPECTED | {"logits": np.log(probabilities / probabilities.sum(1)[:, None])}
+    assert compare(EXPECTED, found | {"log_probabilities": True}).difference < 1e-6
     assert compare(EXPECTED, found | {"log_probabilities": False}).difference > 0.1
-
-
-def test_tokens_count_up_to_the_first_that_differs():
-    found = compare(EXPECTED, answer(greedy=[[1, 0, 0], [2, 2]]))
-    assert found.tokens == (1 + 2, 6)
-
-
-def test_a_chat_that_is_missing_is_not_alike():
-    assert compare(EXPECTED, answer(tokenized=[[5, 6], [0]])).texts == (1, 3)
-
-
-def test_a_refusal_and_another_vocabulary_are_told():
-    assert str(compare(EXPECTED, {"refusal": "ValueError: no such class"})) == "ValueError: no such class"
-    assert compare(EXPECTED, answer(logits=LOGITS[:, :2])) == Result("logits of shape (2, 2), not (2, 3)")
 
 
 @pytest.mark.parametrize(("source", "export", "expected"), [

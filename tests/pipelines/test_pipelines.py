@@ -45,18 +45,14 @@ def after(flag: str, words: list[str]) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_an_unpublished_budget_is_refused(name):
-    done = recipe(name, KV=5)
-    assert done.returncode == 2 and done.stderr.startswith("error: KV: expected ")
-    assert done.stderr.endswith("found 5\n")
-
-
-@pytest.mark.parametrize("name", ["table1.sh", "table2.sh"])
-def test_an_unknown_row_is_refused(name):
-    done = recipe(name, ROWS="key-cos keys-cos", PYTHON="false")
-    assert done.returncode == 2
-    assert done.stderr == f"error: ROWS: expected some of {' '.join(ROWS)} retained, found keys-cos\n"
+@pytest.mark.parametrize(("names", "settings", "message"), [
+    (RECIPES, {"KV": 5}, "KV: expected "),
+    (RECIPES[2:], {"ROWS": "key-cos keys-cos"}, f"ROWS: expected some of {' '.join(ROWS)}"),
+])
+def test_mistakes_are_refused_before_anything_runs(names, settings, message):
+    for name in names:
+        done = recipe(name, PYTHON="false", **settings)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), name
 
 
 @pytest.mark.parametrize("small", ["", "1"])
@@ -165,25 +161,15 @@ def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
         ["calibration", "", "9.0"], ["GQA-8", "w/ grouping", "4.5"], ["GQA-8", "w/o grouping", "0.8"]]
 
 
-def test_a_plan_is_printed_for_each_number_of_kv_heads(recorded, tmp_path):
-    commands = recorded("table1.sh", RUN=tmp_path, PLAN="8xA100-80GB")
-    plans = [words for words in commands if "--plan" in words]
-    expected = [f"{tmp_path}/gqa{kv_heads}-baseline" for kv_heads in (16, 8, 4)]
-    assert [after("--run-dir", words) for words in plans] == expected
-    assert not [words for words in commands if "torch.distributed.run" in words or "07_eval.py" in words]
-
-
 def test_other_nodes_wait_for_the_first_one_and_train(recorded, tmp_path):
     run = tmp_path / "run"
     for name in ("calibration", "similarity.safetensors", "value-dist/groups.json", "value-dist/merged",
                  "value-dist/gqa"):
         (run / name).mkdir(parents=True)
-    (run / ".calibration.command").write_text("other settings")  # which the first node would refuse
     settings = {"RUN": run, "NNODES": 2, "RDZV": "first:29500"}
     (train,) = recorded("llama2_7b.sh", NODE=1, **settings)
     assert after("--nnodes", train) == "2" and after("--rdzv-endpoint", train) == "first:29500"
-    (run / ".calibration.command").unlink()
-    *_, again, evaluation = recorded("llama2_7b.sh", NODE=0, **settings)
+    *_, again, _, evaluation = recorded("llama2_7b.sh", NODE=0, **settings)
     assert again == train and "07_eval.py" in evaluation
 
 
@@ -196,12 +182,6 @@ def test_recipes_pass_the_published_budgets(name, recorded, tmp_path):
     for words in training:
         assert after("--steps", words) == str(epochs_to_steps(epochs, 147580, 64))
         assert after("--teacher-steps", words) == str(epochs_to_steps(teacher_epochs, 147580, 128))
-
-
-def test_small_recipes_scale_the_kv_heads_to_the_demo_model(recorded, tmp_path):
-    commands = recorded("llama2_7b.sh", RUN=tmp_path, SMALL=1, KV=16)
-    grouping = next(words for words in commands if "03_group.py" in words)
-    assert after("--kv-heads", grouping) == "4"  # half of 8 heads, as 16 are of 32
 
 
 def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
@@ -242,7 +222,8 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     settings = CONVERTED | {"TASKS": "my tasks", "ONLY": "piqa siqa"}
     commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
     machine, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
-    assert after("--model", calibration) == "a model.gguf" and after("--length", calibration) == "128"
+    assert "--model=a model.gguf" in calibration and after("--length", calibration) == "128"
+    assert "--update" in export and "--update" in evaluation  # after another training
     assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
     assert (after("--by", grouping), after("--kv-heads", grouping)) == ("energy", "2")
     assert "--energy" in similarity
@@ -259,53 +240,18 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
         assert run in words
 
 
-def test_what_was_trained_anew_is_exported_and_evaluated_anew(recorded, tmp_path):
-    run = tmp_path / "run"
-    made = [run / "train" / "stage.json", run / "gqa" / "stage.json", run / "eval.json"]
-    for path in (*made, run / "eval.md"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    before = len(recorded("convert.sh", RUN=run, **CONVERTED))  # writes down what it evaluates
-    for times, stages in (((1, 2, 3), set()), ((4, 2, 3), {"06_export.py"}), ((1, 4, 3), {"07_eval.py"})):
-        for path, seconds in zip(made, times, strict=True):
-            os.utime(path, (seconds, seconds))
-        commands = recorded("convert.sh", RUN=run, **CONVERTED)
-        assert {words[0] for words in commands[before:]} & {"06_export.py", "07_eval.py"} == stages
-        before = len(commands)
-
-
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
     expected = "error: TEXT, CHAT: expected generated, c4, none or files, found "
     cases = (({}, "error: MODEL: expected a directory"),
+             ({"MODEL": "demo", "KV_HEADS": 0}, "error: KV_HEADS: expected a positive number, found 0\n"),
+             ({"MODEL": "demo", "NPROC": "two"}, "error: NPROC: expected a positive number, found two\n"),
              ({"MODEL": "demo", "CHAT": "generated gone.jsonl"}, f"{expected}gone.jsonl\n"),
              ({"MODEL": "demo", "TEXT": "generated:gone.txt"}, f"{expected}generated:gone.txt"))
     for settings, line in cases:
         done = recipe("convert.sh", PYTHON="true", **settings)
         assert done.returncode == 2 and done.stderr.startswith(line)
-
-
-@pytest.mark.parametrize("name", ["convert.sh", "smollm2.sh"])
-def test_other_settings_need_another_run_directory(recorded, tmp_path, name):
-    run = tmp_path / "a run"
-    begun = run / "mean-pool" if name == "smollm2.sh" else run
-    for table in (run / "eval.md", run / "attention-refit" / "eval.md", begun / "eval.md"):
-        table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text("table")
-    once = recorded(name, RUN=run, **CONVERTED)
-    assert recorded(name, RUN=run, **CONVERTED) == 2 * once  # the log has both
-    made = {run / "calibration": [{"MODEL": "b"}, {"SEQUENCES": 9}], begun / "groups.json": [{"KV_HEADS": 4}]}
-    for result, changes in made.items():
-        result.touch()
-        assert len(recorded(name, RUN=run, **CONVERTED)) > 2 * len(once)  # as it was made
-        for change in changes:
-            done = recipe(name, RUN=run, PYTHON="true", **(CONVERTED | change))
-            assert done.returncode == 2 and done.stderr.count("\n") == 1
-            assert done.stderr.startswith(f"error: {result}: expected it made by 0")
-    for record in run.rglob("*.command"):
-        record.unlink()
-    assert recorded(name, RUN=run, **(CONVERTED | {"MODEL": "b", "KV_HEADS": 4}))  # made by hand
 
 
 @pytest.mark.slow
@@ -336,22 +282,10 @@ def test_table1_end_to_end(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((run / "eval.json").read_text())["results"]
     assert list(results) == ["teacher", *(f"gqa8-{row}" for row in ROWS)]
-    homes = {row: run / f"gqa8-{row}" for row in ROWS}
-    records = {row: json.loads((home / "train" / "stage.json").read_text()) for row, home in homes.items()}
-    groups = {row: json.loads((home / "groups.json").read_text()) for row, home in homes.items()}
-    for row in ROWS:
-        figures = results[f"gqa8-{row}"]
+    groups = {row: json.loads((run / f"gqa8-{row}" / "groups.json").read_text())["groups"] for row in ROWS}
+    for figures in list(results.values())[1:]:
         assert figures["kv_heads"] == 2 and set(figures["tasks"]) == set(TASKS)
-        assert records[row]["inputs"].keys() == records["baseline"]["inputs"].keys()
-        # one teacher, one calibration
-        assert records[row]["summary"]["teacher"] == records["baseline"]["summary"]["teacher"]
-        assert groups[row]["inputs"] == groups["baseline"]["inputs"]
-        aligned = json.loads((homes[row] / "aligned" / "stage.json").read_text())["arguments"]
-        kind, _, criterion = row.partition("-")
-        assert groups[row]["summary"]["by"] == ("none" if kind in ("baseline", "default") else kind)
-        assert aligned["rotate"] == (criterion or "none")
-    assert groups["default-cos"]["groups"] == groups["default-dist"]["groups"] == groups["baseline"]["groups"]
-    assert groups["baseline"]["groups"] != groups["key-cos"]["groups"]
+    assert groups["default-cos"] == groups["default-dist"] == groups["baseline"] != groups["key-cos"]
     before = (run / "eval.json").read_bytes()
     again = recipe("table1.sh", **small)  # everything exists: the table is shown again, nothing is made
     assert again.returncode == 0 and "| gqa8-baseline" in again.stdout

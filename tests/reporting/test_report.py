@@ -68,14 +68,15 @@ def files(*names: str) -> dict:
 
 
 BESIDE = {  # what the stages put beside their summaries
-    CALIBRATION: files("layer-00000.safetensors", "layer-00001.safetensors"),
-    "similarity.json": {"sha256": "76" * 32},
-    "groups.json": {"kv_heads": 2, "groups": GROUPS},
+    CALIBRATION: files("layer-00000.safetensors", "layer-00001.safetensors", "tokens.safetensors"),
+    "similarity.json": files("similarity.safetensors"),
+    "groups.json": {"kv_heads": 2, "groups": GROUPS} | files("groups.png"),
     "aligned/stage.json": {"groups": GROUPS} | files("model.safetensors"),
     "teacher/stage.json": files("model.safetensors"),
     "train/stage.json": files("metrics.jsonl"),
     "gqa/stage.json": files("model.safetensors"),
-    "eval.json": {"device": "cpu", "results": results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)},
+    "eval.json": {"device": "cpu", "results": results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)}
+    | files("eval.md"),
 }
 
 
@@ -83,7 +84,7 @@ def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     stage, summary = SUMMARIES[artifact]
     data = {"tasks": "hub", "only": ["piqa"], "seed": 0} if "train" in stage else {"text": "c4"}
     return copy.deepcopy({
-        "stage": stage, "arguments": {"run": run} | data | arguments, "model": MODEL,
+        "stage": stage, "flags": {}, "arguments": {"run": run} | data | arguments, "model": MODEL,
         "inputs": {"in.safetensors": "cd" * 32}, "packages": {"torch": "9.8.7"}, "commit": "ef" * 20,
         "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00", "summary": summary} | BESIDE[artifact])
 

@@ -103,7 +103,8 @@ def test_scores_are_put_into_the_card(evaluation):
 
 def test_the_table_is_kept_unless_forced(evaluation):
     _, arguments, _ = evaluation
-    expect_error("eval.json already exists; pass --force", "07_eval.py", *arguments)
+    expect_error("eval.json already exists, made with --limit 3, not None; pass --force", "07_eval.py",
+                 *arguments)
 
 
 @pytest.mark.parametrize("name", ["eval.md", "eval.jsonl"])
@@ -111,8 +112,8 @@ def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    expect_error(f"{name} already exists; pass --force to replace it", "07_eval.py", "--run",
-                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs))
+    expect_error(f"{name}: expected nothing or what 07_eval.py wrote, found a file", "07_eval.py", "--run",
+                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs), "--force")
     assert path.read_text() == "mine" and sum(path.is_file() for path in tmp_path.rglob("*")) == 1
 
 
@@ -297,7 +298,7 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
     weights = next((home / name).glob("*.safetensors"))
     flip(weights)
     before = (home / "eval.json").read_bytes()
-    message = f"{weights}: its content does not match stage.json"
+    message = f"{weights}: its content does not match its record"
     expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
     assert (home / "eval.json").read_bytes() == before
 

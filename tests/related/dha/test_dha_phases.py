@@ -1,6 +1,5 @@
 """related/dha: search, fusion and continued training, and the inputs that they refuse."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 
 from common.cli import UserError
 from common.data.rows import Sample
-from common.training.engine import STOPPED, Step
+from common.training.engine import Step
 from common.training.packing import build_row
-from conftest import byte_tokenizer, expect_error, save_tiny, tiny_model
-from dha_models import GROUPS, SMALL, WHOLE, example_records, fused_tiny, random_operators, save_record
+from conftest import byte_tokenizer, save_tiny, tiny_model
+from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators, save_record
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
 
@@ -146,41 +145,6 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
     assert all(torch.equal(operator, trained[key]) for key, operator in ends[1][1].items())
 
 
-def test_learning_rates_end_at_a_tenth_of_their_peak():
-    schedule = training.make_schedule(DATA, 40, FLAGS)
-    rates = [schedule.rate(step) for step in range(41)]
-    assert schedule.warmup == 4 and rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[22] == pytest.approx(0.55) and rates[40] == pytest.approx(0.1)  # half way, and the end
-
-
-@pytest.mark.parametrize("fused_at, stopped_at, check_steps, stops, end", [
-    (99, 99, 10, [10, 20, 30, 33], 33), (99, 99, None, [33], 33), (20, 99, 10, [10, 20], 20),
-    (99, 15, 10, [10, 20], 15),
-])  # fmt: skip
-def test_training_ends_where_heads_are_fused_or_a_signal_came_and_asks_every_so_many_steps(
-    fused_at, stopped_at, check_steps, stops, end, monkeypatch
-):
-    def steps(job, schedule, samples, until):
-        asked.append(until)
-        job.step = min(until, stopped_at)
-        job.stopped = job.step == stopped_at
-        return []
-
-    asked, job = [], SimpleNamespace(step=7, stopped=False, trainee=None)
-    monkeypatch.setattr(training, "steps", steps)
-    monkeypatch.setattr(training, "is_fused", lambda trainee: job.step >= fused_at)
-    schedule = SimpleNamespace(steps=33, check_steps=check_steps)
-    assert training.train(job, schedule, [], []) == (stopped_at > 33)
-    assert asked == stops and job.step == end
-
-
-@pytest.mark.parametrize("finished, code", [(True, 0), (False, STOPPED)])
-def test_a_command_that_a_signal_stopped_says_so_by_its_exit_code(finished, code, monkeypatch):
-    monkeypatch.setattr(training, "joined_ranks", contextlib.nullcontext)
-    monkeypatch.setattr(training, "claim", lambda *_: None)
-    assert training.run_phase("stage", None, "output", lambda *_: finished) == code
-
-
 def test_text_that_changed_since_search_is_refused(tmp_path):
     ranks, tokenizer = SimpleNamespace(say=lambda text: None), byte_tokenizer()
     for name in ("train", "heldout"):
@@ -211,7 +175,7 @@ def test_another_fusion_in_its_directory_and_operators_that_change_something_are
 @pytest.mark.parametrize("keys, values, kv_heads, ladder, expected", [
     ([8] * 4, [8] * 4, None, None, (2, [1, 2, 4])), ([8] * 4, [8] * 4, 1, None, (1, [1, 2])),
     ([8] * 4, [8] * 4, 4, [8, 2, 4], (4, [2, 4, 8])), ([8] * 4, [8] * 4, 3, None, "kv-heads"),
-    ([8] * 4, [8] * 4, 2, [3, 2], "divisors of 8"), ([8] * 4, [8] * 4, 2, [4, 8], "sum to 8"),
+    ([8] * 4, [8] * 4, 2, [4, 8], "sum to 8"),
     ([8, 2, 2, 4], [4] * 4, None, None, (2, [1, 2, 4])),  # heads that a first halving left
     ([8, 2, 2, 4], [8, 4, 1, 2], None, [2], r"divisors of \[8, 4, 1, 2\]"),  # a layer has no rung
     ([8, 2, 2, 4], [4] * 4, 4, None, "for 4 key/value heads, found 4"),
@@ -239,19 +203,3 @@ def test_fused_checkpoints_are_sources_and_other_shared_heads_are_not(tmp_path):
         save_record(tmp_path, examples[stage])
         with pytest.raises(UserError, match="or heads that related/dha/fuse.py fused, found 2 for 8"):
             search.source_record(path, config)
-
-
-def test_a_gqa_llama_is_refused_before_anything_is_written(inputs, tmp_path):
-    source, home = save_tiny(tmp_path / "gqa", num_key_value_heads=4), tmp_path / "run"
-    texts = ["--text", inputs["text"], "--heldout", __file__, *SMALL]
-    expect_error("(MHA)", "related/dha/search.py", "--run", home, "--model", source, *texts)
-    assert [path for path in home.rglob("*") if path.suffix != ".lock"] == []
-
-
-@pytest.mark.parametrize("text, heldout, length, accepted", [
-    ("a.txt", "b.txt", 2, True), ("a.txt", "b.txt", 32, True), ("demo", "demo", 8, True),
-    ("a.txt", "a.txt", 8, False), ("a.txt", "b.txt", 1, False), ("a.txt", "b.txt", 33, False),
-])  # fmt: skip
-def test_held_out_text_is_another_and_predicts_something(text, heldout, length, accepted):
-    with contextlib.nullcontext() if accepted else pytest.raises(UserError):
-        search.check_texts(SimpleNamespace(text=text, heldout=heldout, length=length), 32)
