@@ -19,16 +19,7 @@ from common.cli import UserError
 from common.families import SUPPORTED, check_kv_heads, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers
-from common.models import (
-    describe,
-    load_config,
-    load_model,
-    load_tokenizer,
-    local_model,
-    needs_several_gpus,
-    save_tokenizer,
-    source_model,
-)
+from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files
 from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
 
@@ -78,8 +69,8 @@ def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights / filled, 0))
     path = str(checkpoints / "shards")
-    assert needs_several_gpus(path, torch.float32, device) is expected
-    assert not (filled < 1 and needs_several_gpus(path, torch.bfloat16, device))
+    assert models.needs_several_gpus(path, torch.float32, device) is expected
+    assert not (filled < 1 and models.needs_several_gpus(path, torch.bfloat16, device))
 
 
 def test_no_model_is_loaded_with_code_of_its_own():
@@ -206,7 +197,7 @@ def test_names_with_glob_characters_are_read(copy, name):
     assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
     with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
         pass
-    assert local_model(path) == path
+    assert models.local_model(path) == path
 
 
 # -- what is refused --
@@ -417,7 +408,7 @@ def test_a_tokenizer_is_copied_byte_for_byte(tmp_path):
     for name in others:
         (tmp_path / "source" / name).write_bytes(name.encode() + b"\r\n\xff")
     (tmp_path / "copy").mkdir()
-    save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
+    models.save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
     written = files_in(str(tmp_path / "copy"))
     assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
     for name in written:

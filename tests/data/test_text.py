@@ -23,14 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from common.cli import UserError
 from common.data import text
 from common.data.rows import Sample
-from common.data.text import (
-    TextSamples,
-    first_tokens,
-    load_tokens,
-    sequence_length,
-    token_lists,
-    write_text_tokens,
-)
+from common.data.text import TextSamples, first_tokens, load_tokens, token_lists, write_text_tokens
 from conftest import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
@@ -163,13 +156,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 
 def test_sequence_length():
-    assert sequence_length(None, 512, 256) == sequence_length(256, 512, 256) == 256
-    assert sequence_length(None, 512, 4096) == 512
-    assert sequence_length(1, 512, 256) == 1
+    assert text.sequence_length(None, 512, 256) == text.sequence_length(256, 512, 256) == 256
+    assert text.sequence_length(None, 512, 4096) == 512
+    assert text.sequence_length(1, 512, 256) == 1
     for requested, least in ((257, 1), (1, 2), (0, 1)):
         message = rf"--length: expected {least} to 256 tokens \(the model's .*\), found {requested}"
         with pytest.raises(UserError, match=message):
-            sequence_length(requested, 512, 256, least)
+            text.sequence_length(requested, 512, 256, least)
 
 
 def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
