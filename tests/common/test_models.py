@@ -25,6 +25,7 @@ from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
+ONE_ROW_NAN = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.nan)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +288,8 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
     "a config of 4 layers": ("whole", lambda path: edit_config(path, num_hidden_layers=4), "layers.3."),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
-    "NaN": ("whole", lambda path: replace_up(path, torch.full((64, 48), torch.nan)), f"NaN or Inf in {UP}"),
+    "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN),
+            f"NaN or Inf in {UP}"),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
     "a shard is cut": ("shards", cut_a_shard, "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
