@@ -51,7 +51,7 @@ from dataclasses import replace
 import torch
 
 from common import cli
-from common.artifacts import RECORD, Claim, claim, input_digests, write_record
+from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
 from common.cli import Flag, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
@@ -178,6 +178,9 @@ FLAGS = {
     ],
 }
 RESUMED = [flag.attribute for flags in FLAGS.values() for flag in flags if flag.resumed]
+# what --force knows its own training by, beside the samples and where it starts
+FORCED_BY = [*RESUMED, *(flag.attribute for title in ("length of training", "optimization")
+                         for flag in FLAGS[title] if not flag.resumed)]
 
 
 def parse():
@@ -280,6 +283,9 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     settings = student_settings(run, schedule)
     checkpoints.begin(run.directory, settings, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
+        record = read_record(run.directory, STAGE, pair.model)
+        if ranks.first:
+            verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if args.teacher != SOURCE else []
@@ -327,7 +333,8 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    write_record(directory, replace(run.started, inputs=inputs).record(pair.model, summary))
+    record = replace(run.started, inputs=inputs).record(pair.model, summary)
+    write_record(directory, record, of=checkpoints.own_files(directory))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")
@@ -348,7 +355,7 @@ def prune_train(args, started: Claim, ranks) -> int:
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute))
     run = Run(args, ranks, pair, pool, heldout, execution, replace(started, args=args))
-    args.force = args.force and not was_forced(run)
+    args.force = args.force and not was_forced(run, FORCED_BY)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
     if args.recompute is None and cuda and must_recompute(run, schedules):
@@ -361,7 +368,7 @@ def prune_train(args, started: Claim, ranks) -> int:
             print_plan(run, schedules)
         return 0
     if args.force:
-        start_anew(run)
+        start_anew(run, FORCED_BY)
     if has_teacher:
         ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
     elif not train_teacher(run, schedules["teacher"]):

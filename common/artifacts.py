@@ -296,9 +296,9 @@ def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) ->
     save_file(contiguous, os.path.join(directory, layer_file(index)))
 
 
-def write_record(directory: str, record: dict, name: str = RECORD) -> None:
-    """Write a record with the sha256 of every other file in the directory. Call it last."""
-    names = [other for other in files_in(directory) if other != name]
+def write_record(directory: str, record: dict, name: str = RECORD, of: list[str] | None = None) -> None:
+    """Write a record with the sha256 of these files, by default of all others there. Call it last."""
+    names = [other for other in of or files_in(directory) if other != name]
     files = {other: file_digest(os.path.join(directory, other)) for other in names}
     write_json(os.path.join(directory, name), record | {"files": files})
 

@@ -282,11 +282,14 @@ def run_stage(main) -> None:
         code = 2
     finally:
         cleanup.close()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # closed or full, and would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if "RANK" in os.environ:
         # Skip interpreter shutdown: a process-group thread that needs the interpreter during it aborts the
         # process, and torchrun reports a failed run.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -180,6 +180,11 @@ def remove_named(directory: str) -> None:
     for name in files_in(directory) if named else ():
         if name in named or name == RECORD:
             os.remove(os.path.join(directory, name))
+    remove_empty(directory)
+
+
+def remove_empty(directory: str) -> None:
+    """Remove the directories below a directory that are empty, then itself, if it is."""
     for folder, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(folder)

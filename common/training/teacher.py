@@ -95,7 +95,7 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
             writer.write_rest(layers)
         shutil.copy(os.path.join(directory, METRICS), aside)
         write_record(aside, run.started.record(run.pair.model, summary))
-    shutil.rmtree(directory)
+    checkpoints.remove_training(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 
 
