@@ -1,4 +1,4 @@
-"""What asks a training to stop ends it with a checkpoint: signals, also lost ones, and output that hangs up."""
+"""What asks a training to stop: signals, also those that get lost, and output that is closed."""
 
 import os
 import signal
