@@ -82,6 +82,8 @@ def load_config(path: str):
                         f"{error}") from error
     if fault:
         raise UserError(f"{path}: {fault}")
+    if config.dtype is not None and not config.dtype.is_floating_point:
+        raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
     config._attn_implementation = "sdpa"  # whatever it says: without a mask no other is causal
     return config
 

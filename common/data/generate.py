@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.cli import UserError
-from common.data.chat import fixed_template, load_chats, render
+from common.data.chat import apply_template, fixed_template, load_chats, render
 from common.data.rows import Sample
 from common.data.text import (
     GENERATED,
@@ -129,7 +129,7 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
         raise UserError(f"{name}: {error}; {ADVICE}") from error
     opening, turn, between = prompt.partition(asked)
     header, _, closing = answer.partition(answered)
-    unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
+    unprompted = apply_template(chat[:1], tokenizer, template, prompting=False)
     if not turn or not opening.strip() or not between.strip() or prompt == unprompted and header.strip():
         missing = "generation prompt" if turn and opening.strip() else "marked user's turn"
         raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")
