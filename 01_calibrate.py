@@ -4,7 +4,7 @@ Reads   a checkpoint of a supported family (docs/families.md) with at least two 
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
-        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
+        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly; and the tokens
 
     python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -25,20 +25,22 @@ import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
+from safetensors.torch import save_file
 
-from common import families, models
-from common.artifacts import claim, make_record, write_layer, write_record
-from common.cli import Clock, UserError, device, peak_memory, positive, run_stage, stage_parser
+from common import families, gguf, models
+from common.artifacts import claim, write_layer, write_record
+from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.generate import Origin, choose_chats, read_sequences
-from common.data.text import sequence_length
+from common.data.text import digests_of, sequence_length
 from common.families import family
 from common.files import write_directory
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.progress import Progress
+from common.records import TOKENS
 
 LENGTH = 2048  # tokens per sequence in the paper
 
@@ -136,23 +138,24 @@ def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args
 
 @torch.no_grad()
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     for half in ("bf16", "fp16"):  # products are summed in float32
         setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
     output = os.path.join(args.run, "calibration")
-    claim("01_calibrate.py", args, output)
+    inputs = digests_of([args.model, args.text, args.chat])
+    if os.path.isdir(args.model):
+        inputs["model"] = models.fingerprint(args.model)
+    started = claim("01_calibrate.py", args, output, inputs=inputs)
 
     if args.model.endswith(".gguf"):
-        from pipelines.gguf_files import dequantize
-
-        path = dequantize(args.model, os.path.join(args.run, "source"), args.force)
+        path = gguf.dequantize(args.model, os.path.join(args.run, "source"), args.force)
     else:
         path = resolve_model(args.model)
     config = models.load_config(path)
     families.require_convertible(path, config)
     args.bos = bool(models.bos_prefix(models.load_tokenizer(path), args.bos))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = models.describe(path, args.model), families.geometry(config)
+    model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     compute_device = models.pick_device(args.device)
@@ -167,6 +170,7 @@ def main():
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
 
     with write_directory(output) as aside:
+        save_file({"tokens": tokens.int()}, os.path.join(aside, TOKENS))
         for index, tensors in enumerate(collect(layers, shape, tokens, args)):
             write_layer(aside, index, tensors)
         summary = {
@@ -179,10 +183,10 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         # last: it has the sha256 of every other file
-        write_record(aside, make_record("01_calibrate.py", args, model, {}, summary, clock()))
+        write_record(aside, started.record(model, summary))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
-          f"in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+          f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
+from safetensors.torch import save_file
 
 from common import artifacts
-from common.cli import Clock, UserError, device, non_negative, positive, run_stage, stage_parser
+from common.cli import UserError, device, non_negative, positive, run_stage, stage_parser
 from common.families import key_context
 from common.method.closed_form import merging_loss
 from common.method.procrustes import layer_similarity, pair_mean
@@ -30,6 +31,7 @@ from common.models import pick_device
 from common.progress import Progress
 from common.reporting import plots
 
+TENSORS, PICTURES = "similarity.safetensors", ("similarity.png", "pairs.png")
 COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
 
 
@@ -71,7 +73,7 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
               f"{-float(means['energy'].mean()):.4f}")
 
 
-def draw_similarity(run: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
+def draw_similarity(directory: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
     """similarity.png, of the layers `drawn`, and pairs.png, of all."""
     rows, cosines = {}, {"keys": {}, "values": {}}
     for head in ("key", "value"):
@@ -81,18 +83,19 @@ def draw_similarity(run: str, similarity: dict[str, torch.Tensor], drawn: list[i
             cosines[f"{head}s"][f"{when} alignment"] = matrices[:, first, second].tolist()
             rows[f"{head}s {when}"] = [matrices[layer].numpy() for layer in drawn]
     title = "Similarity of heads before and after alignment"
-    plots.heatmaps(os.path.join(run, "similarity.png"), rows, drawn, title)
-    plots.pairs(os.path.join(run, "pairs.png"), cosines, "Similarity of all pairs of heads of each layer")
+    heatmaps, pairs = (os.path.join(directory, name) for name in PICTURES)
+    plots.heatmaps(heatmaps, rows, drawn, title)
+    plots.pairs(pairs, cosines, "Similarity of all pairs of heads of each layer")
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     if args.key_context and not args.energy:
         raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
-    output = os.path.join(args.run, "similarity.safetensors")
-    artifacts.claim("02_similarity.py", args, output)
-    inputs = artifacts.input_digests(args.run, [source])
+    output = os.path.join(args.run, "similarity.json")
+    started = artifacts.claim("02_similarity.py", args, output, beside=(TENSORS, *PICTURES),
+                              inputs=artifacts.input_digests(args.run, [source]))
     calibration = artifacts.read_calibration(source)
     model = calibration["model"]
     drawn = choose_layers(args.layers_drawn, model["layers"])
@@ -102,7 +105,7 @@ def main():
 
     per_layer = []
     for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
-        grams = artifacts.read_grams(source, model["kv_heads"], compute_device, index)
+        grams = artifacts.read_grams(source, calibration, compute_device, index)
         matrices = layer_similarity(grams)
         if args.energy:
             matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
@@ -112,13 +115,15 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    written = artifacts.make_record("02_similarity.py", args, model, inputs, summary, clock())
-    artifacts.write_tensors(output, similarity, written)
-    print(f"wrote   {output}")
-    draw_similarity(args.run, similarity, drawn)
+    with artifacts.write_beside(output) as aside:
+        save_file(similarity, os.path.join(aside, TENSORS))
+        draw_similarity(aside, similarity, drawn)
+        artifacts.write_record(aside, started.record(model, summary), os.path.basename(output))
+    print(f"wrote   {os.path.join(args.run, TENSORS)}")
     print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
-          f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in {clock()} s")
+          f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in "
+          f"{started.clock()} s")
 
 
 if __name__ == "__main__":

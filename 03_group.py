@@ -18,12 +18,13 @@ import os
 
 import numpy as np
 
-from common.artifacts import claim, input_digests, make_record, open_tensors, read_tensors
-from common.cli import Clock, UserError, positive, run_stage, seed, stage_parser
+from common.artifacts import claim, input_digests, read_tensors, write_beside, write_record
+from common.cli import UserError, positive, run_stage, seed, stage_parser
 from common.families import check_kv_heads
-from common.files import write_json
 from common.method.grouping import anneal, best_pairs, combine, default_groups, score
 from common.reporting import plots
+
+PICTURE = "groups.png"
 
 
 def parse():
@@ -46,49 +47,47 @@ def parse():
     return parser.parse_args()
 
 
-def read_similarity(path: str, by: str, criterion: str) -> tuple[np.ndarray, dict]:
-    """The similarity to maximize, [layers, H, H], and the record of its file.
+def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
+    """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
 
     Raises UserError unless it is finite and its shape matches the model in the record.
     """
-    file, similarity = read_tensors(path, "02_similarity.py")
-    shape = similarity["model"]["layers"], similarity["model"]["kv_heads"], similarity["model"]["kv_heads"]
-
-    if by == "energy" and "energy" not in file.keys():
+    if by == "energy" and "energy" not in tensors:
         raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
+    shape = model["layers"], model["kv_heads"], model["kv_heads"]
 
     def matrix(name: str) -> np.ndarray:
-        values = file.get_tensor(name).numpy()
+        values = tensors[name].numpy()
         if values.shape != shape or not np.isfinite(values).all():
             raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
                             f"found {list(values.shape)}; run 02_similarity.py again with --force")
         return values
 
     if by == "energy":
-        return matrix("energy"), similarity
+        return matrix("energy")
     if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after"), similarity  # after: heads are merged as stage 4 turns them
+        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
     key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value), similarity  # for both; for none it only gives the scores
+    return combine(key, value)  # for both; for none it only gives the scores
 
 
-def draw_groups(run: str, source: str, groups: np.ndarray) -> None:
-    """groups.png. source: the similarity file; groups: [layers, G, D]."""
-    file, drawn = open_tensors(source), plots.spaced_layers(len(groups))
-    rows = {f"{head}s after": [file.get_tensor(f"{head}.cos.after")[layer].numpy() for layer in drawn]
+def draw_groups(path: str, similarity: dict, groups: np.ndarray) -> None:
+    """The PNG file. similarity: the tensors of stage 2; groups: [layers, G, D]."""
+    drawn = plots.spaced_layers(len(groups))
+    rows = {f"{head}s after": [similarity[f"{head}.cos.after"][layer].numpy() for layer in drawn]
             for head in ("key", "value")}
     title = f"Groups of heads that will share one kv head: {groups.shape[1]} per layer"
-    plots.heatmaps(os.path.join(run, "groups.png"), rows, drawn, title, groups[drawn].tolist())
+    plots.heatmaps(path, rows, drawn, title, groups[drawn].tolist())
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     source = args.similarity or os.path.join(args.run, "similarity.safetensors")
     output = os.path.join(args.run, "groups.json")
-    claim("03_group.py", args, output)
-    inputs = input_digests(args.run, [source])
-    similarity, similarity_record = read_similarity(source, args.by, args.criterion)
-    model = similarity_record["model"]
+    started = claim("03_group.py", args, output, beside=(PICTURE,), inputs=input_digests(args.run, [source]))
+    tensors, measured = read_tensors(source, "02_similarity.py")
+    model = measured["model"]
+    similarity = similarity_by(tensors, source, model, args.by, args.criterion)
     layers, source_kv_heads = model["layers"], model["kv_heads"]
     kv_heads = args.kv_heads or max(source_kv_heads // 4, 1)
     check_kv_heads(source_kv_heads, kv_heads)
@@ -109,13 +108,14 @@ def main():
         print(f"{layer:15d} | {cells} | {' '.join(str(group.tolist()) for group in groups[layer])}")
     summary = {"kv_heads": kv_heads, "by": args.by, "criterion": args.criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
-    written = make_record("03_group.py", args, model, inputs, summary, clock())
-    write_json(output, written | {"kv_heads": kv_heads, "groups": groups.tolist()})
+    record = started.record(model, summary) | {"kv_heads": kv_heads, "groups": groups.tolist()}
+    with write_beside(output) as aside:
+        draw_groups(os.path.join(aside, PICTURE), tensors, groups)
+        write_record(aside, record, os.path.basename(output))
     print(f"wrote   {output}")
-    draw_groups(args.run, source, groups)
     optimum = f", exact optimum {scores['optimum'].mean():.5f}" if "optimum" in scores else ""
     print(f"03_group: mean score per layer {scores['found'].mean():.5f}, adjacent heads "
-          f"{scores['default'].mean():.5f}{optimum} in {clock()} s")
+          f"{scores['default'].mean():.5f}{optimum} in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
 tokens KL, texts included. Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
-adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Before the first
-step and every --heldout-every steps student and teacher are compared on held-out text and questions.
+adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Dropout is off,
+whatever the config says. Before the first step and every --heldout-every steps student and teacher are
+compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
@@ -33,11 +34,11 @@ Several trainings can stand in one run directory: --name NAME writes RUN/train-N
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM or
-Ctrl-C it finishes the step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops
-there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/
-and teacher/ aside (to train.old-1/, ...) and starts over; the same command, repeated, resumes the new
-training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM,
+Ctrl-C, a terminal that hangs up or output that is closed it finishes the step, saves and exits with 75
+(torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
+--shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
+starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -51,8 +52,8 @@ from dataclasses import replace
 import torch
 
 from common import cli
-from common.artifacts import RECORD, claim, input_digests, make_record, write_record
-from common.cli import Clock, Flag, UserError, run_stage, stage_parser
+from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
+from common.cli import Flag, UserError, run_stage, stage_parser
 from common.data.tasks import TASKS
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
@@ -178,6 +179,9 @@ FLAGS = {
     ],
 }
 RESUMED = [flag.attribute for flags in FLAGS.values() for flag in flags if flag.resumed]
+# what --force knows its own training by, beside the samples and where it starts
+FORCED_BY = [*RESUMED, *(flag.attribute for title in ("length of training", "optimization")
+                         for flag in FLAGS[title] if not flag.resumed)]
 
 
 def parse():
@@ -280,6 +284,9 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     settings = student_settings(run, schedule)
     checkpoints.begin(run.directory, settings, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
+        record = read_record(run.directory, STAGE, pair.model)
+        if ranks.first:
+            verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if args.teacher != SOURCE else []
@@ -327,13 +334,14 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    write_record(directory, make_record(STAGE, run.args, pair.model, inputs, summary, run.clock()))
+    record = replace(run.started, inputs=inputs).record(pair.model, summary)
+    write_record(directory, record, of=checkpoints.own_files(directory))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
-          f"{run.clock()} s")
+          f"{run.started.clock()} s")
 
 
-def prune_train(args, clock: Clock, ranks) -> int:
+def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = students.read_pair(args.run, ranks, args.student)
     source = pair.model["path"]
@@ -347,8 +355,8 @@ def prune_train(args, clock: Clock, ranks) -> int:
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute))
-    run = Run(args, ranks, pair, pool, heldout, execution, clock)
-    args.force = args.force and not was_forced(run)
+    run = Run(args, ranks, pair, pool, heldout, execution, replace(started, args=args))
+    args.force = args.force and not was_forced(run, FORCED_BY)
     has_teacher = find_teacher(run)  # refuses one before anything is moved
     schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
     if args.recompute is None and cuda and must_recompute(run, schedules):
@@ -361,7 +369,7 @@ def prune_train(args, clock: Clock, ranks) -> int:
             print_plan(run, schedules)
         return 0
     if args.force:
-        start_anew(run)
+        start_anew(run, FORCED_BY)
     if has_teacher:
         ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
     elif not train_teacher(run, schedules["teacher"]):
@@ -371,8 +379,8 @@ def prune_train(args, clock: Clock, ranks) -> int:
 
 
 def main() -> int:
-    args, clock = parse(), Clock()
-    claim(STAGE, args)
+    args = parse()
+    started = claim(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order
@@ -380,7 +388,7 @@ def main() -> int:
         torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads any
     with joined_ranks() as ranks:
         try:
-            return prune_train(args, clock, ranks)
+            return prune_train(args, started, ranks)
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
             raise UserError(f"{reason} Lower --tokens-per-microbatch or --loss-chunk, or pass --recompute; "

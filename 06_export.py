@@ -23,17 +23,17 @@ import os
 import torch
 
 from common import artifacts, cli
-from common.cli import Clock, UserError, peak_memory, run_stage, stage_parser
+from common.cli import UserError, peak_memory, run_stage, stage_parser
 from common.data.text import NONE
 from common.evaluate import max_difference, require_close
 from common.families import geometry, merged_modules
 from common.files import write_directory
-from common.layers import CheckpointWriter, Layers
+from common.layers import CheckpointWriter, Layers, require_finite_in
 from common.method import masks
 from common.method.merge import merged_config
 from common.models import empty_model, is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
-from common.reporting import model_card
+from common.reporting import card as model_card
 from common.training import checkpoints
 from common.training.metrics import CONTENT, METRICS, read_metrics
 
@@ -47,6 +47,7 @@ def parse():
     parser.add_argument("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",
                         help="of the exported weights")
     parser.add_argument("--name", type=cli.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
+    parser.add_argument("--update", action="store_true", help="replace an export of another training")
     parser.add_argument("--untrained", action="store_true", help="export merged/ as it is")
     return parser.parse_args()
 
@@ -152,11 +153,11 @@ def write_layers(writer: CheckpointWriter, layers: Layers, student, tokens) -> t
 
 @torch.no_grad()
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    artifacts.claim("06_export.py", args, output)
     inputs = artifacts.input_digests(args.run, [merged] if args.untrained else [training, aligned])
+    started = artifacts.claim("06_export.py", args, output, inputs=inputs)
     if args.untrained:
         trained, alignment = None, artifacts.read_record(merged, "04_align.py")
         artifacts.verify_files(merged, alignment)
@@ -168,6 +169,7 @@ def main():
         source = load_config(aligned)
         config = merged_config(source, alignment["summary"]["kv_heads"])
         layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
+    artifacts.refuse_own_source(alignment["model"], output)
     kv_heads, config = alignment["summary"]["kv_heads"], layers.config
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = weight_dtype(args.dtype, source)
@@ -182,6 +184,8 @@ def main():
         require_close("the exported model differs from the student", difference, allowed)
         loaded = Layers(aside, torch.float32, "cpu", layerwise=True)
         stored = max_difference(expected, loaded.logits(tokens))
+        if dtype == torch.float16:
+            require_finite_in(dtype, aside, tokens)
         if dtype == torch.float32:
             require_close("the export, loaded back, differs from the student", stored, allowed)
         summary = {
@@ -195,17 +199,17 @@ def main():
         if trained:
             step = checkpoints.step_of(weights.path)
             summary |= {"step": step} | heldout_at(training, step)
-        export = artifacts.make_record("06_export.py", args, alignment["model"], inputs, summary, clock())
-        artifacts.write_record(aside, without_paths(export))
-        # after the record, which must not list it: stage 7 adds the scores
+        export = started.record(alignment["model"], summary)
         chat = bool(load_tokenizer(aside).chat_template)
         model_card.write(aside, alignment, trained, export, chat)
+        artifacts.write_record(aside, without_paths(export))
     compared = "student at z = 0" if trained else "merged/"
     print(f"check   {compared} against export: max |logit difference| {difference:.2e}; "
           f"loaded back as {dtype}: {stored:.2e}")
     print(f"wrote   {output}")
     print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "
-          f"{parameters} parameters in {clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+          f"{parameters} parameters in {started.clock()} s, peak host memory "
+          f"{summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from common import cli, evaluate, families, models
-from common.artifacts import RECORD, claim, make_record, read_record, verify_files
-from common.cli import Clock, UserError, run_stage, stage_parser
+from common.artifacts import RECORD, claim, read_record, verify_files, write_beside, write_record
+from common.cli import UserError, run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
 from common.data.tasks import (
@@ -46,15 +46,16 @@ from common.data.tasks import (
     select_questions,
     size_note,
 )
-from common.data.text import NONE, load_tokens, sequence_length
-from common.files import read_text, write_json, write_text
+from common.data.text import NONE, digests_of, load_tokens, sequence_length
+from common.files import read_text, write_text
 from common.layers import Layers
 from common.records import SOURCE
-from common.reporting.scores import answers_section, caption, results_table, summary_line, write_scores
+from common.reporting.tables import answers_section, caption, results_table, summary_line, write_scores
 
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
+TABLE, OUTCOMES = "eval.md", "eval.jsonl"  # beside eval.json
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
 
 
@@ -64,6 +65,8 @@ def parse():
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
                              "merged and gqa in RUN)")
+    parser.add_argument("--update", action="store_true",
+                        help="replace an evaluation of other models or with other flags")
     parser.add_argument("--tasks", default=None, metavar="DIR",
                         help="directory of TASK.validation.jsonl or .parquet files, hub, or none (default: "
                              "hub; the demo's tasks for the demo)")
@@ -109,6 +112,11 @@ def parse():
     return args
 
 
+def task_files(source: str | None) -> list[str]:
+    """The files in a directory of tasks."""
+    return sorted(str(path) for path in Path(source).iterdir()) if source and os.path.isdir(source) else []
+
+
 def register(modules) -> None:
     """Import modules that register model types with transformers."""
     for module in modules:
@@ -125,7 +133,7 @@ def default_checkpoints(run: str) -> dict[str, str]:
         trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
         if teacher == SOURCE:
-            paths = {SOURCE: trained["model"]["path"]} | paths
+            paths = {SOURCE: models.source_model(trained, run)["path"]} | paths
         elif teacher:
             paths["teacher"] = str(teacher)
     return paths
@@ -286,14 +294,18 @@ def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     register(args.register or ())
-    files = (os.path.join(args.run, f"eval.{kind}") for kind in ("json", "md", "jsonl"))
-    output, table_file, outcomes_file = files
-    claim("07_eval.py", args, output, table_file, outcomes_file)
-
+    output = os.path.join(args.run, "eval.json")
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
+    inputs = {name: model["fingerprint"] for name, model in described.items()}
+    inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
+    try:
+        started = claim("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
+    except cli.Complete:
+        print(read_text(os.path.join(args.run, TABLE)))
+        raise
     for path in checkpoints.values():
         verify(path)
     source, text = choose_sources(args)
@@ -319,13 +331,13 @@ def main():
     table = results_table(results) + answers_section(prompts, results)
     hardware = f"{device}, {args.dtype}"
     note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
-    write_text(outcomes_file, "".join(json.dumps(outcome) + "\n" for outcome in outcomes))
-    write_text(table_file, f"{note}\n\n{table}\n")
     memory = cli.peak_memory()
-    written = make_record("07_eval.py", args, described[reference], {}, {"peak_memory_gib": memory}, clock())
-    # last: it says that the others are whole
-    write_json(output, written | {"device": device, "begin_of_sequence": args.bos, "prompts": prompts,
-                                   "results": results})
+    record = started.record(described[reference], {"peak_memory_gib": memory})
+    record |= {"device": device, "begin_of_sequence": args.bos, "prompts": prompts, "results": results}
+    with write_beside(output) as aside:
+        write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
+        write_text(os.path.join(aside, TABLE), f"{note}\n\n{table}\n")
+        write_record(aside, record, os.path.basename(output))
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
@@ -333,7 +345,7 @@ def main():
         of_run = Path(path).resolve().is_relative_to(Path(args.run).resolve())
         if of_run and write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
-    print(f"07_eval: {summary_line(results)}; in {clock()} s, peak host memory {memory} GiB")
+    print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 
 
 if __name__ == "__main__":

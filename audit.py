@@ -24,10 +24,9 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
-from common.artifacts import read_grams, read_layer, read_record, read_tensors
+from common.artifacts import read_grams, read_layer, read_record, read_tensors, read_tokens
 from common.cli import Clock, StageParser, UserError, non_negative, run_stage
-from common.data.generate import Origin, read_calibrated
-from common.files import write_text
+from common.files import read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
 from common.method.masks import BlendedProjection
@@ -45,6 +44,7 @@ BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: 
 ROUNDS, GAIN, STARTS = 50, 1e-6, 10  # of Algorithm 1; of Algorithm 2, whose 200 starts take minutes
 SMALL = 2e7  # layers x (heads x head_dim)^2 of models whose layers take less than a minute together
 
+HEADER = "equation", "as printed", "what the stages computed", "difference", "allowed", "ok"
 
 class Row(NamedTuple):
     equation: str
@@ -76,7 +76,7 @@ class Run:
     def __init__(self, directory: str):
         self.directory = directory
         self.calibration = read_record(self.path("calibration"), "01_calibrate.py")
-        self.model = source_model(self.calibration)
+        self.model = source_model(self.calibration, directory)
         self.similarity, _ = read_tensors(self.path("similarity.safetensors"), "02_similarity.py")
         self.grouping = read_record(self.path("groups.json"), "03_group.py", self.model)
         self.alignment = read_record(self.path("aligned"), "04_align.py", self.model)
@@ -115,7 +115,7 @@ class Layer:
     """A layer's sampled vectors, its heads in the source and in aligned/, and the rotations between them."""
 
     def __init__(self, run: Run, index: int):
-        tensors = read_layer(run.path("calibration"), index)
+        tensors = read_layer(run.path("calibration"), run.calibration, index)
         self.index, self.groups, self.theta = index, run.groups[index], tensors["rope.frequencies"]
         self.keys, self.values = tensors["sample.key"], tensors["sample.value"]  # [N, H, d_H]
         caches = (vectors.double().flatten(1).T for vectors in (self.keys, self.values))
@@ -124,7 +124,7 @@ class Layer:
         stats.update_keys(self.keys)
         stats.update_values(self.values)
         self.sampled = LayerGrams(stats.tensors() | {"key.free": tensors["key.free"]}, run.heads)
-        self.whole = read_grams(run.path("calibration"), run.heads, "cpu", index)  # of all tokens
+        self.whole = read_grams(run.path("calibration"), run.calibration, "cpu", index)  # of all tokens
         source, self.new = (run.attention(name, index) for name in ("source", "aligned"))
         self.old = {letter: heads[self.groups.flatten()] for letter, heads in source.items()}
         values = (torch.cat((heads["v"], heads["o"].mT), dim=2) for heads in (self.old, self.new))
@@ -153,7 +153,7 @@ def similarity_rows(run: Run, layer: Layer):
         count, allowed = len(ours[name]), FLOAT32
         sides = [printed[:count]], [ours[name]]
         if name in again:  # all but the lengths of Eq. 22, which are in no file
-            sides = [printed, again[name]], [ours[name], run.similarity.get_tensor(name)[layer.index]]
+            sides = [printed, again[name]], [ours[name], run.similarity[name][layer.index]]
         if "dist" in name:  # differences of sums of squares, whose float32 products are exact to their size
             vectors = layer.keys if name.startswith("key") else layer.values
             allowed *= float(vectors.double().square().sum(-1).mean() / printed.abs().max())
@@ -241,7 +241,7 @@ def grouping_rows(run: Run, layer: Layer):
     summary, options = run.grouping["summary"], run.grouping["arguments"]
     A, iterations = np.array(run.grouping["groups"][layer.index]), options["iterations"]
     for title, head, equation in (("Eq. 23", "key", paper.eq_23), ("Eq. 24", "value", paper.eq_24)):
-        Sim = run.similarity.get_tensor(f"{head}.{summary['criterion']}.after")[layer.index].numpy()
+        Sim = run.similarity[f"{head}.{summary['criterion']}.after"][layer.index].numpy()
         recorded = [summary["score_found"][layer.index]] if summary["by"] == head else []
         found = [score(Sim[None], A[None]), *recorded]
         yield compare(f"{title}: {head} score of the groups", [equation(A, Sim)], found, 1e-8)
@@ -274,24 +274,19 @@ def merging_rows(run: Run, layer: Layer):
 
 def cache_rows(run: Run):
     """Eq. 1 of the first layer, whose input is known without running the model."""
-    summary, options = run.calibration["summary"], run.calibration["arguments"]
-    title, origin = "Eq. 1: keys before RoPE and values", Origin(run.path("source"), run.directory, "cpu")
-    try:
-        sequences = 1 if options["text"] == "c4" else summary["sequences"]  # of C4 the first document
-        tokens, _ = read_calibrated(run.calibration, origin, sequences)
-    except (UserError, ImportError) as error:
-        yield Row(title, note=f"no calibration text: {error}")
-        return
+    summary = run.calibration["summary"]
     at = torch.linspace(0, summary["tokens"] - 1, summary["sampled_tokens"]).long()
-    tokens, stored = tokens.flatten()[at[at < tokens.numel()]], open_checkpoint(run.path("source"))
+    tokens = read_tokens(run.path("calibration"), run.calibration).flatten()[at]
+    stored = open_checkpoint(run.path("source"))
     norm = stored["model.layers.0.input_layernorm.weight"][:].double()
     X = stored["model.embed_tokens.weight"][:][tokens].double()
     X = rms_norm(X, norm.shape, norm, run.config.rms_norm_eps).T
-    heads, sampled = run.attention("source", 0), read_layer(run.path("calibration"), 0)
+    heads, sampled = run.attention("source", 0), read_layer(run.path("calibration"), run.calibration, 0)
     X = torch.cat((X, torch.ones(1, len(tokens))))[: heads["k"].shape[2]]  # the ones are for biases
     printed = [head for letter in "kv" for head in paper.eq_1(heads[letter].flatten(0, 1) @ X, run.heads)]
     vectors = [sampled[name][: len(tokens)].permute(1, 2, 0) for name in ("sample.key", "sample.value")]
-    yield compare(title, printed, vectors, 64 * torch.finfo(getattr(torch, options["dtype"])).eps)
+    rounding = torch.finfo(getattr(torch, run.calibration["arguments"]["dtype"])).eps
+    yield compare("Eq. 1: keys before RoPE and values", printed, vectors, 64 * rounding)
 
 
 def all_rows(run: Run, layers: list[int]) -> list[Row]:
@@ -331,14 +326,15 @@ def main() -> int:
     parser.add_argument("-h", "--help", action="help", help="show this page")
     args = parser.parse_args()
     return_freed_memory()
+    path = os.path.join(args.run, "paper.md")
+    refuse_overwrite(path, os.path.isfile(path) and read_text(path).startswith(f"| {HEADER[0]}"))
     run = Run(args.run)
     layers = choose_layers(args.layer, run)
-    rows, path = all_rows(run, layers), os.path.join(args.run, "paper.md")
-    header = "equation", "as printed", "what the stages computed", "difference", "allowed", "ok"
+    rows = all_rows(run, layers)
     cells = [(*row[:3], f"{row.difference:.1e}", f"{row.allowed:.1e}", row.ok) if row.ok != "-" else
              (row.equation, *"-----") for row in rows]
     notes = "\n".join(f"- {row.equation}: {row.note}" for row in rows if row.note)
-    text = f"{markdown_table(header, cells)}\n\n{notes}\n"
+    text = f"{markdown_table(HEADER, cells)}\n\n{notes}\n"
     write_text(path, text)
     off = [row.equation for row in rows if row.ok == "NO"]
     print(f"{text}\nwrote   {path}")

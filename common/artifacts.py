@@ -1,86 +1,230 @@
-"""Artifacts, the files passed between stages: tensors, JSON or directories, each with a record of its origin.
+"""Artifacts, which stages exchange: a directory, or X.json and files beside it, each with one record.
 
-X.safetensors has a sidecar X.json with its sha256; a directory artifact has its record in stage.json, with
-the sha256 of every other file. The record is written last, so an artifact whose record is missing or does not
-match was truncated or modified. common/records.py specifies the fields.
+The record is stage.json in a directory, else X.json itself. It has the command and inputs that made the
+artifact (common/records.py specifies the fields) and the sha256 of each of its files. So it answers: is the
+artifact complete, is it ours, and did this command make it from these inputs? Only files that a record names
+are ever replaced or removed.
 """
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import socket
+import stat
 import subprocess
+from dataclasses import dataclass
 
-import filelock
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import load, save_file
 
 from common import cli
-from common.cli import UserError
-from common.files import files_in, read_json, refuse_overwrite, sha256, write_file, write_json
+from common.cli import Clock, Complete, UserError
+from common.files import RECORD, files_in, flush, named_files, read_json, sha256, unfinished, write_json
 from common.method.stats import LayerGrams
-from common.records import find_fault, layer_file, shown
+from common.records import TOKENS, find_fault, layer_file, shown
 from common.weights import check_finite
 
 APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
+CARD = "README.md"  # of a checkpoint
+SCORES, END_OF_SCORES = b"<!-- scores -->", b"<!-- /scores -->"  # stage 7 writes between them
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
-RECORD = "stage.json"  # the record inside a directory artifact
+WITH_RECORD = (".json", ".safetensors")  # artifacts that are files
+PLACES = ("run", "calibration", "similarity", "groups")  # flags that name artifacts: their digests count
+LOADED = (".safetensors", ".bin", ".json", ".py", ".jinja", ".model", ".tiktoken", "merges.txt", "vocab.txt")
 
 
-def claim(stage: str, args, *outputs: str) -> None:
-    """Start a stage: refuse existing outputs, and lock the stage in its run directory until run_stage ends.
+@dataclass(frozen=True)
+class Claim:
+    """A stage at work: its flags as they were given and as it completes them, and what it reads."""
 
-    outputs: in the order in which they get their names. A directory artifact without the last of them is of a
-    run that was killed in between, and may be replaced. Under torchrun only rank 0 does so. Raises UserError
-    if another process is running the stage in args.run, or the one that must stay APART from it, if another
-    output exists without --force, or if an output is a symbolic link.
+    stage: str
+    args: object
+    flags: dict
+    inputs: dict[str, str]  # from input_digests, before they were read: what lies there since may be another
+    clock: Clock
+
+    def record(self, model: dict, summary: dict) -> dict:
+        """The record of an artifact: stage, flags, inputs, versions and key figures."""
+        return {
+            "stage": self.stage,
+            "flags": self.flags,
+            "arguments": {name: value for name, value in vars(self.args).items() if name != "force"},
+            "model": model,
+            "inputs": self.inputs,
+            "packages": package_versions(PACKAGES),
+            "commit": source_commit(),
+            "seconds": self.clock(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "summary": summary,
+        }
+
+
+def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()) -> Claim:
+    """Start a stage: lock it in its run directory until run_stage ends, and look at what its outputs hold.
+
+    outputs: directories in the order in which they get their names, or one X.json, which may name the files
+    `beside` it. Raises Complete if this command has made all of them from these inputs. Raises UserError if
+    another process is running the stage in args.run, or the one that must stay APART from it; if outputs of
+    another command exist without --force (or --update); or if anything lies in the way that no record of
+    the stage names. Incomplete outputs are of a run that was killed, and are replaced. Under torchrun only
+    rank 0 does so.
     """
+    flags = {name: value for name, value in vars(args).items() if name not in (*PLACES, "force", "update")}
+    started = Claim(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
     if os.environ.get("RANK", "0") != "0":
-        return
-    for output in outputs:
-        unfinished = os.path.isfile(os.path.join(output, RECORD)) and not os.path.lexists(outputs[-1])
-        refuse_overwrite(output, args.force or unfinished)
+        return started
     created = not os.path.isdir(args.run)
     os.makedirs(args.run, exist_ok=True)
-    lock = lock_stage(args.run, stage)
-    cli.cleanup.callback(release, lock, created)
+    cli.cleanup.callback(release, lock_stage(args.run, stage), created)
     if stage in APART:
         release(lock_stage(args.run, APART[stage]), False)
-    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    with open(lock.lock_file, "w", encoding="utf-8") as file:
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+    if outputs and not args.force:
+        refuse_other(started, outputs, getattr(args, "update", False))
+    for output in outputs:
+        refuse_foreign(output, stage, beside)
+    return started
 
 
-def lock_stage(run: str, stage: str) -> filelock.FileLock:
+def refuse_own_source(model: dict, *outputs: str) -> None:
+    """Raise UserError if an output would replace the source model itself. model: from a record."""
+    for output in outputs:
+        if os.path.realpath(model["path"]) == os.path.realpath(output):
+            raise UserError(f"{output}: expected another directory than that of the source model; pass "
+                            "another --run")
+
+
+def refuse_other(started: Claim, outputs, update: bool) -> None:
+    """Raise Complete if the outputs are those of `started`; UserError if they are another command's."""
+    faults = [find_fault_of_files(output) for output in outputs]
+    modified = next((fault for fault in faults if fault and fault[0] == "modified"), None)
+    if modified:
+        raise UserError(f"{modified[1]} was modified after {started.stage} wrote it; pass --force to "
+                        "replace it")
+    if any(faults):
+        return
+    differences = filter(None, (difference(started, output) for output in outputs))
+    found = next(differences, None)
+    if found is None:
+        raise Complete(f"{', '.join(outputs)}: complete, by this command and from these inputs; --force "
+                       "starts over")
+    if not update:
+        raise UserError(f"{outputs[-1]} already exists, {found}; pass --force to replace it")
+
+
+def difference(started: Claim, output: str) -> str | None:
+    """How what `started` would make differs from what its output is, by its record; None if it does not."""
+    record = read_json(record_path(output))
+    if find_fault(record, started.stage):
+        return f"with a record that is not one of {started.stage}"
+    flags, asked = record.get("flags") or {}, started.flags
+    for name, value in flags.items():
+        if name in asked and asked[name] != value:
+            return f"made with --{name.replace('_', '-')} {shown(value)}, not {shown(asked[name])}"
+    now, before = ({(os.path.basename(name), digest) for name, digest in inputs.items()}
+                   for inputs in (started.inputs, record["inputs"]))
+    if not now <= before:
+        return f"made from another {min(now - before)[0]}"
+    return None if flags else "made by an earlier version"
+
+
+def find_fault_of_files(output: str) -> tuple[str, str] | None:
+    """("missing" or "modified", path) of the first such file of an artifact; None if it is whole."""
+    record = record_path(output)
+    missing = None if os.path.isfile(record) else ("missing", record)
+    for name, expected in named_files(record).items():
+        path = os.path.join(os.path.dirname(record), name)
+        if not os.path.isfile(path):
+            missing = missing or ("missing", path)
+        elif file_digest(path) != expected:
+            return "modified", path
+    return missing
+
+
+def refuse_foreign(output: str, stage: str, beside) -> None:
+    """Raise UserError for a file in the way of an artifact that no record of this stage names."""
+    path = record_path(output)
+    home, name = os.path.split(path)
+    record, named = read_json(path), set()
+    if isinstance(record, dict) and record.get("stage") == stage:
+        named = {name, *named_files(path)}
+    present = {name, *beside}
+    if os.path.isdir(output) and not os.path.islink(output):
+        present = set(files_in(output))
+    elif output != path:
+        home, present = os.path.split(output)[0], {os.path.basename(output)}  # a file or a link
+    for path in sorted(os.path.join(home, name) for name in present - named):
+        if os.path.lexists(path):
+            kind = "symbolic link" if os.path.islink(path) else "file"
+            raise UserError(f"{path}: expected nothing or what {stage} wrote, found a {kind} that no record "
+                            "of it names; move it away first")
+
+
+@dataclass(frozen=True)
+class Lock:
+    path: str
+    descriptor: int
+
+
+def lock_stage(run: str, stage: str) -> Lock:
     """The lock that a stage holds while it runs in a run directory. Raises UserError if it is held."""
     path = os.path.join(run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            holder = file.read(200) or "another process"
-        raise UserError(f"{run}: expected no {stage} running there, found {holder}") from error
-    return lock
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        status, holder = os.fstat(descriptor), ""
+        ours = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+        if ours:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if not ours or not holder.startswith("process "[: len(holder)]):
+            os.close(descriptor)
+            raise UserError(f"{path}: expected nothing or a lock, found another file; move it away first")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UserError(f"{run}: expected no {stage} running there, found "
+                            f"{holder or 'another process'}") from error
+        if os.fstat(descriptor).st_nlink:  # else its holder has removed it meanwhile
+            break
+        os.close(descriptor)
+    since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+    return Lock(path, descriptor)
 
 
-def release(lock, created: bool) -> None:
+def release(lock: Lock, created: bool) -> None:
     """Release a lock and remove its file, and the run directory if `created` for it and still empty."""
     with contextlib.suppress(OSError):
-        os.remove(lock.lock_file)
-    lock.release()
-    if not created:
-        return
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(lock.lock_file))
+        os.remove(lock.path)
+    os.close(lock.descriptor)
+    if created:
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(lock.path))
+
+
+def record_path(path: str) -> str:
+    """Where the record of an artifact is: stage.json in a directory, X.json of X.safetensors or X.json."""
+    beside = path.endswith(WITH_RECORD) and not os.path.isdir(path)
+    return f"{os.path.splitext(path)[0]}.json" if beside else os.path.join(path, RECORD)
 
 
 def digest(path: str) -> str:
-    """sha256 that identifies an artifact: that of the file, or of a directory's record."""
-    return sha256(os.path.join(path, RECORD) if os.path.isdir(path) else path)
+    """sha256 that identifies an artifact: that of its record, which has those of its files, or of a file."""
+    return sha256(record_path(path) if os.path.isdir(path) or path.endswith(WITH_RECORD) else path)
+
+
+def file_digest(path: str) -> str:
+    """sha256 of a file; of a model card without the scores that stage 7 puts in."""
+    if os.path.basename(path) != CARD:
+        return sha256(path)
+    with open(path, "rb") as file:
+        whole, _, after = file.read().rpartition(END_OF_SCORES)
+    return hashlib.sha256(whole.rpartition(SCORES)[0] + after).hexdigest()
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:
@@ -101,26 +245,6 @@ def check_input(record: dict, path: str) -> None:
                         f"found a different one; run {stage} again with --force")
 
 
-def make_record(
-    stage: str, args, model: dict, inputs: dict[str, str], summary: dict, seconds: float
-) -> dict:
-    """The record of an artifact: stage, arguments, inputs, versions and key figures.
-
-    inputs: from input_digests, called before they were read: what lies there since may be another artifact.
-    """
-    return {
-        "stage": stage,
-        "arguments": {name: value for name, value in vars(args).items() if name != "force"},
-        "model": model,
-        "inputs": inputs,
-        "packages": package_versions(PACKAGES),
-        "commit": source_commit(),
-        "seconds": seconds,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "summary": summary,
-    }
-
-
 def package_versions(names) -> dict[str, str]:
     """Name -> version of those packages that are installed; stages run without datasets, for one."""
     versions = {}
@@ -131,21 +255,39 @@ def package_versions(names) -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """The git commit of this source; None without a repository, or without git."""
-    command, source = ["git", "rev-parse", "HEAD"], os.path.dirname(__file__)
-    try:
-        commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return commit.stdout.strip() or None
+    """The git commit of this source, with -dirty if it was edited since; None if it has no repository."""
+    source = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+    def git(*command: str) -> str:
+        done = subprocess.run(("git", *command), cwd=source, capture_output=True, text=True, check=False)
+        return done.stdout
+
+    with contextlib.suppress(OSError):  # git is not installed
+        if git("rev-parse", "--show-toplevel").rstrip("\n") == source:  # not a repository around it
+            return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
+    return None
 
 
-def write_tensors(path: str, tensors: dict, sidecar: dict) -> None:
-    """Write tensors and their sidecar with the sha256. The tensors get their name last."""
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    with write_file(path) as file:  # save_file would leave it unreadable to others
-        file.write(content)
-        write_json(sidecar_path(path), sidecar | {"sha256": hashlib.sha256(content).hexdigest()})
+@contextlib.contextmanager
+def write_beside(path: str):
+    """Context manager: an empty directory to fill with X.json, by write_record, and the files beside it.
+
+    path: that of X.json, which takes its name first: if the process is killed then, X.json says which files
+    are ours. Files that an earlier X.json named, and this one does not, are removed.
+    """
+    home, name = os.path.split(path)
+    with unfinished(path) as aside:
+        os.mkdir(aside)
+        yield aside
+        flush(aside)
+        before = named_files(path)
+        files = [name, *named_files(os.path.join(aside, name))]
+        for file in files:
+            os.rename(os.path.join(aside, file), os.path.join(home, file))
+    for file in before.keys() - files:
+        with contextlib.suppress(OSError):
+            if sha256(os.path.join(home, file)) == before[file]:
+                os.remove(os.path.join(home, file))
 
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -154,16 +296,11 @@ def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) ->
     save_file(contiguous, os.path.join(directory, layer_file(index)))
 
 
-def write_record(directory: str, record: dict) -> None:
-    """Write stage.json with the sha256 of every other file in the directory. Call it last."""
-    names = [name for name in files_in(directory) if name != RECORD]
-    files = {name: sha256(os.path.join(directory, name)) for name in names}
-    write_json(os.path.join(directory, RECORD), record | {"files": files})
-
-
-def sidecar_path(path: str) -> str:
-    """X.safetensors -> X.json; a directory -> its stage.json."""
-    return os.path.join(path, RECORD) if os.path.isdir(path) else os.path.splitext(path)[0] + ".json"
+def write_record(directory: str, record: dict, name: str = RECORD, of: list[str] | None = None) -> None:
+    """Write a record with the sha256 of these files, by default of all others there. Call it last."""
+    names = [other for other in of or files_in(directory) if other != name]
+    files = {other: file_digest(os.path.join(directory, other)) for other in names}
+    write_json(os.path.join(directory, name), record | {"files": files})
 
 
 def read_record(path: str, stage: str, model: dict | None = None) -> dict:
@@ -173,17 +310,17 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     """
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
-    sidecar = sidecar_path(path)
-    record = read_json(sidecar)
+    where = record_path(path)
+    record = read_json(where)
     if record is None:
-        raise UserError(f"{sidecar}: expected the record of {stage}, found none that can be read; "
+        raise UserError(f"{where}: expected the record of {stage}, found none that can be read; "
                         f"run {stage} again")
     if isinstance(record, dict) and isinstance(record.get("stage"), str) and record["stage"] != stage:
         other = shown(record["stage"])[1:-1]
         raise UserError(f"{path}: expected an artifact of {stage}, found one of {other}")
     fault = find_fault(record, stage)
     if fault:
-        raise UserError(f"{sidecar}: {fault}; run {stage} again")
+        raise UserError(f"{where}: {fault}; run {stage} again")
     if model is not None:
         check_same_model(path, model, record["model"])
     return record
@@ -201,33 +338,56 @@ def check_same_model(path: str, expected: dict, actual: dict) -> None:
 
 
 def verify_files(path: str, record: dict) -> None:
-    """Raise UserError unless a directory artifact has the files in its record, as recorded, and no others.
+    """Raise UserError unless a directory artifact has the files in its record, as recorded.
 
-    Others would be read, too: transformers prefers model.safetensors to shards. Hidden files and a README.md
-    may be anyone's.
+    Nor may a checkpoint have others that transformers would load with them, as it prefers model.safetensors
+    to shards. Its README.md may be anyone's.
     """
-    names = {name for name in files_in(path) if "/." not in f"/{name}"}
-    others = names - {*record["files"], RECORD, "README.md"}
-    if others:
+    others = {name for name in files_in(path) if name.endswith(LOADED) and "/." not in f"/{name}"}
+    others -= {*record["files"], RECORD}
+    if others and "config.json" in record["files"]:
         raise UserError(f"{path}: expected only the files in its {RECORD}, found also {min(others)}; "
                         "remove it")
-    for name, expected in record["files"].items():
-        file, stage = os.path.join(path, name), record["stage"]
-        if not os.path.isfile(file):
-            raise UserError(f"{file}: expected the file written by {stage}, found none; "
-                            f"run {stage} again with --force")
-        if sha256(file) != expected:
-            raise UserError(f"{file}: its content does not match {RECORD} (truncated or modified); "
-                            f"run {stage} again with --force")
+    for name in record["files"].keys() - {CARD}:
+        check_content(path, name, record, sha256)
 
 
-def read_tensors(path: str, stage: str):
-    """An open safetensors file and its record. Raises UserError if missing, damaged or of another stage."""
-    record = read_record(path, stage)
-    if sha256(path) != record["sha256"]:
-        raise UserError(f"{path}: its content does not match {sidecar_path(path)} (truncated or modified); "
+def check_content(directory: str, name: str, record: dict, digest_of) -> None:
+    """Raise UserError unless digest_of(a file's path) is what the record says of this name."""
+    path, stage = os.path.join(directory, name), record["stage"]
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: expected the file written by {stage}, found none; "
                         f"run {stage} again with --force")
-    return open_tensors(path), record
+    if digest_of(path) != record["files"].get(name):
+        raise UserError(f"{path}: its content does not match its record (truncated or modified); "
+                        f"run {stage} again with --force")
+
+
+def read_verified(directory: str, name: str, record: dict) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file that an artifact's record names, as they were written.
+
+    They are copies, because those of `load` are 8-byte aligned; complex kernels need 16. Raises UserError.
+    """
+    content = b""
+
+    def digest_of(path: str) -> str:
+        nonlocal content
+        with open(path, "rb") as file:
+            content = file.read()
+        return hashlib.sha256(content).hexdigest()
+
+    check_content(directory, name, record, digest_of)
+    try:
+        return {key: tensor.clone() for key, tensor in load(content).items()}
+    except SafetensorError as error:
+        raise UserError(f"{os.path.join(directory, name)}: expected a safetensors file, found none that can "
+                        f"be read: {error}") from error
+
+
+def read_tensors(path: str, stage: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of X.safetensors and their record. Raises UserError if missing, damaged or foreign."""
+    record = read_record(path, stage)
+    return read_verified(*os.path.split(path), record), record
 
 
 def read_calibration(path: str) -> dict:
@@ -238,29 +398,33 @@ def read_calibration(path: str) -> dict:
     kv_heads, size = model["kv_heads"], model["head_dim"]
     expected = [kv_heads * (kv_heads + 1) // 2, size, size]
     for index in range(model["layers"]):
-        shape = open_tensors(os.path.join(path, layer_file(index))).get_slice("key.raw").get_shape()
+        with open_tensors(os.path.join(path, layer_file(index))) as file:
+            shape = file.get_slice("key.raw").get_shape()
         if shape != expected:
             raise UserError(f"{path}: expected key.raw of shape {expected} for the model in its record, "
                             f"found {shape}")
     return record
 
 
-def read_layer(path: str, index: int) -> dict[str, torch.Tensor]:
-    """Copies of one layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
+def read_layer(path: str, record: dict, index: int) -> dict[str, torch.Tensor]:
+    """One layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
 
-    Copies, because memory-mapped tensors stay resident and are 8-byte aligned; complex kernels need 16.
+    record: from read_calibration; a calibration that was replaced since is refused.
     """
-    name = os.path.join(path, layer_file(index))
-    file = open_tensors(name)
-    tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
-    check_finite(tensors.items(), name)
+    tensors = read_verified(path, layer_file(index), record)
+    check_finite(tensors.items(), os.path.join(path, layer_file(index)))
     return tensors
 
 
-def read_grams(path: str, source_kv_heads: int, device: str, index: int) -> LayerGrams:
-    """One layer's Grams from a calibration directory, on `device`."""
-    tensors = {name: tensor.to(device) for name, tensor in read_layer(path, index).items()}
-    return LayerGrams(tensors, source_kv_heads)
+def read_tokens(path: str, record: dict) -> torch.Tensor:
+    """The tokens that a calibration read, int64 [sequences, length]. Arguments: as for read_layer."""
+    return read_verified(path, TOKENS, record)["tokens"].long()
+
+
+def read_grams(path: str, record: dict, device: str, index: int) -> LayerGrams:
+    """One layer's Grams from a calibration directory, on `device`. Arguments: as for read_layer."""
+    tensors = {name: tensor.to(device) for name, tensor in read_layer(path, record, index).items()}
+    return LayerGrams(tensors, record["model"]["kv_heads"])
 
 
 def open_tensors(path: str):

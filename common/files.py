@@ -1,21 +1,36 @@
 """Files and directories, written whole or not at all and never over something else; their sha256."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
+
+from safetensors import SafetensorError
 
 from common.cli import UserError
 
 LARGE = 2**26  # bytes; smaller files are hashed each time
+RECORD = "stage.json"  # of a directory: the record of what made it, and the sha256 of its files
+WRITER = "writer"  # in a directory of unfinished output: locked by the process that writes there
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 SETTLED = 2e9  # nanoseconds, longer than a tick of any file system's clock: a later change has another time
+
+
+def require_regular(path: str) -> None:
+    """Raise UserError for a FIFO or a device: reading one may never end."""
+    if os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a file, found a FIFO or a device")
 
 
 def sha256(path: str) -> str:
     """Hex digest of a file."""
+    require_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -47,20 +62,50 @@ def refuse_overwrite(path: str, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def write_file(path: str):
-    """Context manager: an open file PATH.tmp, renamed to PATH if the block succeeds, removed if it fails."""
-    aside = path + ".tmp"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+def unfinished(path: str):
+    """Context manager: a free name in a new directory beside `path`, to be renamed to it.
+
+    The directory is removed at the end, and so are those that killed processes left for this path.
+    """
+    home, name = os.path.split(os.path.abspath(path))
+    os.makedirs(home, exist_ok=True)
+    prefix, suffix = f".{name}.", ".unfinished"
+    for entry in os.listdir(home):
+        if entry.startswith(prefix) and entry.endswith(suffix):
+            remove_abandoned(os.path.join(home, entry))
+    aside = tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=home)
     try:
-        with open(aside, "wb") as file:
+        with open(os.path.join(aside, WRITER), "x") as writer:
+            fcntl.flock(writer, fcntl.LOCK_EX)
+            yield os.path.join(aside, name)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) or error.errno in FULL:  # they name no file of the user's
+            raise UserError(f"{path}: cannot be written: {error}") from error
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_abandoned(directory: str) -> None:
+    """Remove a directory that unfinished() made, unless its process is alive; any other one stays."""
+    with contextlib.suppress(OSError):  # also BlockingIOError: the process is alive
+        descriptor = os.open(os.path.join(directory, WRITER), os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def write_file(path: str):
+    """Context manager: an open file, renamed to `path` if the block succeeds, removed if it fails."""
+    with unfinished(path) as aside:
+        with open(aside, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.rename(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(aside)
-        raise
 
 
 @contextlib.contextmanager
@@ -69,6 +114,7 @@ def open_text(path: str):
 
     Every newline is read as "\\n", and a byte-order mark is skipped.
     """
+    require_regular(path)
     with open(path, encoding="utf-8-sig") as file:
         try:
             yield file
@@ -84,18 +130,19 @@ def read_text(path: str) -> str:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write text to a temporary file, then rename it."""
+    """Write a text file, whole or not at all."""
     with write_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: str, value: dict) -> None:
-    """Write JSON to a temporary file, then rename it."""
+    """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(value, indent=1))
 
 
 def read_json(path: str):
     """The JSON value in a file; None if there is none that can be read."""
+    require_regular(path)
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -113,36 +160,59 @@ def files_in(directory: str) -> list[str]:
 
 @contextlib.contextmanager
 def write_directory(path: str):
-    """Context manager: an empty directory PATH.tmp to fill, renamed to PATH if the block succeeds.
+    """Context manager: an empty directory to fill, renamed to `path` if the block succeeds.
 
-    A previous directory stays untouched until then: it is moved aside to a free name and removed once the new
-    one is in place. Files get the permissions that the umask gives, also those that safetensors writes with
-    0600. Raises UserError if path is a file or a symbolic link.
+    A previous directory stays untouched until then. It is moved aside to a free name, and once the new one is
+    in place, the files that its record names are removed; any others stay there. Raises UserError if path is
+    a file or a symbolic link.
     """
     if os.path.islink(path) or os.path.isfile(path):
         kind = "a symbolic link" if os.path.islink(path) else "a file"
         raise UserError(f"{path}: expected nothing or a directory, found {kind}; remove it first")
-    aside = path + ".tmp"
-    shutil.rmtree(aside, ignore_errors=True)  # from a killed run
-    os.makedirs(aside)
-    try:
+    with unfinished(path) as aside:
+        os.mkdir(aside)
         yield aside
-        permissions = os.stat(aside).st_mode & 0o666
-        for name in files_in(aside):
-            os.chmod(os.path.join(aside, name), permissions)
-            sync(os.path.join(aside, name))
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    previous = move_aside(path)
-    try:
-        os.rename(aside, path)
-    except BaseException:
-        if previous:
-            os.rename(previous, path)
-        raise
+        flush(aside)
+        previous = move_aside(path)
+        try:
+            os.rename(aside, path)
+        except BaseException:
+            if previous:
+                os.rename(previous, path)
+            raise
     if previous:
-        shutil.rmtree(previous)
+        remove_named(previous)
+
+
+def named_files(path: str) -> dict[str, str]:
+    """File name -> sha256 of the files beside it that a record names; none if `path` has no record."""
+    record = read_json(path)
+    files = record.get("files") if isinstance(record, dict) else None
+    return files if isinstance(files, dict) else {}
+
+
+def remove_named(directory: str) -> None:
+    """Remove the files that a directory's record names, then itself, if nothing else is in it."""
+    named = named_files(os.path.join(directory, RECORD))
+    for name in files_in(directory) if named else ():
+        if name in named or name == RECORD:
+            os.remove(os.path.join(directory, name))
+    remove_empty(directory)
+
+
+def remove_empty(directory: str) -> None:
+    """Remove the directories below a directory that are empty, then itself, if it is."""
+    for folder, _, _ in os.walk(directory, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(folder)
+
+
+def flush(directory: str) -> None:
+    """Flush the files of a directory to disk, with the umask's permissions: safetensors writes with 0600."""
+    permissions = os.stat(directory).st_mode & 0o666
+    for name in files_in(directory):
+        os.chmod(os.path.join(directory, name), permissions)
+        sync(os.path.join(directory, name))
 
 
 def sync(path: str) -> None:

@@ -30,7 +30,9 @@ WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the 
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
 DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "*.bin", "README.md")
-OUTPUTS = {"output_attentions": False, "return_dict": True}  # of models, whatever a config says
+# of models, whatever a config says; no dropout, because a resumed training could not repeat its draws
+OUTPUTS = {"output_attentions": False, "return_dict": True} | dict.fromkeys(
+    ("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings")
 
@@ -80,6 +82,8 @@ def load_config(path: str):
                         f"{error}") from error
     if fault:
         raise UserError(f"{path}: {fault}")
+    if config.dtype is not None and not config.dtype.is_floating_point:
+        raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
     config._attn_implementation = "sdpa"  # whatever it says: without a mask no other is causal
     return config
 
@@ -92,9 +96,14 @@ def describe(path: str, name: str | None = None) -> dict:
     return {"name": name or path, "path": path, "fingerprint": fingerprint(path)} | asdict(geometry(config))
 
 
-def source_model(record: dict) -> dict:
-    """The source model in an artifact's record. Raises UserError if it is missing or has changed."""
-    recorded, path = record["model"], record["model"]["path"]
+def source_model(record: dict, run: str) -> dict:
+    """The source model in an artifact's record, found in RUN/source, too, should RUN have been moved.
+
+    Raises UserError if it is missing or has changed.
+    """
+    recorded, path, own = record["model"], record["model"]["path"], os.path.join(run, "source")
+    if os.path.isdir(own) and fingerprint(own) == recorded["fingerprint"]:
+        path = own
     if not os.path.isdir(path):
         raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])
@@ -102,7 +111,7 @@ def source_model(record: dict) -> dict:
         raise UserError(f"model {path}: changed since 01_calibrate.py read it "
                         f"(expected {recorded['fingerprint'][:12]}, found {model['fingerprint'][:12]})")
     for name, value in model.items():
-        if value != recorded[name]:
+        if value != recorded[name] and name != "path":
             raise UserError(f"model {path}: expected {name} {recorded[name]} as recorded, found {value}")
     return model
 
@@ -142,15 +151,20 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: cannot load the weights: {type(error).__name__}: "
                         f"{first_line(error)}") from error
-    check_names(path, report["missing_keys"], report["unexpected_keys"])
-    for name, actual, expected in sorted(report["mismatched_keys"]):
-        raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
+    check_loaded(path, report)
     placed = getattr(model, "hf_device_map", {}).values()
     if spread and not {"cpu", "disk"}.isdisjoint(placed):
         raise UserError(f"{path}: expected GPUs that hold the model, found {torch.cuda.device_count()} that "
                         "are too small")
     check_finite(model.named_parameters(), path)
     return model.eval() if spread else model.to(device).eval()
+
+
+def check_loaded(path: str, report: dict) -> None:
+    """Raise UserError for the first missing, unexpected or mis-shaped tensor of transformers' report."""
+    check_names(path, report["missing_keys"], report["unexpected_keys"])
+    for name, actual, expected in sorted(report["mismatched_keys"]):
+        raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
 
 
 def load_tokenizer(path: str):

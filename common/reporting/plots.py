@@ -3,17 +3,19 @@
 A failed plot must not fail the stage: one that cannot be drawn or written is skipped with a message.
 """
 
-import contextlib
 import functools
 import os
 from statistics import median
+
+from common.cli import UserError
+from common.files import write_file
 
 
 def drawing(figure_of):
     """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
     If matplotlib is missing or the file cannot be written, draw() prints one line and returns. The file is
-    written under a temporary name and renamed. figure_of is available as draw.__wrapped__.
+    written whole or not at all. figure_of is available as draw.__wrapped__.
     """
 
     @functools.wraps(figure_of)
@@ -26,16 +28,12 @@ def drawing(figure_of):
             print(f"skipped {path}: matplotlib cannot be imported ({error})")
             return
         figure = figure_of(pyplot, *args, **kwargs)
-        aside = path + ".tmp"
         try:
-            # explicit format, as the path does not end in .png; no version, for reproducible bytes
-            figure.savefig(aside, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-            os.replace(aside, path)
-            print(f"drew    {path}")
-        except OSError as error:
-            print(f"skipped {path}: cannot be written ({error.strerror or error})")
-            with contextlib.suppress(OSError):
-                os.remove(aside)
+            with write_file(path) as file:  # no version, for reproducible bytes
+                figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+            print(f"drew    {os.path.basename(path)}")
+        except (OSError, UserError) as error:
+            print(f"skipped {path}: cannot be written ({getattr(error, 'strerror', error)})")
         finally:
             pyplot.close(figure)
 

@@ -1,8 +1,26 @@
-"""Markdown tables: the one writer for all of this repository's."""
+"""Tables: Markdown, of which this is the one writer; the scores of 07_eval.py, for its file and a model card;
+and the figures of any record, for report.html.
+"""
 
+import math
+import os
+import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from common.files import read_text, write_text
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
+AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
+MOST_COLUMNS = 6  # checkpoints beside each other; with more, lines are too long to read and each gets a row
+SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
+# record fields that are not figures
+PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
+              "summary", "files", "results", "prompts")
+DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
+WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "GiB", "grad": "gradient",
+         "mfu": "MFU", "dist": "squared distance", "cos": "cosine", "heldout": "held-out"}  # in names
+PERCENT = ("exact_match", "likelihood", "chance")  # name endings of shares, shown in percent
 
 
 def markdown_text(value) -> str:
@@ -31,3 +49,250 @@ def markdown_table(
     ends = {"<": "-", ">": ":"}
     rules = ["-" * (width + 1) + ends[side] for side, width in zip(align, widths, strict=True)]
     return "\n".join([line(cells[0]), f"|{'|'.join(rules)}|", *map(line, cells[1:])])
+
+
+def results_table(results: dict[str, dict]) -> str:
+    """A Markdown table with a column per checkpoint; with many of them, tables with a row per checkpoint."""
+    names, sections = ("chance", *results), table_sections(list(results.values()))
+    if len(results) <= MOST_COLUMNS:
+        rows = []
+        for title, section in sections.items():
+            rows += [(f"**{title}**", *[""] * len(names)), *section]
+        table = [("", *names), *rows]
+        if not any(figures["tasks"] for figures in results.values()):
+            table = [(title, *cells) for title, _, *cells in table]  # nothing to guess
+        return markdown_table(table[0], table[1:])
+    tables = []
+    for title, section in sections.items():
+        titles, *rows = zip(*section, strict=True)
+        named = [(name, *row) for name, row in zip(names, rows, strict=True) if any(row)]
+        tables.append(markdown_table((title, *titles), named))
+    return "\n\n".join(tables)
+
+
+def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
+    """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's figures."""
+    sections, kinds = {}, {"exact_match": "exact match, %", "likelihood": "likelihood, %"}
+    for kind, title in kinds.items() if any(column["tasks"] for column in columns) else ():
+        rows = [rate_row(task, [column["tasks"][task] for column in columns], kind, "chance")
+                for task in columns[0]["tasks"]]
+        rows += [rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance")
+                 for average, name in AVERAGES.items()]
+        sections[title] = rows
+    costs = []
+    if "perplexity" in columns[0]:
+        costs.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
+    if any("kl" in column for column in columns):
+        for title, key in (("KL from the first, nats", "kl"), ("top-1 agreement", "agreement")):
+            costs.append((title, "", "", *(number(column, key, 4) for column in columns[1:])))
+    costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
+    for title, key in (("KV bytes per token", "cache_bytes_per_token"),
+                       ("prefill tokens/s", "prefill_tokens_per_s"),
+                       ("decode tokens/s", "decode_tokens_per_s")):
+        if any(key in column for column in columns):
+            costs.append((title, "", *(number(column, key, 0) for column in columns)))
+    return sections | {"cost": costs}
+
+
+def number(column: dict, key: str, digits: int) -> str:
+    """A figure, or "-" if it was not measured."""
+    return f"{column[key]:.{digits}f}" if key in column else "-"
+
+
+def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[str, ...]:
+    """A table row of rates in percent with their standard errors, "-" for those that were not measured."""
+    if key not in columns[0]:
+        return title, *["-"] * (len(columns) + 1)
+    cells = [f"{100 * column[key]:.1f} ± {100 * column[f'{key}_stderr']:.1f}" for column in columns]
+    return title, f"{100 * columns[0][chance]:.1f}", *cells
+
+
+def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
+    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts."""
+    parts = []
+    for number, prompt in enumerate(prompts):
+        answers = [(name, figures["answers"][number]) for name, figures in results.items()]
+        parts.append(markdown_table((prompt, "greedy answer"), answers))
+    return "".join(f"\n\n{part}" for part in parts)
+
+
+def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str,
+            bos: bool) -> str:
+    """One line that says what the figures are and how they were measured.
+
+    reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
+    were selected. hardware: device and dtype. bos: whether prompts and text had a begin-of-sequence token.
+    """
+    text = f" Perplexity of {file_name(reference['perplexity_text'])}." if "perplexity" in reference else ""
+    beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
+    if not reference["tasks"]:
+        measured = "Speeds: one sequence" if "decode_tokens_per_s" in reference else "Layer by layer"
+        return " ".join(f"{text} {measured} on {hardware}, {beginning}.".split())  # names may have newlines
+    questions = sum(task["questions"] for task in reference["tasks"].values())
+    selection = "" if limit is None else f", the first {limit} per task"
+    if seed is not None:
+        selection = f", {limit} per task drawn with seed {seed}"
+    line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
+            f"± standard error: {questions} validation questions ({file_name(source)}{selection}), averaged "
+            f"over questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
+            f"{text} Speeds: one sequence on {hardware}.")
+    return " ".join(line.split())
+
+
+def file_name(source: str) -> str:
+    """A description, "PATH" or "PATH: ...", without directories: who reads a model card has others."""
+    path, *rest = source.split(": ", 1)
+    return ": ".join((os.path.basename(os.path.normpath(path)), *rest)) if os.path.exists(path) else source
+
+
+def summary_line(results: dict[str, dict]) -> str:
+    """One line: micro averages, or else perplexities, and the last KV cache relative to the first."""
+    scores = []
+    for name, figures in results.items():
+        if figures["tasks"]:
+            rate, error = figures["micro_exact_match"], figures["micro_exact_match_stderr"]
+            scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
+        elif "perplexity" in figures:
+            scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
+    sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
+    return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
+
+
+def write_scores(directory: str, scores: str) -> bool:
+    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> in a checkpoint's README.md.
+
+    Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
+    they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
+    """
+    path = os.path.join(directory, "README.md")
+    if not os.path.exists(path):
+        return False
+    whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
+    before, opening, _ = whole.rpartition(SCORES)  # the last ones: a license may have others
+    if opening:
+        escaped = scores.replace("<!--", "&lt;!--")
+        write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
+    return bool(opening)
+
+
+class Table(NamedTuple):
+    header: tuple  # empty for tables of (name, value)
+    rows: list[tuple]
+    caption: str = ""
+
+
+def is_number(value) -> bool:
+    """Whether a value is a finite number that can be plotted, and not a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def label(name: str) -> str:
+    """A figure's name in words: "heldout_task_kl" -> "held-out task KL"."""
+    return " ".join(WORDS.get(word, word) for word in re.split("[._]", name))
+
+
+def cell(value) -> str:
+    """A record's value as short text."""
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
+    if isinstance(value, list):
+        nested = any(isinstance(item, list) for item in value)
+        return (" | " if nested else "\u00a0").join(map(cell, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {cell(item)}" for name, item in value.items())
+    return value[:12] if DIGEST.fullmatch(value) else value
+
+
+def rate(figures: dict, name: str) -> str:
+    """A score with its standard error, if it has one; shares in percent."""
+    values = [figures.get(name), figures.get(f"{name}_stderr")]
+    numbers = [value for value in values if is_number(value)]
+    if not numbers:
+        return cell(values[0])
+    if not name.endswith(PERCENT):
+        return "\u00a0±\u00a0".join(map(cell, numbers))
+    return "\u00a0±\u00a0".join(f"{100 * number:.1f}" for number in numbers) + "%"
+
+
+def flatten(values: dict, prefix: str = "") -> dict:
+    """Flatten nested objects; names are joined by dots."""
+    flat = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def record_figures(record: dict) -> dict:
+    """A record's summary and its stage-specific fields, flattened."""
+    return flatten(record["summary"] | {name: record[name] for name in record if name not in PROVENANCE})
+
+
+def figure_tables(figures: dict, layers: int) -> list[Table]:
+    """One table of scalars, one for all lists of a given length (as columns), and one per list of objects."""
+    lists = {name: values for name, values in figures.items() if isinstance(values, list) and values}
+    columns: dict[tuple[str, int], dict[str, list]] = {}  # (caption, number of rows) -> column -> values
+    for name, values in lists.items():
+        if all(isinstance(value, dict) for value in values):
+            columns[name, len(values)] = {key: [value.get(key) for value in values] for key in values[0]}
+        else:
+            columns.setdefault(("", len(values)), {})[name] = values
+    tables = [Table((), [(label(name), value) for name, value in figures.items() if name not in lists])]
+    for (caption, count), named in columns.items():
+        first = "layer" if count == layers else ""
+        rows = list(zip(range(count), *named.values(), strict=True))
+        tables.append(Table((first, *map(label, named)), rows, label(caption)))
+    return tables
+
+
+def score_tables(results: dict[str, dict], prompts) -> list[Table]:
+    """One table per kind of score, tasks by checkpoints, then one of all other figures, and the answers.
+
+    results: checkpoint -> figures. prompts: the list that the checkpoints answered; any other has no table.
+    """
+    by_model = {}  # checkpoint -> task -> scores
+    for name, figures in results.items():
+        by_model[name] = {task: flatten(scores) for task, scores in figures.get("tasks", {}).items()}
+    names = next((list(scores) for tasks in by_model.values() for scores in tasks.values()), [])
+    kinds = [name for name in names if name not in ("questions", "chance") and not name.endswith("_stderr")]
+    tables = [_score_table(kind, results, by_model) for kind in kinds]
+
+    averages = {f"{average}_{name}" for average in AVERAGES for name in (*kinds, "chance")}
+    shown = {"tasks", "answers"} | averages | {f"{name}_stderr" for name in averages}
+    others = []
+    for figures in results.values():
+        others.append(flatten({name: value for name, value in figures.items() if name not in shown}))
+    names = dict.fromkeys(name for figures in others for name in figures)
+    rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
+    tables.append(Table(("", *results), rows))
+    columns = [prompts, *(figures.get("answers") for figures in results.values())]
+    if all(isinstance(column, list) for column in columns):
+        tables.append(Table(("prompt", *results), list(zip(*columns, strict=False)), "greedy answers"))
+    return tables
+
+
+def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict]) -> Table:
+    """One kind of score: a row per task and average, a column per checkpoint."""
+    first, tasks = next(iter(results.values())), next(iter(by_model.values()))
+    rows = []
+    for task, scores in tasks.items():
+        rates = [rate(model.get(task, {}), kind) for model in by_model.values()]
+        rows.append((task, scores.get("questions"), rate(scores, "chance"), *rates))
+    for average, title in AVERAGES.items():
+        rates = [rate(figures, f"{average}_{kind}") for figures in results.values()]
+        rows.append((title, "", rate(first, f"{average}_chance"), *rates))
+    errors = any(f"{kind}_stderr" in scores for scores in tasks.values())
+    caption = f"{label(kind)}, ± standard error" if errors else label(kind)
+    return Table(("", "questions", "chance", *results), rows, caption)
+
+
+def steps_table(metrics: list[dict]) -> Table:
+    """A table of the first training step, the last with masks, and the last."""
+    masked = [line for line in metrics if "mask_mean" in line]
+    chosen = {line["step"]: line for line in (*metrics[:1], *masked[-1:], *metrics[-1:])}
+    names = [name for name, value in metrics[0].items() if name != "step" and not isinstance(value, list)]
+    rows = [(label(name), *(line.get(name) for line in chosen.values())) for name in names]
+    return Table(("", *(f"step {step}" for step in chosen)), rows, "training steps")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
-from common.training import checkpoints
+from common.training import checkpoints, sharding
 from common.training.metrics import Metrics
 from common.training.packing import Row, dealt, rows_ahead
 from common.training.sharding import Ranks, Trainee, reduce_gradients
@@ -150,19 +150,18 @@ class Step:
 
 
 class Signals:
-    """Records SIGTERM and SIGINT within its block, so that the current step and its checkpoint complete."""
+    """Records signals that ask to stop within its block, so that the step and its checkpoint complete."""
 
     def __enter__(self):
-        self.asked: int | None = None
-        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.asked: int | None = sharding.asked.pop() if sharding.asked else None  # and was lost
+        self.before = sharding.catch_signals(self._ask)
         return self
 
     def _ask(self, number, frame) -> None:
         self.asked = number
 
     def __exit__(self, error, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        sharding.restore_signals(self.before)
         if self.asked and error is None:  # arrived after the last step: leave it to the previous handler
             signal.raise_signal(self.asked)
 
@@ -171,7 +170,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
     """Yield each Step from job.step to `until` (default: schedule.steps).
 
     Before its body: this rank's rows and the learning rate. After it: a line of metrics.jsonl, a checkpoint
-    as scheduled and at the end, and job.stopped if SIGTERM or SIGINT came, which ends the loop.
+    as scheduled and at the end, and job.stopped if a signal came, which ends the loop.
     """
     until = until or schedule.steps
     saved, job.stopped = time.perf_counter(), False

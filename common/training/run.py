@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from common import cli
-from common.artifacts import RECORD
-from common.cli import Clock, UserError
+from common.artifacts import RECORD, Claim
+from common.cli import UserError
 from common.files import move_aside, read_json, write_json
 from common.models import fingerprint
 from common.records import SOURCE
+from common.training.checkpoints import FORCED
 from common.training.heldout import Heldout
 from common.training.metrics import METRICS, read_metrics
 from common.training.pool import Pool
@@ -20,7 +21,6 @@ from common.training.sharding import Execution, Ranks
 from common.training.students import Pair
 
 STAGE = "05_prune_train.py"
-FORCED = "forced.json"  # in train/: the command that began it with --force
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Run:
     pool: Pool
     heldout: Heldout
     execution: Execution
-    clock: Clock
+    started: Claim
 
     @property
     def teacher(self) -> str:
@@ -52,25 +52,27 @@ class Run:
         return os.path.join(self.args.run, cli.named("train", self.args.name))
 
 
-def this_command(run: Run) -> dict:
-    """By what --force knows its own training again: the flags, the samples, aligned/ and merged/."""
-    flags = {name: value for name, value in vars(run.args).items() if name != "force"}
+def this_training(run: Run, flags: list[str]) -> dict:
+    """By what --force knows its own training again: these flags, the samples, aligned/ and merged/."""
+    flags = {name: getattr(run.args, name) for name in flags}
     starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
     return json.loads(json.dumps(flags | run.pool.description() | starts))
 
 
-def was_forced(run: Run) -> bool:
-    """Whether this command has begun the training in train/ with --force and did not complete it."""
+def was_forced(run: Run, flags: list[str]) -> bool:
+    """Whether this training was begun in train/ with --force and is not complete. flags: names of those
+    that change it.
+    """
     if os.path.exists(os.path.join(run.directory, RECORD)):
         return False
     try:
         read_metrics(os.path.join(run.directory, METRICS))
     except UserError:  # damaged: --force starts over
         return False
-    return read_json(os.path.join(run.directory, FORCED)) == this_command(run)
+    return read_json(os.path.join(run.directory, FORCED)) == this_training(run, flags)
 
 
-def start_anew(run: Run) -> None:
+def start_anew(run: Run, flags: list[str]) -> None:
     """--force: move earlier training aside. It may be days of work, so nothing is deleted."""
     dist.barrier()  # all ranks have asked was_forced
     if run.ranks.first:
@@ -78,5 +80,5 @@ def start_anew(run: Run) -> None:
         for path in (run.directory, *teacher):
             if os.path.lexists(path):
                 print(f"moved   {path} to {move_aside(path)}", flush=True)
-        write_json(os.path.join(run.directory, FORCED), this_command(run))
+        write_json(os.path.join(run.directory, FORCED), this_training(run, flags))
     dist.barrier()

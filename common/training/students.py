@@ -56,7 +56,7 @@ def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
     summary = aligned_record["summary"]
     whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
     blended = merged_modules(load_config(aligned), bool(whole_head))
-    model, kv_heads = source_model(aligned_record), summary["kv_heads"]
+    model, kv_heads = source_model(aligned_record, run), summary["kv_heads"]
     return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)
 
 

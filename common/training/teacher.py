@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from common.artifacts import claim, make_record, read_record, verify_files, write_record
+from common.artifacts import claim, read_record, verify_files, write_record
 from common.cli import UserError
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
@@ -94,8 +94,8 @@ def write_teacher(run: Run, directory: str, settings: dict) -> None:
                 writer.write(f"model.layers.{index}", layer)
             writer.write_rest(layers)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, make_record(STAGE, run.args, run.pair.model, {}, summary, run.clock()))
-    shutil.rmtree(directory)
+        write_record(aside, run.started.record(run.pair.model, summary))
+    checkpoints.remove_training(directory)
     print(f"wrote   {run.teacher}: loss on answers {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}")
 
 

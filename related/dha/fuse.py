@@ -20,11 +20,12 @@ saved with the weights, for AutoModelForCausalLM with trust_remote_code.
 """
 
 import os
+from dataclasses import replace
 
 import torch
 
 from common import companions
-from common.artifacts import digest, input_digests, make_record, verify_files, write_record
+from common.artifacts import digest, input_digests, verify_files, write_record
 from common.cli import UserError, non_negative_float, positive, run_stage, stage_parser
 from common.evaluate import max_difference, mean_kl, mean_nll
 from common.files import write_directory
@@ -74,7 +75,7 @@ def compare_models(config, weights: dict, operators: dict, groups: dict, fused, 
     }
 
 
-def finish(args, clock, search: dict, tokens: torch.Tensor, unchanged: float) -> None:
+def finish(args, started, search: dict, tokens: torch.Tensor, unchanged: float) -> None:
     """Fuse, check and write fused/ on the first rank. search: the record of search; tokens: held out."""
     directory, source = os.path.join(args.run, "fusion"), os.path.join(args.run, "searched")
     groups, output, searched = search["groups"], os.path.join(args.run, "fused"), search["summary"]
@@ -96,7 +97,7 @@ def finish(args, clock, search: dict, tokens: torch.Tensor, unchanged: float) ->
     with write_directory(output) as aside:
         companions.save(fused, aside, source)
         inputs = input_digests(args.run, [source])
-        write_record(aside, make_record(FUSE, args, search["model"], inputs, summary, clock()))
+        write_record(aside, replace(started, inputs=inputs).record(search["model"], summary))
     title = f"{search['model']['name']}: similarity of fused heads, and the redundancy of each layer"
     grouping.draw_similarity(fused, os.path.join(args.run, "cka-fused.png"), title)
     first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
@@ -109,10 +110,10 @@ def finish(args, clock, search: dict, tokens: torch.Tensor, unchanged: float) ->
           f"cache   key heads {heads['key']}, value heads {heads['value']}\n"
           f"wrote   {output}: {type(fused).__name__}\n"
           f"fuse: L_fusion {first_loss:.3f} -> {loss:.1e} in {steps} steps, "
-          f"held-out loss {summary['loss_fused']:.3f} as DHA, in {clock()} s")
+          f"held-out loss {summary['loss_fused']:.3f} as DHA, in {started.clock()} s")
 
 
-def fuse(args, clock, ranks) -> bool:
+def fuse(args, started, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     directory, source = os.path.join(args.run, "fusion"), os.path.join(args.run, "searched")
     search, unchanged = read(source, SEARCH), 0.0
@@ -133,7 +134,7 @@ def fuse(args, clock, ranks) -> bool:
     job = training.begin(directory, settings, source, ranks, rates, groups)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
-        finish(args, clock, search, training.as_tokens(heldout), unchanged)
+        finish(args, started, search, training.as_tokens(heldout), unchanged)
     return finished
 
 

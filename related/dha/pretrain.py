@@ -20,14 +20,14 @@ import shutil
 import torch
 
 from common import companions
-from common.artifacts import make_record, verify_files, write_record
+from common.artifacts import verify_files, write_record
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training.metrics import read_metrics
 from related.dha import fusion, training
-from related.dha.records import PRETRAIN, SEARCH, read, read_start, row_name, steps_before
+from related.dha.records import SEARCH, read, read_start, row_name, steps_before
 
 
 def parse():
@@ -55,7 +55,7 @@ def make_schedule(args, data: dict, before: int):
     return training.make_schedule(data | {"batch": batch}, sequences // batch, args)
 
 
-def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> None:
+def finish(args, started, start: str, data: dict, schedule, last_loss: float) -> None:
     """Write the trained checkpoint with its held-out losses; called on the first rank."""
     output = os.path.join(args.run, args.name)
     directory, per_step = output + ".train", schedule.batch * data["length"]
@@ -70,14 +70,14 @@ def finish(args, clock, start: str, data: dict, schedule, last_loss: float) -> N
     with write_directory(output) as aside:
         companions.save(model, aside, start)
         shutil.copy(metrics, aside)
-        write_record(aside, make_record(PRETRAIN, args, describe(start), {}, summary, clock()))
+        write_record(aside, started.record(describe(start), summary))
     shutil.rmtree(directory)
     print(f"wrote   {output}\n"
           f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {schedule.steps} "
-          f"steps, {cached_bytes:.0f} bytes of cache per token, in {clock()} s")
+          f"steps, {cached_bytes:.0f} bytes of cache per token, in {started.clock()} s")
 
 
-def pretrain(args, clock, ranks) -> bool:
+def pretrain(args, started, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     start = args.checkpoint or os.path.join(args.run, "fused")
     directory = os.path.join(args.run, args.name) + ".train"
@@ -99,7 +99,7 @@ def pretrain(args, clock, ranks) -> bool:
         return False
     loss = training.heldout_loss(job, schedule, heldout)
     if ranks.first:
-        finish(args, clock, start, data, schedule, loss)
+        finish(args, started, start, data, schedule, loss)
     return True
 
 

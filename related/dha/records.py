@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from common.artifacts import RECORD, read_record, sidecar_path
+from common.artifacts import RECORD, read_record, record_path
 from common.cli import UserError
 from common.files import read_json
 from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STAGES, STRING, Number
@@ -48,7 +48,7 @@ def read(path: str, stage: str, model: dict | None = None) -> dict:
     elif stage == PRETRAIN:
         fault = find_curve_fault(record["summary"]["heldout"])
     if fault:
-        raise UserError(f"{sidecar_path(path)}: {fault}; run {stage} again with --force")
+        raise UserError(f"{record_path(path)}: {fault}; run {stage} again with --force")
     return record
 
 

@@ -20,11 +20,11 @@ import statistics
 
 import torch
 
-from common.artifacts import check_input, claim, input_digests, make_record
-from common.cli import Clock, UserError, run_stage, stage_parser
+from common.artifacts import check_input, claim, input_digests, write_beside, write_record
+from common.cli import UserError, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import cache_bytes_per_token, mean_kl, mean_nll
-from common.files import write_json, write_text
+from common.files import write_text
 from common.models import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
@@ -181,16 +181,18 @@ def compare_starts(args, search: dict) -> tuple[str, dict, str]:
 
 
 def main():
-    args, clock = parse(), Clock()
-    output = os.path.join(args.run, "starts" if args.models else "compare")
-    claim(REPORT, args, f"{output}.json")
+    args = parse()
+    name = "starts" if args.models else "compare"
     rows = [] if args.models else args.names
     inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
+    output, table_file = os.path.join(args.run, f"{name}.json"), f"{name}.md"
+    started = claim(REPORT, args, output, beside=(table_file,), inputs=inputs)
     search = read(os.path.join(args.run, "searched"), SEARCH)
     text, summary, closing = (compare_starts if args.models else compare_trained)(args, search)
-    write_text(f"{output}.md", text)
-    write_json(f"{output}.json", make_record(REPORT, args, search["model"], inputs, summary, clock()))
-    print(f"\n{text}\nwrote   {output}.json, {output}.md\nreport: {closing}, in {clock()} s")
+    with write_beside(output) as aside:
+        write_text(os.path.join(aside, table_file), text)
+        write_record(aside, started.record(search["model"], summary), f"{name}.json")
+    print(f"\n{text}\nwrote   {output}, {table_file}\nreport: {closing}, in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import os
 import torch
 
 from common import companions
-from common.artifacts import make_record, verify_files, write_record
+from common.artifacts import verify_files, write_record
 from common.cli import UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.families import check_kv_heads, geometry
@@ -148,7 +148,7 @@ def print_choice(choice: dict, kv_heads: int) -> None:
         print(f"{kind:5s} heads | {counts} | {sum(figures['heads'])} of {kv_heads * layers}")
 
 
-def finish(args, clock, model: dict, summary: dict) -> None:
+def finish(args, started, model: dict, summary: dict) -> None:
     """Choose groups, fold the operators, and write searched/; called on the first rank.
 
     model: the description of the source; summary: what is known without the trained operators.
@@ -163,13 +163,14 @@ def finish(args, clock, model: dict, summary: dict) -> None:
     summary |= {"unchanged_by_folding": difference} | choice
     with write_directory(output) as aside:
         companions.save(folded, aside, model["path"])
-        write_record(aside, make_record(SEARCH, args, model, {}, summary, clock()) | {"groups": groups})
+        write_record(aside, started.record(model, summary) | {"groups": groups})
     print(f"wrote   {output}\nsearch: {steps} steps; relative logit difference with identity operators "
           f"{summary['unchanged_at_start']:.1e}, after folding {difference:.1e}; "
-          f"key heads {choice['key']['heads']}, value heads {choice['value']['heads']}, in {clock()} s")
+          f"key heads {choice['key']['heads']}, value heads {choice['value']['heads']}, in "
+          f"{started.clock()} s")
 
 
-def search(args, clock, ranks) -> bool:
+def search(args, started, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     directory, path = os.path.join(args.run, "search"), resolve_model(args.model)
     config = load_config(path)
@@ -199,7 +200,7 @@ def search(args, clock, ranks) -> bool:
     job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), whole)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
-        finish(args, clock, model, summary)
+        finish(args, started, model, summary)
     return finished
 
 

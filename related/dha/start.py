@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from common import artifacts, companions
-from common.cli import Clock, UserError, positive, run_stage, stage_parser
+from common.cli import UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import mean_kl
 from common.families import check_kv_heads, key_context
@@ -229,7 +229,7 @@ def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> t
     return {kind: energy_groups(losses[kind], counts[kind]) for kind in KINDS}, figures
 
 
-def averaged(args, path: str, search: dict, calibration: str) -> tuple:
+def averaged(args, path: str, search: dict, grams_of) -> tuple:
     """The model whose key (value) heads are the means of their groups, and its figures."""
     source, groups = load_model(path), search["groups"]
     operators = fusion.starting_operators(groups, source.config.head_dim)
@@ -237,13 +237,12 @@ def averaged(args, path: str, search: dict, calibration: str) -> tuple:
     return model, {"steps_so_far": search["summary"]["steps_so_far"]}
 
 
-def in_closed_form(args, path: str, search: dict, calibration: str) -> tuple:
+def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
     """The model of heads merged in closed form, and its figures."""
     data, tokenizer = search["summary"]["data"], load_tokenizer(path)
     tokens, text = load_tokens(data["text"], tokenizer, args.sequences, data["length"])
     print(f"reads   {text}")
     layers = Layers(path, torch.float32, "cpu")
-    grams_of = partial(artifacts.read_grams, calibration, search["model"]["kv_heads"], "cpu")
     source = Source(layers, grams_of, key_context(None, layers.config.max_position_embeddings))
     groups, figures = choose_groups(args, source, search, tokens)
     model = source.merged(groups)
@@ -256,14 +255,13 @@ def in_closed_form(args, path: str, search: dict, calibration: str) -> tuple:
     return model, figures | {"steps_so_far": search["summary"]["steps_so_far"] if searched else 0}
 
 
-def aligned(args, path: str, search: dict, calibration: str) -> tuple:
+def aligned(args, path: str, search: dict, grams_of) -> tuple:
     """The model after search with its heads rotated towards those of their groups, and its figures."""
     model, groups = load_model(path), search["groups"]
     tokens = torch.randint(model.config.vocab_size, CHECKED, generator=torch.Generator().manual_seed(0))
     expected = all_logits(model, tokens)
     for index, layer in enumerate(model.model.layers):
-        grams = artifacts.read_grams(calibration, model.config.num_key_value_heads, "cpu", index)
-        rotate_layer(layer.self_attn, grams, groups["key"][index], groups["value"][index])
+        rotate_layer(layer.self_attn, grams_of(index), groups["key"][index], groups["value"][index])
     difference = relative_difference(expected, all_logits(model, tokens), "rotated heads")
     print(f"checked rotated heads: relative logit difference {difference:.1e}")
     return model, search["summary"]
@@ -273,31 +271,32 @@ MERGES = {"mean": averaged, "closed-form": in_closed_form, "none": aligned}
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     none, searched = args.merge == "none", os.path.join(args.run, "searched")
     home, name = ("rotated", "searched") if none else ("", f"start-{args.name}")
     output, calibration = (os.path.join(args.run, home, part) for part in (name, "calibration"))
     stage = SEARCH if none else START
-    artifacts.claim(stage, args, output)
     search = read(searched, SEARCH)
     path = searched if none or args.weights == "searched" else search["model"]["path"]
     read_from = [searched] if args.merge == "mean" else [searched, calibration]
+    started = artifacts.claim(stage, args, output, inputs=artifacts.input_digests(args.run, read_from))
     print(f"reads   {path}, {', '.join(read_from)}")
     if path == searched:
         artifacts.verify_files(searched, search)
+    grams_of = None
     if args.merge != "mean":
         calibrated = artifacts.read_calibration(calibration)
         artifacts.check_same_model(calibration, describe(path), calibrated["model"])
-    inputs = artifacts.input_digests(args.run, read_from)
-    model, figures = MERGES[args.merge](args, path, search, calibration)
+        grams_of = partial(artifacts.read_grams, calibration, calibrated, "cpu")  # of a layer
+    model, figures = MERGES[args.merge](args, path, search, grams_of)
     heads = fusion.head_counts(model.config)
     summary = figures | {"heads": heads, "stock": model.config.model_type == "llama"}
     with write_directory(output) as aside:
         companions.save(model, aside, path)
-        record = artifacts.make_record(stage, args, search["model"], inputs, summary, clock())
+        record = started.record(search["model"], summary)
         artifacts.write_record(aside, record | ({"groups": search["groups"]} if none else {}))
     print(f"cache   key heads {heads['key']}, value heads {heads['value']}\nwrote   {output}\n"
-          f"start: heads of {path}, --merge {args.merge}, in {clock()} s")
+          f"start: heads of {path}, --merge {args.merge}, in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.artifacts import claim
-from common.cli import Clock, UserError, positive, probability
+from common.cli import UserError, positive, probability
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import max_difference, require_close
@@ -43,11 +43,10 @@ def add_logging_flags(parser, warmup: float, print_every: int) -> None:
 
 
 def run_phase(stage: str, args, output: str, phase) -> int:
-    """The exit code of a command: phase(args, clock, ranks) is false if a signal stopped it."""
-    clock = Clock()
-    claim(stage, args, output)
+    """The exit code of a command: phase(args, started, ranks) is false if a signal stopped it."""
+    started = claim(stage, args, output)
     with joined_ranks() as ranks:
-        return 0 if phase(args, clock, ranks) else STOPPED
+        return 0 if phase(args, started, ranks) else STOPPED
 
 
 def load_data(data: dict, tokenizer, ranks) -> tuple[list[Sample], list[Sample]]:

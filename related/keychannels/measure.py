@@ -35,13 +35,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.artifacts import claim, make_record
-from common.cli import Clock, UserError, non_negative, positive, probability, run_stage, stage_parser
+from common.artifacts import claim, write_beside, write_record
+from common.cli import UserError, non_negative, positive, probability, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
 from common.families import geometry
-from common.files import write_json, write_text
+from common.files import write_text
 from common.models import describe, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.reporting.plots import drawing
@@ -397,13 +397,13 @@ def premises_table(results: dict[str, dict]) -> str:
 
 
 def main():
-    args, clock, results = parse(), Clock(), {}
+    args, results = parse(), {}
     paths = list(dict.fromkeys(map(resolve_model, args.model)))
     for path in paths:
         check(args, path)
     name = "premises" if args.premises else "keychannels"
     output = os.path.join(args.run, name)
-    claim(STAGE, args, output + ".json")
+    started = claim(STAGE, args, output + ".json", beside=(f"{name}.md", f"{name}.png"))
     device, length = pick_device(args.device), args.prompt + args.continuation
     for path in paths:
         tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, split="heldout")
@@ -419,12 +419,15 @@ def main():
         last = f"the window finds {share / best:.0%} of the attention that a tenth of the prompt can get"
     else:
         shown, last = "\n\n".join(map(tables, results.values())), closing_line(results, args.select[-1])
-        title = f"key channels removed from a prompt of {args.prompt} tokens, the last {args.recent} whole"
-        picture(output + ".png", results, title)
-    write_text(output + ".md", shown + "\n")
-    record = make_record(STAGE, args, describe(paths[0]), {}, {}, clock())
-    write_json(output + ".json", record | {"device": device, "results": results})
-    print(f"\n{shown}\n\nwrote   {output}.json, {output}.md\n{name}: {last}; in {clock()} s")
+    record = started.record(describe(paths[0]), {}) | {"device": device, "results": results}
+    with write_beside(output + ".json") as aside:
+        if not args.premises:
+            prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} whole"
+            title = f"key channels removed from {prompt}"
+            picture(os.path.join(aside, f"{name}.png"), results, title)
+        write_text(os.path.join(aside, f"{name}.md"), shown + "\n")
+        write_record(aside, record, f"{name}.json")
+    print(f"\n{shown}\n\nwrote   {output}.json, {output}.md\n{name}: {last}; in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 
 from common import families, models
-from common.artifacts import claim, make_record, read_record, verify_files
-from common.cli import Clock, UserError, positive, positive_float, run_stage, seed, stage_parser
+from common.artifacts import claim, read_record, verify_files, write_beside, write_record
+from common.cli import UserError, positive, positive_float, run_stage, seed, stage_parser
 from common.cli import device as device_flag
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.text import load_tokens
-from common.files import write_json, write_text
+from common.files import write_text
 from common.layers import Layers
 from common.progress import Progress
 from common.reporting.plots import drawing
@@ -329,7 +329,7 @@ def draw_conditions(axis, layers: list[dict], linestyle: str, label: str) -> Non
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     output, path = os.path.join(args.run, "compare"), resolve_model(args.model)
     config = models.load_config(path)
     separate = [name for name, family in families.FAMILIES.items() if not family.fused]  # Q, K and V apart
@@ -337,7 +337,8 @@ def main():
         raise UserError(f"{path}: expected model_type in {[*separate, SkiplessConfig.model_type]}, "
                         f"found {config.model_type!r}")
     weights, lines, trained, swept = count_all(args, config), None, None, None
-    claim(STAGE, args, output + ".json")
+    beside = [os.path.basename(output) + kind for kind in (".md", ".png")]
+    started = claim(STAGE, args, output + ".json", beside=beside)
     if not args.report_only:
         lines, trained, swept = fold_trained(args)
     print(f"reads   {path}; {len(weights) - 1} configs")
@@ -351,13 +352,15 @@ def main():
         tables["The same, with every Q of the trained serial model ill-conditioned"] = markdown_table(
             ("condition number of every Q", precisions), rows)
     report = "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items())
-    write_text(output + ".md", report + "\n")
-    picture(output + ".png", args.model, numbers, trained, swept, args.max_condition)
-    record = make_record(STAGE, args, models.describe(path, args.model), {}, {}, clock())
-    write_json(output + ".json", record | {"weights": weights, "conditions": numbers, "exactness": lines,
-                                           "trained": trained, "sweep": swept})
+    record = started.record(models.describe(path, args.model), {}) | {
+        "weights": weights, "conditions": numbers, "exactness": lines, "trained": trained, "sweep": swept}
+    with write_beside(output + ".json") as aside:
+        write_text(os.path.join(aside, "compare.md"), report + "\n")
+        drawn = os.path.join(aside, "compare.png")
+        picture(drawn, args.model, numbers, trained, swept, args.max_condition)
+        write_record(aside, record, "compare.json")
     print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
-    print(f"compare: {closing_line(args.model, numbers, lines)}; in {clock()} s")
+    print(f"compare: {closing_line(args.model, numbers, lines)}; in {started.clock()} s")
 
 
 if __name__ == "__main__":

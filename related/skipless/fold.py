@@ -31,8 +31,8 @@ import os
 import torch
 
 from common import companions
-from common.artifacts import claim, make_record, read_record, write_record
-from common.cli import Clock, UserError, positive, positive_float, run_stage, stage_parser
+from common.artifacts import claim, write_record
+from common.cli import UserError, positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
 from common.data.text import load_tokens
 from common.evaluate import max_difference
@@ -242,7 +242,7 @@ def folded_model(args, model, tokens: torch.Tensor, dtype: torch.dtype) -> tuple
 
 
 def main():
-    args, clock = parse(), Clock()
+    args = parse()
     source = args.model or os.path.join(args.run, "serial")
     output = args.out or f"{os.path.normpath(source)}-without-{args.remove}"
     config = load_config(source)
@@ -252,9 +252,7 @@ def main():
     if args.length > config.max_position_embeddings:
         raise UserError(f"--length: expected at most {config.max_position_embeddings}, the positions of "
                         f"{source}, found {args.length}")
-    claim(STAGE, args, output)
-    if os.path.exists(output):  # --force replaces an earlier fold and nothing else
-        read_record(output, STAGE)
+    started = claim(STAGE, args, output)
     tokenizer = load_tokenizer(source)
     tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, split="heldout")
     print(f"reads   {source}; {description}, for the equivalence check")
@@ -265,10 +263,10 @@ def main():
         raise UserError(f"{source}: {error}") from error
     with write_directory(output) as aside:
         companions.save(folded.to(dtype), aside, source)
-        write_record(aside, make_record(STAGE, args, describe(source), {}, summary, clock()))
+        write_record(aside, started.record(describe(source), summary))
     before, after = summary["parameters_before"], summary["parameters_after"]
     print(f"wrote   {output}\nfold: {', '.join(summary['removed'])} removed, {before:,} -> {after:,} weights "
-          f"({1 - after / before:.1%} fewer) in {clock()} s")
+          f"({1 - after / before:.1%} fewer) in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import shutil
 import statistics
 import warnings
 from copy import copy
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from common import companions, families, models
-from common.artifacts import claim, make_record, read_record, write_record
-from common.cli import Clock, UserError, positive, positive_float, run_stage, seed, stage_parser
+from common.artifacts import Claim, claim, read_record, write_beside, write_record
+from common.cli import UserError, positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import perplexity
-from common.files import move_aside, write_directory, write_json, write_text
+from common.files import move_aside, write_directory, write_text
 from common.layers import run_layer
 from common.records import FILES, POSITIVE, STAGES, STRING
 from common.reporting.tables import markdown_table
@@ -165,7 +166,7 @@ def model_path(run: str, parallel: bool, without: str | None = None) -> str:
     return os.path.join(run, f"{name}-trained-without-{without}" if without else name)
 
 
-def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock,
+def train_skipless(args, source: str, parallel: bool, ranks: Ranks, started: Claim,
                    without: str | None = None) -> bool:
     """Train one model and write model_path. False when a signal stopped it, after saving.
 
@@ -195,7 +196,7 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, clock: Clock
             step.backward(next_token_loss(job.trainee, row, at, row.all_weight, LOSS_CHUNK))
         step.update()
     if not job.stopped and ranks.first:
-        write_model(args, source, path, heldout, clock)
+        write_model(replace(started, args=args), source, path, heldout)
     dist.barrier()
     return not job.stopped
 
@@ -235,7 +236,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     return job
 
 
-def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str], clock: Clock) -> None:
+def write_model(started: Claim, source: str, path: str, heldout: tuple[torch.Tensor, str]) -> None:
     """Write the trained model from its last checkpoint, with its record, and remove the checkpoints."""
     directory, (tokens, text) = path + ".train", heldout
     model = models.load_model(os.path.join(directory, "start"))
@@ -246,13 +247,13 @@ def write_model(args, source: str, path: str, heldout: tuple[torch.Tensor, str],
     with write_directory(path) as aside:
         companions.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        description = models.describe(source, args.model)
-        write_record(aside, make_record(STAGE, args, description, {}, summary, clock()))
+        write_record(aside, started.record(models.describe(source, started.args.model), summary))
     shutil.rmtree(directory)
-    print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after {clock()} s")
+    print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after "
+          f"{started.clock()} s")
 
 
-def train_variants(args, source: str, ranks: Ranks) -> dict[str, list[float]] | None:
+def train_variants(args, source: str, ranks: Ranks, started: Claim) -> dict[str, list[float]] | None:
     """Title -> held-out losses in nats; trains those that do not exist. None when a signal stopped that."""
     losses = {title: [] for title in VARIANTS.values()}
     for number in range(args.seed, args.seed + args.variants):
@@ -261,7 +262,7 @@ def train_variants(args, source: str, ranks: Ranks) -> dict[str, list[float]] | 
         for without, title in VARIANTS.items():
             path = model_path(settings.run, args.parallel, without)
             missing = not os.path.isdir(path)
-            if missing and not train_skipless(settings, source, args.parallel, ranks, Clock(), without):
+            if missing and not train_skipless(settings, source, args.parallel, ranks, started, without):
                 return None
             summary = read_record(path, STAGE, models.describe(source))["summary"]
             losses[title].append(math.log(summary["perplexity"]))
@@ -280,16 +281,17 @@ def table(losses: dict[str, list[float]], parameters: dict[str, int]) -> str:
 
 
 def main() -> int:
-    args, clock = parse(), Clock()
+    args = parse()
     source = resolve_model(args.model)
     load_shape(source, args.length, "qkv" if args.variants else args.without or "")
     path = model_path(args.run, args.parallel, args.without)
     output = os.path.join(args.run, "variants-parallel" if args.parallel else "variants")
-    claim(STAGE, args, output + ".json" if args.variants else path)
+    table_file = f"{os.path.basename(output)}.md"
+    started = claim(STAGE, args, output + ".json" if args.variants else path, beside=(table_file,))
     with joined_ranks() as ranks:
         if not args.variants:
-            return 0 if train_skipless(args, source, args.parallel, ranks, clock, args.without) else STOPPED
-        losses = train_variants(args, source, ranks)
+            return 0 if train_skipless(args, source, args.parallel, ranks, started, args.without) else STOPPED
+        losses = train_variants(args, source, ranks, started)
     if losses is None:
         return STOPPED
     if ranks.first:
@@ -297,10 +299,12 @@ def main() -> int:
         parameters = {title: models.load_model(model_path(first, args.parallel, without)).num_parameters()
                       for without, title in VARIANTS.items()}
         text, summary = table(losses, parameters), {"losses": losses, "parameters": parameters}
-        write_text(output + ".md", text + "\n")
-        write_json(output + ".json", make_record(STAGE, args, models.describe(source), {}, summary, clock()))
+        with write_beside(output + ".json") as aside:
+            write_text(os.path.join(aside, table_file), text + "\n")
+            record = started.record(models.describe(source), summary)
+            write_record(aside, record, os.path.basename(output) + ".json")
         print(f"\n{text}\n\nwrote   {output}.json, {output}.md")
-        print(f"variants: held-out loss of {args.variants} trainings each, in {clock()} s")
+        print(f"variants: held-out loss of {args.variants} trainings each, in {started.clock()} s")
     return 0
 
 

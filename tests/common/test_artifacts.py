@@ -1,86 +1,368 @@
-"""Tensors with a sidecar come back as written, or are refused."""
+"""Artifacts come back as written, or are refused; a stage makes each once, and replaces only its own."""
 
-import argparse
+import json
 import os
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from common import artifacts, files
-from common.cli import UserError
+from common import artifacts, cli, files
+from common.cli import Complete, UserError
+from test_records import MODEL, valid
 
-MODEL = {"name": "m", "path": "m", "fingerprint": "f" * 64,
-         "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "hidden": 32}
-MEANS = {f"{head}.{criterion}.{when}": 0.5
-         for head in ("key", "value") for criterion in ("cos", "dist") for when in ("before", "after")}
-
-
-def write(path: Path, value: float, inputs: tuple = ()) -> str:
-    args = argparse.Namespace(run=str(path.parent), seed=0, force=False)
-    digests = artifacts.input_digests(args.run, list(inputs))
-    record = artifacts.make_record("02_similarity.py", args, MODEL, digests, MEANS, 0.1)
-    artifacts.write_tensors(str(path), {"x": torch.full((100,), value)}, record)
-    return str(path)
+SIMILARITY, EXPORT = "02_similarity.py", "06_export.py"
+MEANS = valid(SIMILARITY)["summary"]
 
 
-def test_round_trip_and_record(tmp_path):
-    path = write(tmp_path / "a.safetensors", 2.0)
-    file, record = artifacts.read_tensors(path, "02_similarity.py")
-    assert torch.equal(file.get_tensor("x"), torch.full((100,), 2.0))
-    assert record["arguments"] == {"run": str(tmp_path), "seed": 0}
+@pytest.fixture
+def args(tmp_path):
+    yield SimpleNamespace(run=str(tmp_path), seed=0, calibration=None, force=False, update=False)
+    cli.cleanup.close()
+
+
+def similarity(args, value: float = 2.0, inputs: dict | None = None) -> str:
+    """Stage 2 in small: a.safetensors and a.png, with the record a.json. Returns the path of the tensors."""
+    path = os.path.join(args.run, "a.json")
+    try:
+        started = artifacts.claim(SIMILARITY, args, path, beside=("a.safetensors", "a.png"), inputs=inputs)
+        with artifacts.write_beside(path) as aside:
+            save_file({"x": torch.full((100,), value)}, os.path.join(aside, "a.safetensors"))
+            Path(aside, "a.png").write_text(f"picture of {value}")
+            artifacts.write_record(aside, started.record(MODEL, MEANS), "a.json")
+    finally:
+        cli.cleanup.close()
+    return os.path.join(args.run, "a.safetensors")
+
+
+def export(args, content: str = "weights", inputs: dict | None = None) -> Path:
+    """Stage 6 in small: gqa/ with three files, one of them in a folder, and a card."""
+    path = Path(args.run, "gqa")
+    try:
+        started = artifacts.claim(EXPORT, args, str(path), inputs=inputs)
+        with files.write_directory(str(path)) as aside:
+            for name in ("config.json", "weights", "step-1/shard"):
+                Path(aside, name).parent.mkdir(exist_ok=True)
+                Path(aside, name).write_text(content)
+            Path(aside, "README.md").write_text("card <!-- scores -->none<!-- /scores --> end")
+            record = started.record(MODEL, valid(EXPORT)["summary"])
+            artifacts.write_record(aside, record)
+    finally:
+        cli.cleanup.close()
+    return path
+
+
+def contents(directory) -> dict[str, str]:
+    """Relative path -> text of every file."""
+    found = (path for path in Path(directory).rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text(errors="replace") for path in found}
+
+
+def test_round_trip_and_record(args):
+    tensors, record = artifacts.read_tensors(similarity(args), SIMILARITY)
+    assert torch.equal(tensors["x"], torch.full((100,), 2.0))
+    assert record["flags"] == {"seed": 0} and record["arguments"]["run"] == args.run
     assert record["summary"] == MEANS and record["model"] == MODEL and record["inputs"] == {}
-    assert set(record["packages"]) == set(artifacts.PACKAGES) and record["seconds"] == 0.1
-    assert artifacts.read_record(path, "02_similarity.py", MODEL) == record
+    assert set(record["packages"]) == set(artifacts.PACKAGES) and record["seconds"] >= 0
+    assert record["files"].keys() == {"a.safetensors", "a.png"}
+    assert artifacts.read_record(os.path.join(args.run, "a.safetensors"), SIMILARITY, MODEL) == record
 
 
-def test_a_record_is_written_without_git_and_without_packages_that_are_not_needed(tmp_path, monkeypatch):
+def test_a_record_is_written_without_git_and_without_packages_that_are_not_needed(args, monkeypatch):
     monkeypatch.setattr(artifacts, "PACKAGES", ("torch", "a-package-that-is-not-there"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    _, record = artifacts.read_tensors(write(tmp_path / "a.safetensors", 2.0), "02_similarity.py")
+    monkeypatch.setenv("PATH", args.run)
+    _, record = artifacts.read_tensors(similarity(args), SIMILARITY)
     assert record["packages"] == {"torch": torch.__version__} and record["commit"] is None
 
 
-def test_inputs_are_recorded_by_path_and_digest(tmp_path):
-    first = write(tmp_path / "a.safetensors", 2.0)
-    second = write(tmp_path / "b.safetensors", 3.0, inputs=(first,))
-    record = artifacts.read_record(second, "02_similarity.py")
-    assert record["inputs"] == {"a.safetensors": files.sha256(first)}
-    artifacts.check_input(record, first)
-    write(tmp_path / "a.safetensors", 2.5)
-    with pytest.raises(UserError, match=r"\(its inputs: a.safetensors\), found a different one; run 02"):
-        artifacts.check_input(record, first)
+def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+
+    def git(*command):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", *identity, *command], cwd=source, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    (source / "common").mkdir(parents=True)
+    (source / "file").write_text("first")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(artifacts, "__file__", str(source / "common" / "artifacts.py"))
+    assert artifacts.source_commit() == git("rev-parse", "HEAD")
+    (source / "file").write_text("edited")
+    assert artifacts.source_commit() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setattr(artifacts, "__file__", str(source / "unpacked" / "common" / "artifacts.py"))
+    (source / "unpacked" / "common").mkdir(parents=True)
+    assert artifacts.source_commit() is None  # the repository around it is another
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no sidecar", "sidecar cut off"])
-def test_damaged_artifacts_are_refused(tmp_path, damage):
-    path, sidecar = tmp_path / "a.safetensors", tmp_path / "a.json"
-    write(path, 2.0)
-    content = path.read_bytes()
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no record", "record cut off"])
+def test_damaged_artifacts_are_refused(args, damage):
+    path = Path(similarity(args))
+    content, record = path.read_bytes(), path.with_suffix(".json")
     if damage == "truncated":
         path.write_bytes(content[:-40])
     elif damage == "flipped":
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "no sidecar":
-        os.remove(sidecar)
+    elif damage == "no record":
+        os.remove(record)
     else:
-        sidecar.write_text(sidecar.read_text()[:30])
+        record.write_text(record.read_text()[:30])
     with pytest.raises(UserError, match="02_similarity.py again"):
-        artifacts.read_tensors(str(path), "02_similarity.py")
+        artifacts.read_tensors(str(path), SIMILARITY)
 
 
-def test_calibration_that_is_not_finite_is_refused(tmp_path):
-    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, torch.nan])})
-    with pytest.raises(UserError, match=r"layer-00000\.safetensors: NaN or Inf in key\.raw"):
-        artifacts.read_layer(str(tmp_path), 0)
-
-
-def test_foreign_artifacts_are_refused_naming_both_sides(tmp_path):
-    path = write(tmp_path / "a.safetensors", 2.0)
+def test_foreign_artifacts_are_refused_naming_both_sides(args):
+    path = similarity(args)
     with pytest.raises(UserError, match="an artifact of 01_calibrate.py, found one of 02_similarity.py$"):
         artifacts.read_record(path, "01_calibrate.py")
     other = MODEL | {"path": "other", "fingerprint": "0" * 64}
-    with pytest.raises(UserError, match=r"an artifact of model other \(0{12}\), found one of m \(f{12}\)"):
-        artifacts.read_record(path, "02_similarity.py", other)
+    with pytest.raises(UserError, match=r"model other \(0{12}\), found one of models/m \((ab){6}\)"):
+        artifacts.read_record(path, SIMILARITY, other)
     with pytest.raises(UserError, match="b.safetensors not found; run 02_similarity.py first"):
-        artifacts.read_tensors(str(tmp_path / "b.safetensors"), "02_similarity.py")
+        artifacts.read_tensors(os.path.join(args.run, "b.safetensors"), SIMILARITY)
+
+
+@pytest.mark.parametrize("fault", ["not finite", "replaced"])
+def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, fault):
+    """A calibration may be replaced while a stage reads it layer by layer."""
+    value = torch.nan if fault == "not finite" else 1.0
+    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, value])})
+    artifacts.write_record(str(tmp_path), valid("01_calibrate.py"))
+    record = json.loads((tmp_path / "stage.json").read_text())
+    if fault == "replaced":
+        assert artifacts.read_layer(str(tmp_path), record, 0)["key.raw"].tolist() == [1, 1]
+        artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, 2.0])})
+    expected = "NaN or Inf in key" if fault == "not finite" else "its content does not match its record"
+    with pytest.raises(UserError, match=f"layer-00000.safetensors: {expected}"):
+        artifacts.read_layer(str(tmp_path), record, 0)
+
+
+def test_files_are_verified_by_content(args):
+    artifact = export(args)
+    record = artifacts.read_record(str(artifact), EXPORT)
+    assert record["files"].keys() == {"config.json", "weights", "step-1/shard", "README.md"}
+    (artifact / "README.md").write_text("edited later")
+    artifacts.verify_files(str(artifact), record)
+    for name in ("config.json", "weights", "step-1/shard"):
+        path, content = artifact / name, (artifact / name).read_bytes()
+        for damaged in (content[:-1], b"!" + content[1:], None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(UserError, match=f"{name}: .*run 06_export.py again"):
+                artifacts.verify_files(str(artifact), record)
+            path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.py", "step-1/other.bin"])
+def test_files_that_transformers_would_load_beside_an_artifact_are_refused(args, name):
+    artifact = export(args)
+    record = artifacts.read_record(str(artifact), EXPORT)
+    for harmless in (".metrics.jsonl.swp", ".cache/huggingface/x.json", "notes.txt"):
+        (artifact / harmless).parent.mkdir(parents=True, exist_ok=True)
+        (artifact / harmless).write_text("anyone's")
+    artifacts.verify_files(str(artifact), record)
+    (artifact / name).write_text("mine")
+    with pytest.raises(UserError, match=f"expected only the files in its stage.json, found also {name}; rem"):
+        artifacts.verify_files(str(artifact), record)
+
+
+def test_inputs_are_identified_by_content(args, tmp_path):
+    path = similarity(args)
+    record = {"stage": "07_eval.py", "inputs": artifacts.input_digests(str(tmp_path / "run"), [path])}
+    assert list(record["inputs"]) == ["../a.safetensors"]
+    artifacts.check_input(record, path)
+    args.force = True
+    similarity(args, 2.5)
+    with pytest.raises(UserError, match=r"its inputs: ../a.safetensors\), found a different one; run 07"):
+        artifacts.check_input(record, path)
+
+
+WHAT_IS_MADE = pytest.mark.parametrize("make", [similarity, export])
+
+
+@WHAT_IS_MADE
+def test_the_same_command_with_the_same_inputs_is_complete(args, tmp_path, make):
+    inputs = {"calibration": "ab" * 32}
+    make(args, inputs=inputs)
+    before = contents(tmp_path)
+    args.calibration = "elsewhere"  # a place of an input, whose content counts
+    with pytest.raises(Complete, match="complete, by this command and from these inputs"):
+        make(args, inputs={"../moved/calibration": "ab" * 32})
+    args.seed = 1
+    with pytest.raises(UserError, match="already exists, made with --seed 0, not 1; pass --force"):
+        make(args, inputs=inputs)
+    args.seed = 0
+    with pytest.raises(UserError, match="already exists, made from another calibration; pass --force"):
+        make(args, inputs={"calibration": "cd" * 32})
+    assert contents(tmp_path) == before
+    args.update = True  # for another command or input, as --force
+    make(args, inputs={"calibration": "cd" * 32})
+    args.force, args.update = True, False  # in any case
+    make(args, inputs={"calibration": "cd" * 32})
+    assert contents(tmp_path).keys() == before.keys()
+
+
+@WHAT_IS_MADE
+def test_an_edited_file_is_replaced_by_force_alone(args, tmp_path, make):
+    make(args)
+    edited = tmp_path / ("a.png" if make is similarity else "gqa/README.md")
+    edited.write_text("edited")
+    args.update = True
+    with pytest.raises(UserError, match=f"{edited} was modified after 0.* wrote it; pass --force to replace"):
+        make(args, inputs={"calibration": "cd" * 32})
+    assert edited.read_text() == "edited"
+    args.force = True
+    make(args)
+    assert edited.read_text() != "edited"
+
+
+def test_scores_in_a_card_are_no_edit(args):
+    card = export(args) / "README.md"
+    card.write_text(card.read_text().replace("none", "scores"))
+    with pytest.raises(Complete):
+        export(args)
+
+
+@WHAT_IS_MADE
+@pytest.mark.parametrize("kind", ["a file", "a link", "no record"])
+def test_what_no_record_names_is_never_replaced(args, tmp_path, make, kind):
+    """Neither a user's files in a directory of ours, nor files or links in the place of ours."""
+    foreign = tmp_path / ("a.png" if make is similarity else "gqa/.git/config")
+    if make is export and kind == "no record":
+        make(args)
+        (tmp_path / "gqa" / "stage.json").write_text('{"files": {}}')
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.symlink_to("nowhere") if kind == "a link" else foreign.write_text("mine")
+    before = contents(tmp_path)
+    args.force = True
+    with pytest.raises(UserError, match="found a (symbolic link|file) that no record of it names; move"):
+        make(args)
+    assert contents(tmp_path) == before and foreign.is_symlink() == (kind == "a link")
+
+
+def test_a_file_in_the_place_of_a_directory_is_refused(args, tmp_path):
+    (tmp_path / "gqa").write_text("mine")
+    args.force = True
+    with pytest.raises(UserError, match="gqa: expected nothing or what 06_export.py wrote, found a file"):
+        export(args)
+
+
+def test_files_of_a_replaced_artifact_that_the_new_one_lacks_are_removed(args, tmp_path):
+    path = similarity(args)
+    record = tmp_path / "a.json"
+    extra = tmp_path / "b.png"
+    extra.write_text("drawn")
+    named = json.loads(record.read_text())
+    named["files"]["b.png"] = files.sha256(str(extra))
+    record.write_text(json.dumps(named))
+    args.force = True
+    assert similarity(args) == path and not extra.exists()
+
+
+def test_what_a_killed_run_left_is_replaced(args, tmp_path):
+    """X.json alone, or aligned/ without merged/: the process was killed while they took their names."""
+    similarity(args)
+    os.remove(tmp_path / "a.safetensors")
+    similarity(args)
+    aligned, merged = str(tmp_path / "aligned"), str(tmp_path / "merged")
+    started = artifacts.claim("04_align.py", args, aligned, merged)
+    with files.write_directory(aligned) as aside:
+        artifacts.write_record(aside, started.record(MODEL, valid("04_align.py")["summary"]))
+    cli.cleanup.close()
+    artifacts.claim("04_align.py", args, aligned, merged)
+
+
+def test_a_stage_does_not_replace_its_source(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="another directory than that of the source model"):
+        artifacts.refuse_own_source({"path": str(tmp_path / "gqa")}, str(tmp_path / "link" / "gqa"))
+
+
+@pytest.fixture
+def claims(tmp_path):
+    yield SimpleNamespace(run=str(tmp_path / "run"), force=False)
+    cli.cleanup.close()
+
+
+def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
+    artifacts.claim("05_prune_train.py", claims)
+    with pytest.raises(UserError) as refused:
+        artifacts.claim("05_prune_train.py", claims)
+    message = str(refused.value)
+    assert f"expected no 05_prune_train.py running there, found process {os.getpid()} on " in message
+    assert " since 20" in message
+    artifacts.claim("06_export.py", claims)  # another stage
+    other_run = SimpleNamespace(run=claims.run + "2", force=False)
+    artifacts.claim("05_prune_train.py", other_run)
+    monkeypatch.setenv("RANK", "1")
+    artifacts.claim("05_prune_train.py", claims)  # the first rank holds the lock for all
+    monkeypatch.delenv("RANK")
+    cli.cleanup.close()
+    assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
+    artifacts.claim("05_prune_train.py", claims)
+
+
+@pytest.mark.parametrize("first, second", [("04_align.py", "05_prune_train.py"),
+                                           ("05_prune_train.py", "04_align.py")])
+def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
+    artifacts.claim(first, claims)
+    with pytest.raises(UserError, match=f"no {first} running there, found process {os.getpid()} on "):
+        artifacts.claim(second, claims)
+    cli.cleanup.close()
+    artifacts.claim(second, claims)
+    artifacts.claim("03_group.py", claims)
+    cli.cleanup.close()
+    assert not os.path.exists(claims.run)
+
+
+@pytest.mark.parametrize("kind", ["hard link", "symbolic link", "FIFO", "file"])
+def test_a_lock_never_leads_to_another_file(claims, tmp_path, kind):
+    mine, lock = tmp_path / "mine", tmp_path / "run" / ".03_group.lock"
+    lock.parent.mkdir()
+    mine.write_text("mine")
+    make = {"hard link": lambda: lock.hardlink_to(mine), "symbolic link": lambda: lock.symlink_to(mine),
+            "FIFO": lambda: os.mkfifo(lock), "file": lambda: lock.write_text("mine")}
+    make[kind]()
+    with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
+        artifacts.claim("03_group.py", claims)
+    assert mine.read_text() == "mine" and (kind != "file" or lock.read_text() == "mine")
+
+
+def test_an_empty_run_directory_that_existed_before_stays(claims):
+    os.mkdir(claims.run)
+    artifacts.claim("05_prune_train.py", claims)
+    cli.cleanup.close()
+    assert os.listdir(claims.run) == []
+
+
+def test_a_killed_process_blocks_nobody(claims):
+    child = os.fork()
+    if not child:
+        artifacts.claim("05_prune_train.py", claims)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.listdir(claims.run) == [".05_prune_train.lock"]
+    artifacts.claim("05_prune_train.py", claims)
+
+
+def test_a_live_process_is_named(claims):
+    ready, leave = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(leave[1])  # so that the read below ends with the parent, whatever becomes of it
+        artifacts.claim("01_calibrate.py", claims)
+        os.write(ready[1], b"x")
+        os.read(leave[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(UserError, match=f"found process {child} on "):
+            artifacts.claim("01_calibrate.py", claims)
+    finally:
+        os.close(leave[1])
+        os.waitpid(child, 0)

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import files
-from common.artifacts import read_record, read_tensors
+from common import files, models
 from common.cli import UserError
 from common.families import SUPPORTED, check_kv_heads, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers
-from common.models import (
-    describe,
-    empty_model,
-    load_config,
-    load_model,
-    load_tokenizer,
-    local_model,
-    needs_several_gpus,
-    save_tokenizer,
-    source_model,
-)
+from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files
-from conftest import ROOT, byte_tokenizer, expect_error, run, save_tiny, tiny_model
+from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -81,8 +69,8 @@ def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights / filled, 0))
     path = str(checkpoints / "shards")
-    assert needs_several_gpus(path, torch.float32, device) is expected
-    assert not (filled < 1 and needs_several_gpus(path, torch.bfloat16, device))
+    assert models.needs_several_gpus(path, torch.float32, device) is expected
+    assert not (filled < 1 and models.needs_several_gpus(path, torch.bfloat16, device))
 
 
 def test_no_model_is_loaded_with_code_of_its_own():
@@ -100,22 +88,6 @@ def test_no_model_is_loaded_with_code_of_its_own():
     assert len(called) > 10
 
 
-def test_code_beside_a_known_config_is_neither_run_nor_offered(tmp_path, monkeypatch, capfd):
-    """A model type that transformers knows, but not as a language model."""
-    save_tiny(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ran = tmp_path / "ran"
-    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    message = refusal(load_model, str(tmp_path))
-    assert message.startswith(f"{tmp_path}: cannot load the weights: ") and not ran.exists()
-    with pytest.raises(UserError, match="cannot build the model of its config"):
-        empty_model(str(tmp_path), load_config(str(tmp_path)), torch.float32)
-    assert capfd.readouterr() == ("", "") and not ran.exists()
-
-
 def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):
     def from_pretrained(path, device_map, **options):
         model, report = tiny_model(), {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
@@ -125,12 +97,6 @@ def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     message = "expected GPUs that hold the model, found 0 that are too small"
     assert message in refusal(load_model, str(checkpoints / "whole"), torch.float32, "cuda", True)
-
-
-def test_a_missing_accelerate_is_one_line(checkpoints, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
-    message = refusal(load_model, str(checkpoints / "whole"), torch.float32, "cuda", True)
-    assert "cannot load the weights: ValueError: " in message and "pip install accelerate" in message
 
 
 @pytest.fixture
@@ -149,17 +115,6 @@ def refusal(action, *arguments) -> str:
 
 
 # -- what is read --
-
-
-@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
-def test_open_checkpoint_reads_what_transformers_loads(checkpoints, kind):
-    path, state = str(checkpoints / kind), tiny_model().state_dict()
-    tensors = open_checkpoint(path)
-    assert tensors.keys() == state.keys()
-    assert all(torch.equal(tensors[name][:], state[name]) for name in state)
-    assert torch.equal(tensors[UP][3:5], state[UP][3:5])
-    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
@@ -202,23 +157,6 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
     assert fingerprint(str(path)) == before
 
 
-def test_the_fingerprint_is_of_the_tokenizer_and_of_all_weights(tmp_path):
-    path = tmp_path / "model"
-    save_tiny(path)
-    prints = [fingerprint(str(path))]
-    places = {"model.safetensors": 70_000, "tokenizer.json": 200, "tokenizer_config.json": 20}
-    for name, place in places.items():
-        content = bytearray((path / name).read_bytes())
-        content[place] ^= 1
-        (path / name).write_bytes(content)
-        prints.append(fingerprint(str(path)))
-    (path / "special_tokens_map.json").write_text("{}")
-    prints.append(fingerprint(str(path)))
-    assert len(set(prints)) == len(prints)
-    (path / "README.md").write_text("mine")
-    assert fingerprint(str(path)) == prints[-1]
-
-
 def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashed, path, sha256 = [], tmp_path / "weights", files.sha256
 
@@ -253,13 +191,13 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     assert files.known_sha256(str(path)) == sha256(path)
 
 
-@pytest.mark.parametrize("name", ["m [1]", "m*", "m?x", "[a-z]", "m{1}", "mö"])
+@pytest.mark.parametrize("name", ["m [1]", "mö*"])
 def test_names_with_glob_characters_are_read(copy, name):
     path = str(copy("shards", name))
     assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
     with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
         pass
-    assert local_model(path) == path
+    assert models.local_model(path) == path
 
 
 # -- what is refused --
@@ -271,11 +209,7 @@ def edit_index(path: Path, change) -> None:
     (path / INDEX).write_text(json.dumps(index))
 
 
-OUTSIDE = ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b",
-           "missing.safetensors", "x\n.safetensors", "\ud800"]
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", ["../outside.safetensors", "a/b.safetensors", "", "missing.safetensors"])
 def test_an_index_names_only_files_beside_it(copy, name):
     path = copy("shards")
     save_file({UP: torch.zeros(64, 48)}, path.parent / "outside.safetensors")
@@ -287,11 +221,7 @@ def test_an_index_names_only_files_beside_it(copy, name):
         assert f"{INDEX}: " in message and "expected" in message and message.isprintable()
 
 
-NO_INDEX = [b"", b"[]", b"null", b"{}", b"\xff", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}',
-            b'{"weight_map": {}', b"[" * 100_000]
-
-
-@pytest.mark.parametrize("content", NO_INDEX)
+@pytest.mark.parametrize("content", [b"\xff", b"{}", b'{"weight_map": {"a": 1}}'])
 def test_a_damaged_index_is_refused(copy, content):
     path = copy("shards")
     (path / INDEX).write_bytes(content)
@@ -355,19 +285,14 @@ def cut_a_shard(path: Path) -> None:
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
-    "a config of 2 layers": ("whole", lambda path: edit_config(path, num_hidden_layers=2), "found also"),
     "a config of 4 layers": ("whole", lambda path: edit_config(path, num_hidden_layers=4), "layers.3."),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
     "NaN": ("whole", lambda path: replace_up(path, torch.full((64, 48), torch.nan)), f"NaN or Inf in {UP}"),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
-    "cut in the header": ("whole", lambda path: cut(path / WEIGHTS, 0.001), "model"),
-    "empty weights": ("whole", lambda path: cut(path / WEIGHTS, 0), "model"),
     "a shard is cut": ("shards", cut_a_shard, "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
-    "other weights": ("whole", lambda path: os.rename(path / WEIGHTS, path / "m.bin"), "expected weights"),
     "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),
-    "an unknown activation": ("whole", lambda path: edit_config(path, hidden_act="nope"), "KeyError"),
     "a padding id outside": ("whole", lambda path: edit_config(path, pad_token_id=99_999), "AssertionError"),
     "a cut pickle": ("bin", lambda path: cut(path / "pytorch_model.bin", 0.9), "model"),
 }
@@ -398,24 +323,16 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
         use_everything(str(path), layerwise)
 
 
-SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
-         "intermediate_size", "vocab_size", "max_position_embeddings")
-
-
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", models.SIZES)
 def test_sizes_in_the_config_are_positive_integers(copy, name):
     path = copy("whole")
-    for wrong in ("8", 8.5, 0, -8, True, [8], {"n": 8}):
+    for wrong in ("8", 8.5, 0):
         edit_config(path, **{name: wrong})
         message = refusal(load_config, str(path))
         assert str(path) in message and name in message, message
 
 
-NO_CONFIG = [b"", b"[]", b"null", b"\xff", b"{", b'"x"', b"3", b"[" * 100_000, b"{}", b'{"model_type": 3}',
-             b'{"model_type": "nonesuch"}', b'{"model_type": ["llama"]}']
-
-
-@pytest.mark.parametrize("content", NO_CONFIG)
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"model_type": "nonesuch"}'])
 def test_a_damaged_config_is_refused(copy, content):
     path = copy("whole")
     (path / "config.json").write_bytes(content)
@@ -463,14 +380,14 @@ def test_kv_heads_are_a_proper_divisor(wrong):
 def test_a_source_model_is_as_recorded(copy):
     path = copy("whole")
     recorded = describe(str(path), "name")
-    assert source_model({"model": recorded}) == recorded and recorded["name"] == "name"
+    assert source_model({"model": recorded}, str(path)) == recorded and recorded["name"] == "name"
     for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
-        message = refusal(source_model, {"model": recorded | {field: value}})
+        message = refusal(source_model, {"model": recorded | {field: value}}, str(path))
         assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
     drop(path, UP, **{UP: torch.zeros(64, 48)})
-    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded})
+    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded}, str(path))
     shutil.rmtree(path)
-    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded})
+    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded}, str(path))
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
@@ -491,7 +408,7 @@ def test_a_tokenizer_is_copied_byte_for_byte(tmp_path):
     for name in others:
         (tmp_path / "source" / name).write_bytes(name.encode() + b"\r\n\xff")
     (tmp_path / "copy").mkdir()
-    save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
+    models.save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
     written = files_in(str(tmp_path / "copy"))
     assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
     for name in written:
@@ -526,50 +443,6 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
 
 
 # -- stage 1 --
-
-
-def test_a_gguf_file_needs_the_package_gguf(inputs, tmp_path, monkeypatch):
-    file, home = tmp_path / "model.gguf", tmp_path / "run"
-    file.write_bytes(b"GGUF")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    expect_error(f"model {file}: expected the package gguf, which reads it, found none; pip install gguf",
-                 "01_calibrate.py", "--run", home, "--text", inputs["text"], "--model", file)
-    assert not home.exists()
-
-
-def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):
-    path, home = copy("whole"), tmp_path / "run"
-    common = ["01_calibrate.py", "--run", home, "--text", inputs["text"], "--sequences", 2, "--model"]
-    expect_error("expected 1 to 256 tokens (the model's max_position_embeddings), found 257",
-                 *common, path, "--length", 257)
-    expect_error("expected a checkpoint directory, found a file", *common, path / "config.json")
-    expect_error("expected a device of this machine", *common, path, "--device", "cuda:99")
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
-    expect_error("end-of-sequence token, found none", *common, path, "--length", 8)
-    (tmp_path / "file").write_text("mine")
-    expect_error("file", *common, path, "--run", tmp_path / "file")
-    assert not home.exists() and (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("part", ["k_proj", "v_proj", "o_proj"])
-def test_a_layer_of_zeros_goes_through_stages_1_to_3(tmp_path, inputs, part):
-    """It is like any other to the search: finite similarities, no energy to lose, valid groups."""
-    model = tiny_model()
-    getattr(model.model.layers[1].self_attn, part).weight.data.zero_()
-    model.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", "--text", inputs["text"],
-        "--sequences", 2, "--length", 32)
-    run("02_similarity.py", "--run", home, "--energy")
-    file, _ = read_tensors(str(home / "similarity.safetensors"), "02_similarity.py")
-    assert all(torch.isfinite(file.get_tensor(name)).all() for name in file.keys())
-    for by in ("value", "both", "energy"):
-        run("03_group.py", "--run", home, "--kv-heads", 4, "--by", by, "--restarts", 4, "--iterations", 20,
-            "--force")
-        model_record = read_record(str(home / "calibration"), "01_calibrate.py")["model"]
-        groups = read_record(str(home / "groups.json"), "03_group.py", model_record)["groups"]
-        assert torch.tensor(groups).shape == (3, 4, 2)
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():

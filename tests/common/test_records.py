@@ -22,16 +22,17 @@ TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
     "01_calibrate.py": {
         "arguments": {"text": "t"},
-        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA},
+        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA, "tokens.safetensors": SHA},
         "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
                     "positions": 64, "peak_memory_gib": 0.5},
     },
     "02_similarity.py": {
-        "sha256": SHA,
+        "files": {"similarity.safetensors": SHA, "pairs.png": SHA},
         "summary": {f"{head}.{criterion}.{when}": -0.5 for head in ("key", "value")
                     for criterion in ("cos", "dist") for when in ("before", "after")},
     },
     "03_group.py": {
+        "files": {"groups.png": SHA},
         "kv_heads": 2,
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
@@ -57,17 +58,19 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
     },
     "07_eval.py": {
         "device": "cpu",
+        "files": {"eval.md": SHA},
         "summary": {},
         "results": {"gqa": {"path": "gqa", "heads": 8, "kv_heads": 2}},
     },
 }
-OPEN = ("arguments", "packages")  # objects whose names are free
+OPEN = ("flags", "arguments", "packages")  # objects whose names are free
 
 
 def valid(stage: str) -> dict:
     """A record that every stage accepts."""
-    every = {"stage": stage, "arguments": {"run": "r"}, "model": MODEL, "inputs": {"calibration": SHA},
-             "packages": {"torch": "2"}, "commit": None, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
+    every = {"stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"}, "model": MODEL,
+             "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None, "seconds": 1.5,
+             "date": "2026-01-02T03:04:05+00:00"}
     return copy.deepcopy(every | FIELDS[stage])
 
 
@@ -146,9 +149,9 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
-OPTIONAL = {"score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
-FREE = {("inputs", "calibration"), ("files", "config.json"), ("files", "model-00001-of-00004.safetensors"),
-        ("files", "step-00000003/.metadata"), ("files", "model.safetensors"), ("results", "gqa")}
+OPTIONAL = {"flags", "score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
+FREE = {("inputs", "calibration"), ("results", "gqa"),
+        *(("files", name) for fields in FIELDS.values() for name in fields["files"])}
 CONTENTS = {
     "empty": b"",
     "null": b"null",
@@ -178,7 +181,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     for stage, place, wrong, message in (
         ("06_export.py", "summary.kv_heads", "2", "expected an integer of at least 1, found '2'"),
         ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
-        ("01_calibrate.py", "model.layers", 3, "record.files: expected one per layer (3), found"),
+        ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
         ("04_align.py", "summary.merge", "men", "expected one of mean, first, closed-form, found 'men'"),
         ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
         ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
@@ -188,7 +191,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     ):
         record = changed(valid(stage), tuple(place.split(".")), wrong)
         fault = refusal(write(tmp_path / "a", record), stage)
-        assert message in fault and (f"record.{place}" in fault or message.startswith("record."))
+        assert message in fault and (f"record.{place}" in fault or message.startswith(("record.", "files:")))
 
 
 UNSAFE_NAMES = ["../x", "/x", "a/../../x", "..", ".", "a/..", "", "a\\b", "a\n/../x", "\ud800", "a/./b"]
@@ -245,7 +248,7 @@ def test_sizes_beyond_any_memory_are_refused():
         record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
         assert "groups of 2 heads" in find_fault(record, "03_group.py")
     calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**18)
-    assert "expected one per layer" in find_fault(calibration, "01_calibrate.py")
+    assert "and one per layer" in find_fault(calibration, "01_calibrate.py")
 
 
 def test_a_training_names_its_data():

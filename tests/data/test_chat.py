@@ -1,16 +1,15 @@
 """Chats: the template's own text and tokens, assistant turns as answers, and bad chats in one line."""
 
 import datetime
-import gzip
 import json
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.cli import UserError
+from common.data import chat
 from common.data.chat import load_chats
 from conftest import END, byte_tokenizer
 
@@ -211,16 +210,6 @@ def test_a_chat_without_an_answer_is_left_out(tmp_path):
             loaded(tmp_path, chatml_tokenizer(template), *chats, longest=80)
 
 
-def test_files_of_every_kind(tmp_path):
-    chats = [messages(*CHAT), messages(*CHAT[1:3])]
-    expected = loaded(tmp_path, chatml_tokenizer(), *chats)[0]
-    lines = (tmp_path / "chats.jsonl").read_bytes()
-    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(lines))
-    datasets.Dataset.from_dict({"messages": chats}).to_parquet(tmp_path / "chats.parquet")
-    for name in ("chats.jsonl.gz", "chats.parquet"):
-        assert load_chats(str(tmp_path / name), chatml_tokenizer(), 1000)[0] == expected
-
-
 def test_the_date_is_fixed(tmp_path):
     date = "\n{% if strftime_now is defined %}{{ strftime_now('%d %B %Y') }}{% endif %}"
     tokenizer = chatml_tokenizer(date + CHATML)
@@ -237,14 +226,8 @@ ANSWER = {"role": "assistant", "content": "b"}
     ({"messages": "x"}, r"column 'messages': expected a list, found \"x\""),
     ({"messages": [USER, 5]}, "message 2: expected an object, found 5"),
     ({"messages": [{"content": "a"}, ANSWER]}, r"message 1: column 'role' is missing; .* \['content'\]"),
-    ({"messages": [USER, {"role": "assistant"}]}, "message 2: column 'content' is missing"),
     ({"messages": [USER, ANSWER | {"content": None}]}, "message 2: column 'content' is null"),
-    ({"messages": None}, "column 'messages' is null"),
-    ({"messages": [USER, ANSWER | {"content": ["b"]}]}, r"message 2: .*: expected text, found \[\"b\"\]"),
-    ({"messages": [USER | {"role": 1}, ANSWER]}, "message 1: column 'role': expected text, found 1"),
-    ({"messages": [USER, USER]}, r"expected an assistant message .*, found roles \[\"user\", \"user\"\]"),
     ({"messages": [ANSWER, USER]}, "expected an assistant message after another one"),
-    ({"messages": []}, r"expected an assistant message .*, found roles \[\]"),
 ])
 def test_bad_chats_are_one_line(tmp_path, row, message):
     path = tmp_path / "chats.jsonl"
@@ -272,10 +255,8 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
     tokenizer = chatml_tokenizer()
     (tmp_path / "chats.txt").write_text("x")
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "broken.parquet").write_text("x")
     for name, message in (("nowhere.jsonl", "found no such file"), ("chats.txt", "found another name"),
-                          ("empty.jsonl", "empty.jsonl: expected at least one row, found none"),
-                          ("broken.parquet", "broken.parquet: cannot be read as parquet")):
+                          ("empty.jsonl", "empty.jsonl: expected at least one row, found none")):
         with pytest.raises(UserError, match=message):
             load_chats(str(tmp_path / name), tokenizer, 100)
     path = save_chats(tmp_path / "chats.jsonl", messages(*CHAT))
@@ -286,11 +267,16 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
         load_chats(path, slow, 100)
 
 
-def test_a_template_that_loops_is_refused(tmp_path):
-    """At once: a hundred million rounds would take minutes."""
+@pytest.mark.parametrize(("template", "message"), [
+    ("{% for i in range(10000) %}{% endfor %}", "refused by the tokenizer's chat template: Range too big"),
+    ("{% for i in range(999) %}{% for j in range(999) %}{% for k in range(999) %}{% endfor %}{% endfor %}"
+     "{% endfor %}", "refused by the tokenizer's chat template: it has not ended after 0.2 s"),
+    ("{{ 'x' * 20000000 }}", "expected at most 10000000 characters .*, found 20000"),
+])
+def test_a_template_that_does_not_end_is_refused(tmp_path, monkeypatch, template, message):
     tokenizer = chatml_tokenizer()
-    loops = "{% for i in range(10000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}"
-    tokenizer.chat_template = loops + tokenizer.chat_template
+    tokenizer.chat_template = template + tokenizer.chat_template
     path = save_chats(tmp_path / "chats.jsonl", messages(("user", "Hi"), ("assistant", "Yes")))
-    with pytest.raises(UserError, match="refused by the tokenizer's chat template: Range too big"):
+    monkeypatch.setattr(chat, "PATIENCE", 0.2 if "has not ended" in message else 1000)
+    with pytest.raises(UserError, match=message):
         load_chats(path, tokenizer, 100)

@@ -1,8 +1,6 @@
 """Prompts to the character, both schemas, and one clear line for each bad file."""
 
-import hashlib
 import json
-import os
 
 import datasets
 import pytest
@@ -10,16 +8,8 @@ import pytest
 from common.cli import UserError
 from common.data import tasks
 from common.data.rows import Sample, read_objects
-from common.data.tasks import (
-    TASKS,
-    check_lengths,
-    choice_samples,
-    example_from_row,
-    load_task,
-    size_note,
-    tokenize,
-)
-from conftest import END, ROOT, byte_tokenizer, save_tasks, task_rows
+from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
+from conftest import END, byte_tokenizer, task_rows
 
 LISTED = {
     "question": "What is 1 + 1?",
@@ -125,20 +115,12 @@ def test_a_beginning_comes_before_the_prompt_as_the_tokenizer_has_it_or_where_it
 
 def test_lengths_are_checked_against_the_positions():
     fits, answerless = Sample((5, 6), (7, END)), Sample((5, 6), (END,))
-    check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
+    tasks.check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
     message = r"^tasks/piqa.train.jsonl row 1: expected at most 3 tokens \(the model's .*\), found 4$"
     with pytest.raises(UserError, match=message):
-        check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
+        tasks.check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
     with pytest.raises(UserError, match="row 1: expected at least one token per choice"):
-        check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
-
-
-def test_local_files(tmp_path):
-    source = save_tasks(tmp_path / "tasks")
-    for task in TASKS:
-        examples, path = load_task(task, "train", source)
-        assert len(examples) == 12 and path.endswith(f"{task}.train.jsonl")
-        assert all(example.answer in example.prompt for example in examples)
+        tasks.check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
 
 
 def on_the_hub(task: str, row: dict) -> dict:
@@ -185,21 +167,15 @@ def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypat
     assert "\r" not in capsys.readouterr().err  # no progress bar
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_both_schemas_give_the_same_example(task):
-    for row in task_rows(6, 0)[task]:
-        assert example_from_row(task, row) == example_from_row(task, on_the_hub(task, row))
-
-
 def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
     """Table 4; files of one's own may have any size."""
     sizes = {"train": (147_580, [9427, 16113, 39905, 40398, 1119, 2251, 4957, 33410]),
              "validation": (19_740, [3270, 1838, 10042, 1267, 299, 570, 500, 1954])}
     for split, (total, counts) in sizes.items():
         for task, count in zip(TASKS, counts, strict=True):
-            assert size_note(task, split, "hub:x", count) == ""
-            assert size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
-            assert size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
+            assert tasks.size_note(task, split, "hub:x", count) == ""
+            assert tasks.size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
+            assert tasks.size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
         assert sum(counts) == total
 
 
@@ -254,19 +230,12 @@ GOOD = json.dumps(PIQA) + "\n"
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
     (GOOD + GOOD + '{"goal": "g", "sol1": "a", "label": 0}\n', r"line 3: .*column 'sol2' is missing"),
-    (GOOD + "[1]\n", r"line 2: expected a JSON object, found \[1\]"),
-    (GOOD + "null\n", r"line 2: expected a JSON object, found null"),
-    (GOOD + '"row"\n', r"line 2: expected a JSON object, found \"row\""),
     (GOOD + "\n\n" + '{"goal": "g", "sol1": null, "sol2": "b", "label": 0}\n',
      r"line 4: .*column 'sol1' is null; found columns \['goal', 'label', 'sol2'\]"),
-    (GOOD * 20_000 + '{"goal": "g"}\n', r"line 20001: .*column 'sol1' is missing"),
     (GOOD + '{"goal": "\udcff"}\n', r"line 2: not UTF-8: .* at byte 11"),
-    (f"[{GOOD.strip()},{{}}]", r"line 1: expected a JSON object, found \[\{"),
     ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
     ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
-    ("1" * 5000, r"line 1: cannot be read: .*4300"),
     ("", "expected at least one row, found none"),
-    ("\n\n", "expected at least one row, found none"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
     (tmp_path / "piqa.train.jsonl").write_text(content, errors="surrogateescape")
@@ -287,47 +256,23 @@ def listed(**choices) -> dict:
 
 @pytest.mark.parametrize(("task", "row", "message"), [
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
-    ("boolq", BOOLQ | {"label": 7}, "'label': expected true, false, 1 or 0, found 7"),
-    ("boolq", BOOLQ | {"label": 1.0}, "'label': expected true, false, 1 or 0, found 1.0"),
-    ("boolq", BOOLQ | {"label": [True]}, "'label': expected true, false, 1 or 0, found [true]"),
     ("boolq", BOOLQ | {"passage": 3}, "'passage': expected text, found 3"),
-    ("boolq", BOOLQ | {"question": ["q"]}, "'question': expected text, found [\"q\"]"),
     ("boolq", CORONER, "'answer' is missing"),
-    ("piqa", PIQA | {"label": 1.5}, "'label': expected a whole number from 0 to 1, found 1.5"),
     ("piqa", PIQA | {"label": 2}, "'label': expected a whole number from 0 to 1, found 2"),
-    ("piqa", PIQA | {"label": -1}, "'label': expected a whole number from 0 to 1, found -1"),
     ("piqa", PIQA | {"label": True}, "'label': expected a whole number from 0 to 1, found true"),
-    ("piqa", PIQA | {"label": "-1"}, "'label': expected a whole number from 0 to 1, found \"-1\""),
-    ("piqa", PIQA | {"label": ""}, "'label': expected a whole number from 0 to 1, found \"\""),
-    ("piqa", PIQA | {"sol1": ""}, "'sol1': expected the text of a choice, found \"\""),
     ("piqa", PIQA | {"sol2": " \n"}, "'sol2': expected the text of a choice"),
-    ("piqa", PIQA | {"sol1": 5}, "'sol1': expected text, found 5"),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
-    ("piqa", PIQA | {"goal": {"a": 1}}, "'goal': expected text, found {\"a\": 1}"),
     ("piqa", PIQA | {"goal": "\ud800"}, "'goal': expected text, found a lone surrogate at character 1"),
-    ("hellaswag", ATHLETE | {"endings": "bends"}, "'endings': expected two or more choices, found \"bends\""),
     ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
     ("hellaswag", ATHLETE | {"endings": ["a", "b", None, "d"]}, "'endings': expected text, found null"),
-    ("hellaswag", ATHLETE | {"endings": ["a", "b", 3, "d"]}, "'endings': expected text, found 3"),
-    ("hellaswag", ATHLETE | {"label": "4"}, "'label': expected a whole number from 0 to 3, found \"4\""),
     ("winogrande", WINOGRANDE | {"answer": "0"}, "expected a whole number from 1 to 2, found \"0\""),
-    ("winogrande", WINOGRANDE | {"answer": ""}, "'answer': expected a whole number from 1 to 2, found \"\""),
-    ("winogrande", WINOGRANDE | {"option2": False}, "'option2': expected text, found false"),
     ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
-    ("siqa", SIQA | {"answerC": " "}, "'answerC': expected the text of a choice"),
-    ("siqa", SIQA | {"context": 1}, "'context': expected text, found 1"),
     ("arc_easy", ARC | {"answerKey": "E"}, "'answerKey': expected one of ['A', 'B', 'C', 'D'], found \"E\""),
     ("arc_easy", ARC | {"question": {"stem": "s"}}, "column 'question.choices' is missing"),
-    ("arc_easy", ARC | {"question": SHIRT | {"stem": 4}}, "'question.stem': expected text, found 4"),
     ("arc_easy", ARC | {"question": SHIRT | {"choices": ["a", "b"]}}, "expected a list of objects, found ["),
     ("arc_easy", ARC | {"question": SHIRT | {"choices": SHIRT["choices"][3:]}}, "two or more choices, found"),
     ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
     ("arc_easy", listed(label=["A", "A"]), "expected 2 different letters, found [\"A\", \"A\"]"),
-    ("arc_easy", listed(label=[None, "A"]), "expected 2 different letters, found [null, \"A\"]"),
-    ("arc_easy", listed(label=["A"]), "'choices.label': expected 2 different letters, found [\"A\"]"),
-    ("arc_easy", listed(text=["two", ""]), "'choices.text': expected the text of a choice, found \"\""),
-    ("arc_easy", listed(text="two"), "'choices.text': expected two or more choices, found \"two\""),
-    ("openbookqa", LISTED, "'question_stem' is missing"),
     ("openbookqa", LISTED | {"question_stem": "q", "answerKey": 1}, "'answerKey': expected text, found 1"),
 ])
 def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
@@ -364,26 +309,3 @@ def test_selected_questions():
     assert drawn[0] == tasks.select_questions(100, 10, 0) != drawn[1]
     assert all(numbers == sorted(set(numbers)) and len(numbers) == 10 for numbers in drawn)
     assert set().union(*drawn) == set(range(100))  # any question can be drawn
-
-
-REAL = ROOT.parent / "shared" / "data" / "tasks"
-PUBLISHED_FILES = [  # task, split, rows (the paper's Table 4), digest of all prompts, choices and labels
-    ("arc_challenge", "train", 1119, "5870a648e2e7d216"),
-    ("arc_challenge", "validation", 299, "1931127d3960815f"),
-    ("arc_easy", "train", 2251, "1192e12e59cc0966"),
-    ("arc_easy", "validation", 570, "4fe3d6eda2499ad7"),
-    ("boolq", "validation", 3270, "efe55a6192f805f4"),
-    ("openbookqa", "train", 4957, "baaaad48ddfe98e1"),
-    ("openbookqa", "validation", 500, "ebb2002375fe6867"),
-    ("piqa", "validation", 1838, "7cd420dd48d825cb"),
-    ("siqa", "validation", 1954, "10c0a8d12529b037"),
-    ("winogrande", "validation", 1267, "b11e607bcce85474"),
-]
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="the published files are not here")
-@pytest.mark.parametrize(("task", "split", "rows", "digest"), PUBLISHED_FILES)
-def test_published_files_give_the_same_prompts_to_the_character(task, split, rows, digest):
-    examples, _ = load_task(task, split, os.fspath(REAL))
-    text = "".join(f"{example.prompt}{list(example.choices)}{example.label}" for example in examples)
-    assert (len(examples), hashlib.sha256(text.encode()).hexdigest()[:16]) == (rows, digest)

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common import layers
-from common.artifacts import check_input, digest, read_layer, read_record
+from common.artifacts import check_input, digest, read_record
 from common.cli import UserError
 from common.method import merge as fuse
 from common.method.closed_form import closed_form_layer
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit
-from conftest import GROUPING, ROOT, copy_run, expect_error, run, save_tiny
+from conftest import GROUPING, ROOT, calibrated_layer, copy_run, expect_error, run, save_tiny
 from students import merge_model
 from test_procrustes import correlated, value_gram
 
@@ -124,7 +124,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     groups = torch.tensor(record["groups"])
     source, merges = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), []
     for index, layer in enumerate(source.model.layers):
-        grams = LayerGrams(read_layer(str(home / "calibration"), index), 8)
+        grams = LayerGrams(calibrated_layer(home / "calibration", index), 8)
         value_rotation, key_rotation = align_layer(grams, groups[index], criterion)
         order = groups[index].flatten().tolist()
         fuse.fuse_layer(layer.self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
@@ -241,7 +241,7 @@ def test_nothing_is_written_when_the_model_changed(
     done = run("04_align.py", "--run", home, "--force", fails=True)
     assert "the aligned model is not the source model" in done.stderr
     assert ("found nan" in done.stderr) == (fault == "overflowing")
-    assert digests(home) == before and not list(home.glob("*.tmp"))
+    assert digests(home) == before and not list(home.glob(".*.unfinished"))
 
 
 def test_the_check_reads_what_was_written(aligned_run, tmp_path, monkeypatch):
@@ -249,7 +249,7 @@ def test_the_check_reads_what_was_written(aligned_run, tmp_path, monkeypatch):
     home, write = copy_run(aligned_run, tmp_path / "run"), layers.CheckpointWriter.write
 
     def damaged(self, name, module):
-        if name == "model.norm" and self.directory.endswith("aligned.tmp"):
+        if name == "model.norm" and self.directory.endswith("/aligned"):
             module = type(module)(module.weight.shape[0])
         write(self, name, module)
 

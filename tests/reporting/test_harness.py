@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -162,13 +161,6 @@ def test_an_evaluation_without_questions_is_one_line(pair, tmp_path, arguments, 
     assert not (tmp_path / "tasks").exists()
 
 
-def test_agreement_is_one_line(evaluated):
-    done = run(COMPARE, evaluated, evaluated / "tasks")
-    line = done.stdout.strip()
-    assert line.startswith("harness: lm_eval made the same choice in all 40 questions; macro average model ")
-    assert line.endswith("log-likelihoods within 1.0e-06") and "\n" not in line
-
-
 def edit(path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -207,21 +199,13 @@ def test_the_newest_answers_are_read(pair):
     expect_error("results_2026-01-02.json: expected the results of lm_eval", COMPARE, pair, pair / "tasks")
 
 
-OUTCOME = b'{"model": "m", "task": "t", "question": %s, "likelihood_scores": %s}'
 SAMPLES = "tasks/samples/model/path__of__the__model"
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("eval.jsonl", b"", "expected lm_eval to answer the 0 questions"),
-    ("eval.jsonl", b"\xff\n", "eval.jsonl line 1: not UTF-8"),
-    ("eval.jsonl", b"null\n", "eval.jsonl line 1: expected a JSON object, found null"),
     ("eval.jsonl", b'{"model": "model"}\n', "eval.jsonl line 1: expected an outcome of 07_eval.py"),
-    ("eval.jsonl", OUTCOME % (b"[]", b"[1]"), "eval.jsonl line 1: expected an outcome of 07_eval.py"),
-    ("eval.jsonl", OUTCOME % (b"1", b"[]"), "eval.jsonl line 1: expected an outcome of 07_eval.py"),
-    ("eval.json", b"", "eval.json: expected the record of 07_eval.py"),
-    ("eval.json", b"[]", "eval.json: record: expected an object, found []"),
     ("eval.json", b"\xff", "eval.json: expected the record of 07_eval.py"),
-    (f"{SAMPLES}/results_2026-01-01.json", b"[1", "expected the results of lm_eval"),
     (f"{SAMPLES}/results_2026-01-01.json", b"[1]", "expected the results of lm_eval"),
     (f"{SAMPLES}/samples_table5_boolq_2026-01-01.jsonl", b"{}",
      "samples_table5_boolq_2026-01-01.jsonl line 1: expected a sample of lm_eval"),
@@ -240,14 +224,6 @@ def test_missing_answers_and_arguments_are_one_line(pair):
     expect_error("expected results_*.json of lm_eval for model, found none", COMPARE, pair, pair)
     expect_error("eval.jsonl", COMPARE, pair / "nowhere", pair / "tasks")
     expect_error("expected RUN and DIR, found 1 arguments", COMPARE, pair)
-
-
-def test_the_harness_can_be_asked_for_some_of_the_tasks(inputs, tmp_path):
-    tasks = shutil.copytree(inputs["tasks"], tmp_path / "tasks", ignore=shutil.ignore_patterns("boolq.*"))
-    command = ["bash", ROOT / "pipelines" / "harness.sh", save_tiny(tmp_path / "model"), tasks]
-    environment = os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run"), "ONLY": "siqa boolq"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and " of boolq; pass --only siqa to do without" in done.stderr
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import evaluate
-from common.artifacts import read_layer
 from common.cli import UserError
 from common.data.generate import Origin, generated, read_sequences
 from common.data.tasks import TASKS, choice_samples, example_from_row
@@ -21,7 +20,7 @@ from common.files import sha256
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
 from common.training.pool import load_pool
-from conftest import END, TRAINING, byte_tokenizer, copy_run, expect_error, run, save_tiny
+from conftest import END, TRAINING, byte_tokenizer, calibrated_layer, copy_run, expect_error, run, save_tiny
 
 SEQUENCES, LENGTH = 6, 24
 ROWS = 60  # of generated text: more tokens than a row begin them
@@ -83,7 +82,7 @@ def aligned(home):
 
 def test_calibration_is_that_of_text_which_begins_so(aligned):
     for index in range(3):
-        bare, marked = (read_layer(str(out / "calibration"), index) for out in aligned.values())
+        bare, marked = (calibrated_layer(out / "calibration", index) for out in aligned.values())
         assert bare.keys() == marked.keys()
         assert all(bare[name].equal(marked[name]) for name in bare)
     records = [json.loads((out / "calibration" / "stage.json").read_text()) for out in aligned.values()]

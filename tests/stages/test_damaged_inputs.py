@@ -57,7 +57,7 @@ def test_stages_refuse_damaged_inputs(home):
         ("groups.json", replace('"kv_heads": 2', '"kv_heads": 4'), align, "expected 4 groups of 2 heads"),
         ("groups.json", b"\xff", align, "groups.json: expected the record of 03_group.py"),
     ))
-    assert not list(home.glob("*.tmp")) and not list(home.glob(".*.lock"))
+    assert not list(home.glob(".*.unfinished")) and not list(home.glob(".*.lock"))
 
 
 @pytest.mark.parametrize("command", ["01_calibrate.py", "02_similarity.py", "04_align.py"])
@@ -90,7 +90,7 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
     in its name."""
     home = copy_run(finished_run, tmp_path / "run [1]*")
     step = max(path.name for path in (home / "train").glob("step-*"))
-    not_recorded = "its content does not match stage.json"
+    not_recorded = "its content does not match its record"
     teacher = (home / "teacher/stage.json").read_bytes()
     another = replace('"seconds": ', '"seconds": 1')
     damages = (
@@ -114,5 +114,5 @@ def test_export_takes_only_the_chain_that_was_trained(finished_run, tmp_path):
         assert (home / "gqa" / name).read_bytes() == (finished_run / "gqa" / name).read_bytes()
     shutil.move(home / "gqa", home / "moved")
     (home / "gqa").symlink_to(home / "moved")
-    expect_error("gqa: expected nothing or an earlier output, found a symbolic link",
+    expect_error("gqa: expected nothing or what 06_export.py wrote, found a symbolic link",
                  "06_export.py", "--run", home, "--force")

@@ -103,7 +103,8 @@ def test_scores_are_put_into_the_card(evaluation):
 
 def test_the_table_is_kept_unless_forced(evaluation):
     _, arguments, _ = evaluation
-    expect_error("eval.json already exists; pass --force", "07_eval.py", *arguments)
+    expect_error("eval.json already exists, made with --limit 3, not None; pass --force", "07_eval.py",
+                 *arguments)
 
 
 @pytest.mark.parametrize("name", ["eval.md", "eval.jsonl"])
@@ -111,8 +112,8 @@ def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    expect_error(f"{name} already exists; pass --force to replace it", "07_eval.py", "--run",
-                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs))
+    expect_error(f"{name}: expected nothing or what 07_eval.py wrote, found a file", "07_eval.py", "--run",
+                 tmp_path / "run", "--model", inputs["model"], *evaluate_arguments(inputs), "--force")
     assert path.read_text() == "mine" and sum(path.is_file() for path in tmp_path.rglob("*")) == 1
 
 
@@ -219,7 +220,7 @@ def test_layer_by_layer_figures_are_the_whole_models(evaluation):
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
     assert read_outcomes(other) == []
-    run("pipelines/report.py", "--run", other)
+    run("common/reporting/report.py", "--run", other)
     assert f"{expected['a']['perplexity']:.4g}" in (other / "report.html").read_text()
 
 
@@ -297,7 +298,7 @@ def test_altered_weights_are_refused(finished_run, inputs, tmp_path, name):
     weights = next((home / name).glob("*.safetensors"))
     flip(weights)
     before = (home / "eval.json").read_bytes()
-    message = f"{weights}: its content does not match stage.json"
+    message = f"{weights}: its content does not match its record"
     expect_error(message, "07_eval.py", "--run", home, "--force", *evaluate_arguments(inputs))
     assert (home / "eval.json").read_bytes() == before
 
@@ -336,7 +337,7 @@ def test_a_damaged_record_of_a_checkpoint_is_one_line(inputs, checkpoint, tmp_pa
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"stage": "07_eval.py", "results": 7}'])
 def test_a_report_of_a_damaged_eval_json_is_one_line(tmp_path, content):
     (tmp_path / "eval.json").write_bytes(content)
-    expect_error("eval.json", "pipelines/report.py", "--run", tmp_path)
+    expect_error("eval.json", "common/reporting/report.py", "--run", tmp_path)
 
 
 def test_a_card_that_is_not_text_is_one_line(inputs, checkpoint, tmp_path):

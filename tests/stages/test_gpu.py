@@ -25,7 +25,6 @@ import torch.distributed as dist
 from transformers.utils import is_flash_attn_2_available
 
 from common import models
-from common.artifacts import read_layer
 from common.evaluate import max_difference
 from common.method import masks
 from common.method.losses import bild, chunked, cross_entropy, kl
@@ -42,6 +41,7 @@ from conftest import (
     ROOT,
     TRAINING,
     calibrate_arguments,
+    calibrated_layer,
     copy_run,
     evaluate_arguments,
     save_tiny,
@@ -143,7 +143,7 @@ def test_grams_are_those_of_the_cpu(calibrated):
     _, expected, home = calibrated
     same = []
     for index in LAYERS:
-        actual, grams = (read_layer(str(path / "calibration"), index) for path in (home, expected))
+        actual, grams = (calibrated_layer(path / "calibration", index) for path in (home, expected))
         assert actual.keys() == grams.keys()
         for name, tensor in grams.items():
             assert_near(actual[name].double(), tensor.double(), 1e-5)
@@ -167,7 +167,7 @@ def test_layer_by_layer_calibration_writes_the_same_bytes(inputs, tmp_path):
     for flags in ([], ["--layerwise"]):
         stages_1_and_2(tmp_path / str(len(flags)), inputs, DEVICE, *flags)
     for index in LAYERS:
-        first, second = (read_layer(str(tmp_path / name / "calibration"), index) for name in "01")
+        first, second = (calibrated_layer(tmp_path / name / "calibration", index) for name in "01")
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -190,7 +190,7 @@ def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion)
     for index in LAYERS:
         found, groups = [], torch.tensor(record["groups"][index])
         for device in ("cpu", DEVICE):
-            tensors = read_layer(str(home / "calibration"), index)
+            tensors = calibrated_layer(home / "calibration", index)
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
             grams, placed = LayerGrams(tensors, record["model"]["kv_heads"]), groups.to(device)
             value_rotation, key_rotation = align_layer(grams, placed, criterion)
@@ -277,14 +277,14 @@ FLASH = pytest.param("flash_attention_2", torch.bfloat16,
 @pytest.fixture
 def varlen_calls(monkeypatch) -> list:
     """The calls of torch's kernel for samples of different lengths; on a CPU, of a formula in its place."""
-    calls, kernel = [], varlen_formula if DEVICE == "cpu" else attention.KERNEL
+    calls, kernel = [], varlen_formula if DEVICE == "cpu" else attention.varlen_attn
 
     def counted(*arguments, **options):
         calls.append(arguments)
         return kernel(*arguments, **options)
 
     if kernel:
-        monkeypatch.setattr(attention, "KERNEL", counted)
+        monkeypatch.setattr(attention, "varlen_attn", counted)
     if DEVICE == "cpu":
         monkeypatch.setattr(attention, "varlen_applies", lambda weight, size: weight.dtype == torch.bfloat16)
     return calls

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import cli
-from common.artifacts import write_record
+from common.artifacts import Claim, write_record
 from common.cli import run_stage
 from common.data.tasks import TASKS
 from common.models import load_model, load_tokenizer
@@ -80,7 +80,7 @@ def test_deterministic_kernels_are_chosen_on_request(start_stage):
 def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
 
-    def fill_up(args, clock, ranks):
+    def fill_up(args, started, ranks):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total")
 
     code, errors = start_stage(fill_up)
@@ -109,6 +109,7 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
     monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
     args = MagicMock(plan=None, force=False, dtype="float32")
+    started = Claim("05_prune_train.py", args, {}, {}, None)
     monkeypatch.setattr(stage5, "with_defaults", lambda *_: args)
     monkeypatch.setattr(stage5, "find_teacher", lambda run: False)
     monkeypatch.setattr(stage5, "make_schedules", lambda *_: {"teacher": None, "student": None})
@@ -116,7 +117,7 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
     monkeypatch.setattr(stage5, "train_student", train_student)
     gc.disable()
     try:
-        assert stage5.prune_train(args, None, group_of_one) == 0 and alive == [None]
+        assert stage5.prune_train(args, started, group_of_one) == 0 and alive == [None]
     finally:
         gc.enable()
 
@@ -141,13 +142,12 @@ def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, 
     trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
     monkeypatch.setattr(teacher.checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
     monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
-    monkeypatch.setattr(teacher, "make_record", lambda *_: None)
     monkeypatch.setattr(teacher, "write_record", lambda *_: None)
     directory = tmp_path / "teacher.train"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
     monkeypatch.setattr(teacher, "summarize", lambda lines: {})
-    run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), args=None, clock=lambda: 0,
+    run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), started=MagicMock(),
                                    teacher=str(tmp_path / "teacher"))
     teacher.write_teacher(run_of_stage, str(directory), {})
     stored = load_file(tmp_path / "teacher" / "model.safetensors")
@@ -235,7 +235,7 @@ def test_changed_weights_are_refused_before_anything_is_written(
     options = ["--teacher", home / "teacher"] if force else []  # a shared one stays with --force
     shutil.move(home / "train", home / "before")
     flip(next((home / name).glob("*.safetensors")))
-    message = "its content does not match stage.json"
+    message = "its content does not match its record"
     expect_error(message, STAGE, *train_arguments(home, inputs, *options, *force))
     assert not (home / "train").exists() and (home / "teacher").exists()
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error, run
+from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, run
 from tiny_run import LAYERS, SIZE, STAGES, digests, read
 
 
@@ -71,14 +71,14 @@ def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path,
     training = ["--tasks", inputs["tasks"], *TRAINING]
     arguments = {"01": calibrate_arguments(inputs), "02": ["--energy"], "03": GROUPING, "05": training}
     command = [STAGES[stage], "--run", home, *arguments.get(stage, [])]
-    done = run(*command, fails=stage != "05")  # refused without --force; 05 says that it is finished
-    assert "--force" in done.stdout + done.stderr
+    assert "complete" in run(*command).stdout
+    assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before
     assert "\r" not in run(*command, "--force").stderr  # no bar where there is no terminal
     assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
 
 
-def test_evaluation_is_refused_without_force(finished_run, inputs):
-    expect_error("--force", "07_eval.py", "--run", finished_run, *evaluate_arguments(inputs))
+def test_an_evaluation_of_the_same_checkpoints_is_complete(finished_run, inputs):
+    assert "complete" in run("07_eval.py", "--run", finished_run, *evaluate_arguments(inputs)).stdout
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """One page that summarizes a run directory from its records: settings, figures and pictures of every stage.
 
-    python -m pipelines.report --run RUN     # writes RUN/report.html
+    python -m common.reporting.report --run RUN     # writes RUN/report.html
 
 The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
-records give the same bytes. Template: templates/report.html; tables: report_figures.py.
+records give the same bytes. Template: templates/report.html.
 """
 
 import argparse
@@ -22,20 +22,11 @@ from common.artifacts import read_record
 from common.cli import UserError, run_stage
 from common.files import refuse_overwrite, write_text
 from common.records import SOURCE
+from common.reporting import tables
+from common.reporting.tables import Table
 from common.training.metrics import read_metrics
-from pipelines.report_figures import (
-    Table,
-    cell,
-    chart,
-    figure_tables,
-    is_number,
-    rate,
-    record_figures,
-    score_tables,
-    steps_table,
-)
 
-GENERATOR = b'<meta name="generator" content="pipelines.report">'  # near the start of every page
+GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near the start of every page
 
 
 class Part(NamedTuple):
@@ -103,8 +94,8 @@ def template() -> Template:
     templates = FileSystemLoader(os.path.join(os.path.dirname(__file__), "templates"))
     environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": cell, "rate": rate}
-    environment.tests["finite"] = is_number
+    environment.filters |= {"cell": tables.cell, "rate": tables.rate}
+    environment.tests["finite"] = tables.is_number
     return environment.get_template("report.html")
 
 
@@ -158,8 +149,9 @@ def cost(records: dict[str, dict]) -> str:
         before = max(results, key=lambda figures: figures["kv_heads"], default={})  # the first of them
         after = next((figures for figures in results if os.path.normpath(figures["path"]) == gqa), {})
         names = {"micro_exact_match": "exact match", "perplexity": "perplexity"}
-    changes = [f"{title} {rate(before, name)} → {rate(after, name)}" for name, title in names.items()
-               if is_number(before.get(name)) and is_number(after.get(name))]
+    changes = [f"{title} {tables.rate(before, name)} → {tables.rate(after, name)}"
+               for name, title in names.items()
+               if tables.is_number(before.get(name)) and tables.is_number(after.get(name))]
     return ", ".join(changes)
 
 
@@ -196,11 +188,7 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
     record = run.records.get(part.name)
     metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
     picture = picture_data(run.directory, part.picture) if part.picture else ""
-    view = {"name": run.name + part.name, "part": part, "picture": picture, "charts": [], "figures": None}
-    if not picture:
-        losses = chart(metrics, ("loss", "kl", "bild", "l0"), math.log)
-        masks = chart(metrics, ("mask_target", "mask_expected"))
-        view["charts"] = [drawn for drawn in (losses, masks) if drawn]
+    view = {"name": run.name + part.name, "part": part, "picture": picture, "figures": None}
     if record is None:
         sources = [other["arguments"].get(part.name) for other in run.records.values()]
         return view | {
@@ -209,15 +197,15 @@ def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
             "holders": [other.name for other in inner if part.name in other.records],
             "command": command(part.stage, {"run": run.directory}),
         }
-    figures = record_figures(record)
-    tables = figure_tables(figures, record["model"]["layers"])
+    figures = tables.record_figures(record)
+    shown = tables.figure_tables(figures, record["model"]["layers"])
     if "results" in record:
-        tables += score_tables(record["results"], record.get("prompts"))
+        shown += tables.score_tables(record["results"], record.get("prompts"))
     if metrics:
-        tables.append(steps_table(metrics))
+        shown.append(tables.steps_table(metrics))
     return view | {
         "figures": defaultdict(lambda: None, figures),
-        "tables": tables,
+        "tables": shown,
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),
     }
@@ -254,7 +242,7 @@ def picture_data(directory: str, name: str) -> str:
 
 def origin(part: Part, record: dict) -> Table:
     """A table of an artifact's date, inputs, files and package versions."""
-    rows = [(name, record[name]) for name in ("date", "seconds", "commit", "sha256") if name in record]
+    rows = [(name, record[name]) for name in ("date", "seconds", "commit") if name in record]
     rows += [(f"sha256 of {name}", digest) for name, digest in record["inputs"].items()]
     rows += [(f"sha256 of {part.name}/{name}", digest) for name, digest in record.get("files", {}).items()]
     return Table((), [*rows, *record["packages"].items()])
