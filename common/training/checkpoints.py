@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from common.artifacts import RECORD
 from common.cli import UserError
 from common.files import files_in, move_aside, read_json, remove_empty, sha256, sync, unfinished, write_json
 from common.training.metrics import METRICS, heldout_kl, read_metrics
@@ -57,6 +58,28 @@ def begin(directory: str, settings: dict, ranks) -> None:
                             "--force to start over")
     elif ranks.first:
         write_json(path, settings)
+    dist.barrier()
+
+
+def begun(directory: str, training: dict) -> bool:
+    """Whether start_anew began this training in this directory, and it is not complete."""
+    if os.path.exists(os.path.join(directory, RECORD)):
+        return False
+    try:
+        read_metrics(os.path.join(directory, METRICS))
+    except UserError:  # damaged: --force starts over
+        return False
+    return read_json(os.path.join(directory, FORCED)) == training
+
+
+def start_anew(directory: str, others: list[str], training: dict, ranks) -> None:
+    """--force: move an earlier training, and others, aside. It may be days of work, so nothing is deleted."""
+    dist.barrier()  # all ranks have asked whether it was begun
+    if ranks.first:
+        for path in (directory, *others):
+            if os.path.lexists(path):
+                print(f"moved   {path} to {move_aside(path)}", flush=True)
+        write_json(os.path.join(directory, FORCED), training)
     dist.barrier()
 
 

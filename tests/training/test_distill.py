@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
-from common.training.distill import SWITCH, Masks, distillation_loss, next_token_loss, switch_step
 from common.training.engine import Job, Step
-from common.training.packing import build_row
+from common.training.packing import build_row, distillation_loss, next_token_loss
+from common.training.students import SWITCH, Masks, switch_step
 from students import (
     ALONE,
     SAMPLES,

@@ -1,6 +1,5 @@
 """Held-out measurement: against its definition, sample by sample; and that it does not change training."""
 
-import argparse
 import functools
 import json
 import math
@@ -20,7 +19,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
+from common.data.corpus import NONE, SPLIT, Pool, Sources
 from common.data.demo import DEMO
+from common.data.generate import Origin
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import load_tokens
@@ -30,12 +31,10 @@ from common.models import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from common.training.defaults import defaults_of, with_defaults
 from common.training.engine import steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, heldout_texts, load_heldout
 from common.training.metrics import METRICS, Metrics, read_metrics
 from common.training.packing import build_row
-from common.training.pool import NONE, SPLIT, Pool
 from common.training.sharding import Ranks
 from common.training.students import Pair
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
@@ -297,23 +296,21 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
         assert step.figures == {"loss": 1.0} | (named if number == 0 else {})
 
 
-# the flags of stage 5
+# what is held out
 
 
-def arguments(inputs, **changes) -> argparse.Namespace:
-    """Flags of stage 5 that say what is held out."""
-    settings = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text": [], "text_length": 64,
-                "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7,
-                "run": None, "plan": None, "bos": None}
-    return argparse.Namespace(**(settings | changes))
+def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
+    """What these sources keep out of training, beside these texts."""
+    sources = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text_length": 64, "heldout_sequences": 3}
+    origin = Origin(inputs["model"], "", "cpu", ranks)
+    sources = Sources(**sources | changes)
+    return load_heldout(sources, origin, Pool([]), [*texts, *heldout_texts(sources, origin)], every=7)
 
 
 def test_what_is_held_out(group_of_one, inputs):
     """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
-    args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
-    texts = heldout_texts(args, inputs["model"], group_of_one)
-    heldout = load_heldout(args, inputs["model"], Pool([]), texts, group_of_one)
+    heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, "heldout")
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens[::2].tolist()]
@@ -325,7 +322,7 @@ def test_what_is_held_out(group_of_one, inputs):
 
 def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, inputs, tmp_path):
     text = Sample((1, 2, 3))
-    heldout = load_heldout(arguments(inputs, tasks=NONE), inputs["model"], Pool([]), [text], group_of_one)
+    heldout = kept_out(inputs, group_of_one, [text], tasks=NONE)
     assert heldout.sets == {TEXT_SET: [text]} and not heldout.unmeasured
     heldout.write_text(str(tmp_path))
     assert not list(tmp_path.iterdir())
@@ -337,17 +334,15 @@ def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, in
 ])  # fmt: skip
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
-    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], Pool([]), [], group_of_one)
-    assert count == len(heldout.sets.get(TASK_SET, ()))
+    assert count == len(kept_out(inputs, group_of_one, **changes).sets.get(TASK_SET, ()))
 
 
 def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
-    args = arguments(inputs, tasks=str(tmp_path))
-    assert len(load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets[TASK_SET]) == 5
+    assert len(kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert not load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets
+    assert not kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets
 
 
 @pytest.mark.parametrize("demo, text, expected", [
@@ -362,7 +357,7 @@ def test_default_held_out_text(demo, text, expected):
             flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
             patched.setattr(sys, "argv", [STAGE, *flags])
             given = stage5.parse()
-            args = with_defaults(given, defaults_of(stage5.FLAGS, pair, given.tasks), pair, 2048)
+            args = stage5.with_defaults(given, stage5.defaults_of(pair, given.tasks), pair, 2048)
         assert args.heldout_text == chosen
 
 
@@ -425,7 +420,7 @@ def test_masked_steps_are_measured_too(finished_run):
 def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run, inputs):
     """start_heldout_task_kl of a run with masks: that of merged/, by transformers alone."""
     line = read_metrics(str(finished_run / "train" / METRICS))[0]
-    samples = load_heldout(arguments(inputs, only=TASKS), inputs["model"], Pool([]), [], RANKS).sets[TASK_SET]
+    samples = kept_out(inputs, RANKS, only=TASKS).sets[TASK_SET]
     models = [load_model(str(finished_run / name)) for name in ("teacher", "merged")]
     sums = torch.zeros(2, dtype=torch.float64)
     for sample in samples:
@@ -442,8 +437,7 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     """Forward passes of both models over all tokens: merged/, and after steps 1, 4, 8 and 10."""
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
-    args = arguments(inputs, only=TASKS, heldout_questions=2)
-    samples = load_heldout(args, inputs["model"], Pool([]), [], RANKS).sets[TASK_SET]
+    samples = kept_out(inputs, RANKS, only=TASKS, heldout_questions=2).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

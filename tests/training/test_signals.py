@@ -1,4 +1,4 @@
-"""What asks a training to stop ends it with a checkpoint: signals, also lost ones, and output that hangs up."""
+"""What asks a training to stop ends it with a checkpoint: a signal, even a lost one, and closed output."""
 
 import os
 import signal
