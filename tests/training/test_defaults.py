@@ -156,16 +156,8 @@ def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
         assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
 
 
-@pytest.mark.parametrize("words", [
-    "--epochs 0", "--epochs -1", "--epochs inf", "--epochs nan", "--teacher-epochs 0", "--clip -1",
-    "--clip nan", "--l0-weight -1", "--save-minutes -1", "--lr 0", "--lr -1", "--mask-lr 0",
-    "--teacher-lr inf", "--seed -1", "--beta2 1", "--weight-decay -1",
-    "--merged-lr-factor 0", "--steps 0", "--steps 1.5", "--batch 0", "--loss-chunk 0", "--masks on",
-    "--text-length 0", "--text-tokens 0", "--train mlp", "--dtype float16", "--temperature 0",
-    "--lr 1e-300", "--mask-lr 1e3", "--teacher-lr 1e300", "--weight-decay 1e300", "--temperature 1e-9",
-    "--merged-lr-factor 1e-9", "--save-steps 0", "--print-every 0",
-    "--tokens-per-microbatch 0", "--kl-on answer", "--only foo",
-])  # fmt: skip
+@pytest.mark.parametrize("words", ["--epochs nan", "--clip -1", "--lr 1e-300", "--seed -1", "--beta2 1",
+                                   "--merged-lr-factor 0", "--steps 0", "--masks on", "--only foo"])
 def test_flags_out_of_range_are_refused_when_parsed(words):
     with pytest.raises(UserError, match=rf"{words.split()[0]}: expected .*, found {words.split()[1]}"):
         flags(*words.split())
