@@ -65,19 +65,8 @@ from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE
 from common.reporting import plots
-from common.training import checkpoints, plan, students
-from common.training.engine import (
-    FEWEST_STEPS,
-    STOPPED,
-    Job,
-    Schedule,
-    Step,
-    batch_for,
-    epochs_to_steps,
-    published_epochs,
-    steps,
-    warmup_for,
-)
+from common.training import checkpoints, engine, plan, students
+from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.packing import distillation_loss
@@ -252,9 +241,7 @@ def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.
     return filled
 
 
-def make_schedules(
-    args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool
-) -> dict[str, Schedule]:
+def make_schedules(args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict:
     """The schedules of the "teacher" (unless it exists) and of the "student". args: with these defaults."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
@@ -262,17 +249,17 @@ def make_schedules(
     schedules = {}
     if not has_teacher:
         epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
-        steps = args.teacher_steps or epochs_to_steps(epochs, len(pool.answered), batch)
-        warmup = args.teacher_warmup or warmup_for(defaults["teacher_warmup"], steps, share=5)
+        steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
+        warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
         schedules["teacher"] = Schedule(steps, batch, warmup, **common)
-    steps, batch = args.steps, args.batch or defaults["batch"] or batch_for(len(pool))
+    steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
     if not steps:
         group_size = pair.model["kv_heads"] // pair.kv_heads
-        epochs = args.epochs or (1 if args.tasks == NONE else published_epochs(group_size))
-        steps = epochs_to_steps(epochs, len(pool), batch)
+        epochs = args.epochs or (1 if args.tasks == NONE else engine.published_epochs(group_size))
+        steps = engine.epochs_to_steps(epochs, len(pool), batch)
     if steps < 2 and args.masks != "off":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
-    warmup = args.warmup or warmup_for(defaults["warmup"], steps)
+    warmup = args.warmup or engine.warmup_for(defaults["warmup"], steps)
     return schedules | {"student": Schedule(steps, batch, warmup, **common)}
 
 

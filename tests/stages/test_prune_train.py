@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,14 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from common import cli
-from common.artifacts import write_record
 from common.cli import run_stage
 from common.data import corpus
 from common.data.corpus import Sources, load_tasks
 from common.models import load_model, load_tokenizer
 from common.training import checkpoints, students
 from common.training import plan as budget
-from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
@@ -292,21 +289,6 @@ def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, chan
     expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(finished_run, inputs, tmp_path):
-    """By stages 5 and 6; its .metadata, which may run a command when unpickled, is not read."""
-    home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
-    paths = saved_checkpoints(str(home / "train"))
-    for path in paths:
-        Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
-    record = json.loads((home / "train" / "stage.json").read_text())
-    write_record(str(home / "train"), record)
-    message = "found the format of earlier versions, which commit 4332407 reads"
-    expect_error(message, "06_export.py", "--run", home, "--force")
-    (home / "train" / "stage.json").unlink()
-    expect_error(message, STAGE, *train_arguments(home, inputs))
-    assert saved_checkpoints(str(home / "train")) == paths and not mark.exists()
-
-
 def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
     home, tasks = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
     tasks.mkdir()
@@ -329,24 +311,6 @@ def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
     assert os.listdir(tmp_path / "train") == ["forced.json"]
     assert checkpoints.begun(str(tmp_path / "train"), {"seed": 0})
     assert not checkpoints.begun(str(tmp_path / "train"), {"seed": 1})
-
-
-@pytest.mark.slow
-def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    short = ["--masks", "off", "--steps", "1", "--teacher-steps", "1"]
-    marks = [home / "train.old", home / "teacher.old-1"]
-    for mark in marks:
-        mark.mkdir()
-    for number in range(3):
-        run(STAGE, *train_arguments(home, inputs, *short, "--seed", number, "--force"))
-    for name in ("train.old-1", "train.old-2", "teacher.old-2", "teacher.old-3", "train", "teacher"):
-        assert (home / name / "stage.json").exists(), name
-    assert all(mark.is_dir() and not list(mark.iterdir()) for mark in marks)
-    for seed, name in enumerate(("train.old-1", "train.old-2", "train")):
-        assert json.loads((home / name / "settings.json").read_text())["seed"] == seed
-    run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
-    assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
 
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
@@ -392,11 +356,6 @@ def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_p
         assert len(list(home.glob("train.old-*"))) == number
         if number:
             (home / "train" / "metrics.jsonl").write_text("damaged\n")
-
-
-def test_the_teacher_is_recorded_with_its_adam(finished_run):
-    summary = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
-    assert (summary["lr"], summary["beta2"], summary["weight_decay"]) == (1e-3, 0.95, 1e-4)
 
 
 def test_non_finite_loss_names_step_rank_and_samples(

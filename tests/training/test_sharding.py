@@ -334,10 +334,6 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4 * float(eager.abs().max()))
 
 
-def test_a_trainee_without_replicated_parameters_has_none():
-    assert not list(Trainee(tiny_model()).replicated.parameters())
-
-
 def test_private_names_of_torch_distributed_are_not_used():
     for path in (Path(ROOT) / "common" / "training").glob("*.py"):
         assert "torch.distributed.tensor._" not in path.read_text(), path
