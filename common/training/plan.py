@@ -98,9 +98,8 @@ def parse_hardware(text: str) -> Cluster:
     if not match or match[3] not in (*HARDWARE, CPU):
         raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
                         f"{', '.join(HARDWARE)}, {CPU}, found {text!r}")
-    if match[3] == CPU:
-        return Cluster(int(match[2]), processor(int(match[2])), int(match[1] or 1))
-    return Cluster(int(match[2]), HARDWARE[match[3]], int(match[1] or 1))
+    ranks, nodes = int(match[2]), int(match[1] or 1)
+    return Cluster(ranks, processor(ranks) if match[3] == CPU else HARDWARE[match[3]], nodes)
 
 
 def cluster_of(ranks) -> Cluster:

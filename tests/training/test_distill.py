@@ -156,12 +156,6 @@ def test_masks_are_within_their_bounds_after_a_step(group_of_one, tmp_path):
     assert float(student.masks.log_alpha.detach().abs().max()) == masks.LIMIT
 
 
-def test_masks_are_clamped_after_an_update():
-    log_alpha = torch.full((3, 8), 99.0)
-    Masks({"log_alpha": log_alpha}, 10, seed=0).settle(0)
-    assert (log_alpha == masks.LIMIT).all()
-
-
 def test_masks_end_after_80_percent_of_the_steps():
     assert SWITCH == 0.8
     assert [switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]
