@@ -21,8 +21,9 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
 tokens KL, texts included. Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
-adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Before the first
-step and every --heldout-every steps student and teacher are compared on held-out text and questions.
+adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Dropout is off,
+whatever the config says. Before the first step and every --heldout-every steps student and teacher are
+compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
@@ -33,11 +34,11 @@ Several trainings can stand in one run directory: --name NAME writes RUN/train-N
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM or
-Ctrl-C it finishes the step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops
-there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/
-and teacher/ aside (to train.old-1/, ...) and starts over; the same command, repeated, resumes the new
-training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM,
+Ctrl-C, a terminal that hangs up or output that is closed it finishes the step, saves and exits with 75
+(torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
+--shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
+starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the

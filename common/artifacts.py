@@ -223,8 +223,8 @@ def file_digest(path: str) -> str:
     if os.path.basename(path) != CARD:
         return sha256(path)
     with open(path, "rb") as file:
-        before, _, rest = file.read().partition(SCORES)
-    return hashlib.sha256(before + rest.rpartition(END_OF_SCORES)[2]).hexdigest()
+        whole, _, after = file.read().rpartition(END_OF_SCORES)
+    return hashlib.sha256(whole.rpartition(SCORES)[0] + after).hexdigest()
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:

@@ -173,7 +173,10 @@ def replace_tokens(record: str, path: str) -> None:
 
 def tokens_record(path: str) -> dict:
     """The record of a file of tokens: its name, digest, dtype, shape and range."""
-    tokens = np.load(path, mmap_mode="r")
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: expected tokens, found none that can be read; remove the file") from error
     return {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": str(tokens.dtype),
             "shape": list(tokens.shape), "range": [int(tokens.min()), int(tokens.max())]}
 

@@ -42,9 +42,9 @@ def begin(directory: str, settings: dict, ranks) -> None:
     Raises UserError if a run with other settings was started there, or if there are files of something else.
     """
     path = os.path.join(directory, SETTINGS)
-    foreign = of_first_rank([] if os.path.exists(path) or not os.path.isdir(directory)
-                            else sorted(set(os.listdir(directory)) - {FORCED}))
-    if foreign:
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    foreign = of_first_rank(sorted(filter(OWN.fullmatch, {*names} - {FORCED})))  # those it would overwrite
+    if foreign and SETTINGS not in foreign:
         raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
                         f"{foreign[0]}; move it away first")
     if os.path.exists(path):

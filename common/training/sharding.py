@@ -237,8 +237,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 def recompute_layers(model) -> None:
     """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    dropout = max(model.config.attention_dropout, getattr(model.config, "resid_pdrop", 0))
-    enable({"use_reentrant": False, "preserve_rng_state": dropout > 0})
+    enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing in a layer is random
 
 
 def first_row(rows: int, parts: int, part: int) -> int:

@@ -232,9 +232,8 @@ class Script(LlamaForCausalLM):
     ("\u00e9t\u00e9<eos>", "\u00e9t\u00e9", "\u00e9t\u00e9"),  # characters of two tokens each
     ("\u00e9", "\u00e8", "\u00e9"),
 ])
-@pytest.mark.parametrize("beside", [[], ["a much longer right answer"]])
-def test_an_answer_ends_where_it_cannot_be_right_whatever_is_in_its_batch(text, right, expected, beside):
-    script, tokenizer, rights = Script(text), byte_tokenizer(), [right, *beside]
+def test_an_answer_ends_where_it_cannot_be_right_whatever_is_in_its_batch(text, right, expected):
+    script, tokenizer, rights = Script(text), byte_tokenizer(), [right, "a much longer right answer"]
     prompts, bar = [[1]] * len(rights), tqdm(disable=True)
     answers = evaluate.generate_answers(script, tokenizer, prompts, 8, 2, bar, rights)
     assert answers[0] == expected

@@ -268,6 +268,22 @@ def test_heads_that_are_equal_behind_a_norm_lose_nothing_by_merging():
 
 
 @torch.no_grad()
+def blended(model, merged, names: tuple):
+    """A student with masks over both models' modules: open they give the source, closed the merged model."""
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, names)
+    state, shared = student.state_dict(), merged.state_dict()
+    shared = {masks.blended_name(name, names): tensor for name, tensor in shared.items()}
+    student.load_state_dict(state | {name: tensor for name, tensor in shared.items() if name in state})
+    shape = len(model.model.layers), geometry(model.config).kv_heads
+    masks.set_masks(student, torch.ones(shape))
+    assert torch.equal(logits_of(student), logits_of(model))
+    masks.set_masks(student, torch.zeros(shape))
+    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    return student
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("whole_head", [False, True])
 def test_masks_blend_norms_over_all_heads(whole_head):
     """Open masks give the source, closed ones the merged model, and others blend head by head."""
@@ -277,15 +293,7 @@ def test_masks_blend_norms_over_all_heads(whole_head):
     for name in names:
         for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    student = copy.deepcopy(model)
-    masks.patch(student, 2, names)
-    blended = {masks.blended_name(name, names): tensor for name, tensor in merged.state_dict().items()}
-    state = student.state_dict()
-    student.load_state_dict(state | {name: tensor for name, tensor in blended.items() if name in state})
-    masks.set_masks(student, torch.ones(3, 8))
-    assert torch.equal(logits_of(student), logits_of(model))
-    masks.set_masks(student, torch.zeros(3, 8))
-    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    student = blended(model, merged, names)
     z = torch.rand(8)
     norm = student.model.layers[1].self_attn.k_norm
     norm.z = z
@@ -307,16 +315,7 @@ def test_a_fused_projection_is_blended_by_its_parts():
     torch.testing.assert_close(means, torch.cat(expected), rtol=0, atol=1e-6)
     for layer in merged.model.layers:
         layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
-    student = copy.deepcopy(model)
-    masks.patch(student, 2, ("qkv_proj",))
-    shared = {name.replace("qkv_proj", "qkv_proj.merged"): tensor
-              for name, tensor in merged.state_dict().items() if "qkv_proj" in name}
-    assert {masks.blended_name(name, ("qkv_proj",)) for name in merged.state_dict()} >= shared.keys()
-    student.load_state_dict(student.state_dict() | shared)
-    masks.set_masks(student, torch.ones(3, 4))
-    assert torch.equal(logits_of(student), logits_of(model))
-    masks.set_masks(student, torch.zeros(3, 4))
-    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
+    student = blended(model, merged, ("qkv_proj",))
     z, projection = torch.rand(4), student.model.layers[1].self_attn.qkv_proj
     projection.z = z
     source, shared = projection.original.weight, projection.merged.weight
@@ -351,15 +350,7 @@ def test_masks_of_a_source_that_is_gqa_already(names):
             for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
                 if not (name == "o_proj" and parameter.ndim == 1):  # its bias belongs to no head
                     parameter.add_(0.05 * torch.randn_like(parameter))
-    student = copy.deepcopy(model)
-    masks.patch(student, 2, names)
-    state = student.state_dict()
-    blended = {masks.blended_name(name, names): tensor for name, tensor in merged.state_dict().items()}
-    student.load_state_dict(state | {name: tensor for name, tensor in blended.items() if name in state})
-    masks.set_masks(student, torch.ones(3, 4))
-    assert torch.equal(logits_of(student), logits_of(model))
-    masks.set_masks(student, torch.zeros(3, 4))
-    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-5)
+    student = blended(model, merged, names)
     one_closed = torch.ones(3, 4)
     one_closed[1, 2] = 0  # only the third of four pairs of query heads: copied by hand, head by head
     masks.set_masks(student, one_closed)

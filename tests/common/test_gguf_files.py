@@ -23,21 +23,6 @@ Type = gguf.GGMLQuantizationType
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MERGES = [["t", "h"], ["th", "e"]]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # rows in whole blocks of 32
-# as llama.cpp's converter names them
-TENSORS = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
-    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
-    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-}
-
-
-def stored_name(name: str) -> str:
-    *path, kind = name.split(".")
-    if path[:2] != ["model", "layers"]:
-        return f"{TENSORS['.'.join(path)]}.{kind}"
-    return f"blk.{path[2]}.{TENSORS[path[-1]]}.{kind}"
 
 
 def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -74,8 +59,9 @@ def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
                   bool: writer.add_bool}
         adders[type(value)](key, value)
     add_tokenizer(writer, config.vocab_size, split)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():
-        values, stored = parameter.detach().numpy(), stored_name(name)
+        values, stored = parameter.detach().numpy(), names.get_name(name, (".weight", ".bias"))
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         part = stored.split(".")[-2]
         if architecture == "llama" and part in heads:

@@ -19,18 +19,9 @@ from common.cli import UserError
 from common.families import SUPPORTED, check_kv_heads, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers
-from common.models import (
-    describe,
-    load_config,
-    load_model,
-    load_tokenizer,
-    local_model,
-    needs_several_gpus,
-    save_tokenizer,
-    source_model,
-)
+from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files
-from conftest import ROOT, byte_tokenizer, expect_error, save_tiny, tiny_model
+from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -78,8 +69,8 @@ def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights / filled, 0))
     path = str(checkpoints / "shards")
-    assert needs_several_gpus(path, torch.float32, device) is expected
-    assert not (filled < 1 and needs_several_gpus(path, torch.bfloat16, device))
+    assert models.needs_several_gpus(path, torch.float32, device) is expected
+    assert not (filled < 1 and models.needs_several_gpus(path, torch.bfloat16, device))
 
 
 def test_no_model_is_loaded_with_code_of_its_own():
@@ -206,7 +197,7 @@ def test_names_with_glob_characters_are_read(copy, name):
     assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
     with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
         pass
-    assert local_model(path) == path
+    assert models.local_model(path) == path
 
 
 # -- what is refused --
@@ -417,7 +408,7 @@ def test_a_tokenizer_is_copied_byte_for_byte(tmp_path):
     for name in others:
         (tmp_path / "source" / name).write_bytes(name.encode() + b"\r\n\xff")
     (tmp_path / "copy").mkdir()
-    save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
+    models.save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
     written = files_in(str(tmp_path / "copy"))
     assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
     for name in written:
@@ -452,20 +443,6 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
 
 
 # -- stage 1 --
-
-
-def test_mistakes_in_stage_1_leave_nothing(copy, inputs, tmp_path):
-    path, home = copy("whole"), tmp_path / "run"
-    common = ["01_calibrate.py", "--run", home, "--text", inputs["text"], "--sequences", 2, "--model"]
-    expect_error("expected 1 to 256 tokens (the model's max_position_embeddings), found 257",
-                 *common, path, "--length", 257)
-    expect_error("expected a checkpoint directory, found a file", *common, path / "config.json")
-    expect_error("expected a device of this machine", *common, path, "--device", "cuda:99")
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
-    expect_error("end-of-sequence token, found none", *common, path, "--length", 8)
-    (tmp_path / "file").write_text("mine")
-    expect_error("file", *common, path, "--run", tmp_path / "file")
-    assert not home.exists() and (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():

@@ -37,9 +37,3 @@ def test_the_policy_is_set_before_anything_else_is_imported(script):
     ours = next(number for number, line in enumerate(imports) if line.startswith("import common.waiting "))
     before = {line.split()[1].split(".")[0] for line in imports[:ours]}
     assert before <= sys.stdlib_module_names, before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [script for script in SCRIPTS if script[0] == "0"])
-def test_stages_wait_passively(stage):
-    assert spins_of(stage, "--help") == 0

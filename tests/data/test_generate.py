@@ -13,19 +13,7 @@ from scipy.stats import chisquare
 from common.cli import UserError
 from common.data import generate
 from common.data.chat import load_chats
-from common.data.generate import (
-    Origin,
-    as_samples,
-    chat_form,
-    chat_row,
-    choose_chats,
-    drawn,
-    from_the_last,
-    generated,
-    read_sequences,
-    sample,
-    text_row,
-)
+from common.data.generate import Origin, chat_form, chat_row, generated, text_row
 from common.data.text import load_tokens
 from common.models import load_tokenizer
 from conftest import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
@@ -40,7 +28,7 @@ def logits_of(model, rows: np.ndarray) -> torch.Tensor:
 
 def test_sampled_frequencies_are_the_softmax():
     model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
-    tokens = sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
+    tokens = generate.sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
     assert tokens.dtype == np.int32 and (tokens[:, :2] == [3, 7]).all()
     expected = n * logits_of(model, tokens[:1, :2])[0, -1].softmax(-1).numpy()
     counts, rare = np.bincount(tokens[:, 2], minlength=40), expected < 5
@@ -55,7 +43,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
     for number, token in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3)):
         monkeypatch.setattr(torch, "rand", lambda n, *_, number=number, **options:
                             torch.full((n, 1), number, dtype=torch.float64))
-        assert drawn(logits, None).tolist() == [token] * 3
+        assert generate.drawn(logits, None).tolist() == [token] * 3
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
@@ -63,7 +51,7 @@ def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
     """Surprise less entropy, summed, is a standard normal number; the begins are of different lengths."""
     model = tiny_model(num_key_value_heads=4, **changes)
     rows = [text_row([5] * (1 + n % 9)) for n in range(40)]
-    tokens = sample(model, rows, 30, torch.Generator().manual_seed(1))
+    tokens = generate.sample(model, rows, 30, torch.Generator().manual_seed(1))
     log = logits_of(model, tokens).log_softmax(-1)
     surprise = -log[:, :-1].gather(-1, torch.from_numpy(tokens).long()[:, 1:, None])[..., 0]
     entropy = -(log.exp() * log).sum(-1)[:, :-1]
@@ -95,7 +83,7 @@ def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
     row = written(chat_row(*chat_form(tokenizer), END), sent[1:])
     expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000)
     segments = [list(segment) for sample in expected for segment in sample.segments]
-    assert [list(segment) for segment in as_samples(row)[0].segments] == segments
+    assert [list(segment) for segment in generate.as_samples(row)[0].segments] == segments
 
 
 @pytest.mark.parametrize("tokenizer", [chatml_tokenizer(), llama2_tokenizer()])
@@ -111,7 +99,7 @@ def test_a_model_may_end_turns_as_the_template_does(tokenizer):
 
 def test_a_row_without_an_answer_is_no_sample():
     rows = np.array([[1, 2, 3, 4], [1, 2, ~3, 4], [1, ~2, ~3, ~4]], np.int32)
-    segments = [[list(part) for part in sample.segments] for sample in as_samples(rows)]
+    segments = [[list(part) for part in sample.segments] for sample in generate.as_samples(rows)]
     assert segments == [[[1, 2], [3], [4]], [[1], [2, 3, 4]]]
 
 
@@ -144,10 +132,10 @@ def test_a_model_that_chats_generates_chats_beside_its_text(model, tmp_path):
     both = ["a.jsonl", "b.jsonl"]
     for chat, text, expected in ((None, ["a.txt", "generated"], ["generated"]), (["none"], ["generated"], []),
                                  (None, ["c4", "generated:a.txt"], []), (both, ["generated"], both)):
-        assert choose_chats(chat, text, model) == expected
+        assert generate.choose_chats(chat, text, model) == expected
     byte_tokenizer().save_pretrained(model)
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    assert choose_chats(None, ["generated"], model) == []
+    assert generate.choose_chats(None, ["generated"], model) == []
 
 
 def origin(model: str, home, **changes) -> Origin:
@@ -221,7 +209,7 @@ def test_held_out_documents_are_the_last_ones_of_a_file(tmp_path, name):
     documents = [f"document {number}" for number in range(1000)]
     lines = [json.dumps({"text": text}) for text in documents] if name == "text.jsonl" else documents
     (tmp_path / name).write_text("\n".join(lines))
-    assert list(from_the_last(str(tmp_path / name))) == documents[::-1]
+    assert list(generate.from_the_last(str(tmp_path / name))) == documents[::-1]
 
 
 def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
@@ -244,17 +232,17 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     place, text = origin(model, tmp_path), tmp_path / "text.txt"
     text.write_text("some words " * 100)
     path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
-    tokens, description = read_sequences(str(text), path, place, 5, 64)
+    tokens, description = generate.read_sequences(str(text), path, place, 5, 64)
     assert (tokens[:3] == load_tokens(str(text), load_tokenizer(model), 3, 64)[0]).all()
     rendered = load_tokenizer(model).decode(tokens[3:].flatten())
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
-    chats, _ = read_sequences("none", "generated", place, 3, 64)
+    chats, _ = generate.read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
-        read_sequences("none", path, place, 100, 64)
+        generate.read_sequences("none", path, place, 100, 64)
 
 
 @pytest.mark.slow

@@ -8,15 +8,7 @@ import pytest
 from common.cli import UserError
 from common.data import tasks
 from common.data.rows import Sample, read_objects
-from common.data.tasks import (
-    TASKS,
-    check_lengths,
-    choice_samples,
-    example_from_row,
-    load_task,
-    size_note,
-    tokenize,
-)
+from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
 from conftest import END, byte_tokenizer, task_rows
 
 LISTED = {
@@ -123,12 +115,12 @@ def test_a_beginning_comes_before_the_prompt_as_the_tokenizer_has_it_or_where_it
 
 def test_lengths_are_checked_against_the_positions():
     fits, answerless = Sample((5, 6), (7, END)), Sample((5, 6), (END,))
-    check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
+    tasks.check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
     message = r"^tasks/piqa.train.jsonl row 1: expected at most 3 tokens \(the model's .*\), found 4$"
     with pytest.raises(UserError, match=message):
-        check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
+        tasks.check_lengths([(1, fits)], 3, "tasks/piqa.train.jsonl")
     with pytest.raises(UserError, match="row 1: expected at least one token per choice"):
-        check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
+        tasks.check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
 
 
 def on_the_hub(task: str, row: dict) -> dict:
@@ -181,9 +173,9 @@ def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
              "validation": (19_740, [3270, 1838, 10042, 1267, 299, 570, 500, 1954])}
     for split, (total, counts) in sizes.items():
         for task, count in zip(TASKS, counts, strict=True):
-            assert size_note(task, split, "hub:x", count) == ""
-            assert size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
-            assert size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
+            assert tasks.size_note(task, split, "hub:x", count) == ""
+            assert tasks.size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
+            assert tasks.size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
         assert sum(counts) == total
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -225,14 +224,6 @@ def test_missing_answers_and_arguments_are_one_line(pair):
     expect_error("expected results_*.json of lm_eval for model, found none", COMPARE, pair, pair)
     expect_error("eval.jsonl", COMPARE, pair / "nowhere", pair / "tasks")
     expect_error("expected RUN and DIR, found 1 arguments", COMPARE, pair)
-
-
-def test_the_harness_can_be_asked_for_some_of_the_tasks(inputs, tmp_path):
-    tasks = shutil.copytree(inputs["tasks"], tmp_path / "tasks", ignore=shutil.ignore_patterns("boolq.*"))
-    command = ["bash", ROOT / "pipelines" / "harness.sh", save_tiny(tmp_path / "model"), tasks]
-    environment = os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run"), "ONLY": "siqa boolq"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and " of boolq; pass --only siqa to do without" in done.stderr
 
 
 @pytest.mark.slow

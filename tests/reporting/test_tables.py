@@ -1,8 +1,9 @@
-"""The Markdown table writer: layout, and text that must not break out of its cell."""
+"""Markdown tables, whose text must not break out of its cell; stage 7's table, its caption and last line, and
+scores in a model card."""
 
 import pytest
 
-from common.reporting.tables import markdown_table
+from common.reporting.tables import caption, markdown_table, results_table, summary_line, write_scores
 
 
 def test_columns_are_padded_to_one_width():
@@ -33,3 +34,114 @@ def test_text_stays_in_its_cell(text, cell):
 def test_a_row_of_another_length_is_an_error():
     with pytest.raises(ValueError):
         markdown_table(("a", "b"), [("only one",)])
+
+
+def figures(**changes) -> dict:
+    task = {"questions": 4, "chance": 0.5, "exact_match": 0.25, "exact_match_stderr": 0.125,
+            "likelihood": 0.75, "likelihood_stderr": 0.0625}
+    result = {"tasks": {"boolq": task}, "heads": 8, "kv_heads": 2, "cache_bytes_per_token": 64.0,
+              "prefill_tokens_per_s": 1000.4, "decode_tokens_per_s": 10.6,
+              "macro_chance": 0.5, "micro_chance": 0.4}
+    for average in ("macro", "micro"):
+        result |= {f"{average}_exact_match": 0.25, f"{average}_exact_match_stderr": 0.125,
+                   f"{average}_likelihood": 0.75, f"{average}_likelihood_stderr": 0.0625}
+    return result | changes
+
+
+def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
+    results = {"a": figures(perplexity=7.12345), "b": figures(perplexity=8, kv_heads=4)}
+    lines = results_table(results).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["", "chance", "a", "b"] and set(lines[1]) == {"|", "-"}
+    assert cells[2:] == [
+        ["**exact match, %**", "", "", ""],
+        ["boolq", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["*micro average, as published*", "40.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["*macro average*", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
+        ["**likelihood, %**", "", "", ""],
+        ["boolq", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["*micro average, as published*", "40.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["*macro average*", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
+        ["**cost**", "", "", ""],
+        ["perplexity", "", "7.123", "8.000"],
+        ["kv heads", "", "2 of 8", "4 of 8"],
+        ["KV bytes per token", "", "64", "64"],
+        ["prefill tokens/s", "", "1000", "1000"],
+        ["decode tokens/s", "", "11", "11"],
+    ]
+
+
+def test_many_checkpoints_have_a_row_each():
+    """The same cells as beside each other, and of chance only what there is."""
+    results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
+    tables = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+              for table in results_table(results).split("\n\n")]
+    titles = ["boolq", "*micro average, as published*", "*macro average*"]
+    assert [table[0] for table in tables] == [
+        ["exact match, %", *titles], ["likelihood, %", *titles],
+        ["cost", "perplexity", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
+    ]
+    for table, rate in zip(tables, ("25.0 ± 12.5", "75.0 ± 6.2"), strict=False):
+        assert table[2] == ["chance", "50.0", "40.0", "50.0"]
+        assert table[3:] == [[name, rate, rate, rate] for name in results]
+    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000", "2 of 8", "64", "1000", "11"]
+                             for number in range(7)]
+    del results["gqa6"]
+    header = results_table(results).splitlines()[0].split("|")
+    assert [cell.strip() for cell in header[2:-1]] == ["chance", *results]
+
+
+def test_the_last_line_has_the_micro_average():
+    """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
+    results = {"a": figures(micro_exact_match=0.5), "b": figures(micro_exact_match_stderr=0.25)}
+    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
+                                     "KV cache of the last 1.000 of the first's")
+
+
+HOSTILE = "a|b\n<!-- /scores -->"
+
+
+def test_names_break_neither_the_table_nor_the_card(tmp_path):
+    """A second evaluation must find the place of the first, with nothing of the first left behind."""
+    reference = figures(perplexity=7.0, perplexity_text=HOSTILE)
+    note = caption(reference, HOSTILE, None, None, "cpu, float32", bos=False)
+    table = results_table({HOSTILE: reference})
+    assert "\n" not in note and {line.count(" | ") for line in table.splitlines()[2:]} == {2}
+    assert len(table.splitlines()) == 16
+    card = tmp_path / "README.md"
+    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
+    for scores in (f"{table}\n\n{note}", "| 2 |"):
+        assert write_scores(str(tmp_path), scores)
+    assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
+
+
+def test_a_caption_names_files_without_their_directories(tmp_path):
+    """And keeps the names of what is no file."""
+    (tmp_path / "held out.npy").touch()
+    (tmp_path / "tasks").mkdir()
+    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "of held out.npy: 3 rows."),
+                        ("c4 (a/b): 3 rows", "of c4 (a/b): 3 rows.")):
+        note = caption(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/", None, None, "cpu",
+                       bos=False)
+        assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
+
+
+def test_a_row_of_what_nobody_measured_is_left_out():
+    both = {name: figures() for name in "ab"}
+    assert "prefill" in results_table(both)
+    for columns in both.values():
+        del columns["prefill_tokens_per_s"]
+    assert "prefill" not in results_table(both) and "decode" in results_table(both)
+
+
+def test_scores_go_between_the_markers_of_a_card(tmp_path):
+    card = tmp_path / "README.md"
+    assert not write_scores(str(tmp_path), "| 1 |")  # no card
+    for markers in ("", "<!-- scores -->", "<!-- /scores -->\n<!-- scores -->"):
+        card.write_text(text := f"# Model\n{markers}\nmore")
+        assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
+    card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
+    for scores in ("| 1 |", "| 2 |\n| 3 |"):  # a second evaluation replaces the first
+        assert write_scores(str(tmp_path), scores)
+        assert card.read_text() == f"# Model\n<!-- scores -->\n{scores}\n<!-- /scores -->\nmore"
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

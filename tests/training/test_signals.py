@@ -1,4 +1,4 @@
-"""What asks a training to stop ends it with a checkpoint: a signal, even a lost one, and closed output."""
+"""What asks a training to stop: signals, also those that get lost, and output that is closed."""
 
 import os
 import signal
@@ -16,8 +16,10 @@ from common.training.sharding import Ranks, joined_ranks
 @pytest.fixture
 def ranks(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may run the tests
     with joined_ranks() as ranks:
         yield ranks
+    signal.signal(signal.SIGHUP, before)
     sharding.asked.clear()
 
 
@@ -84,5 +86,6 @@ def test_a_training_takes_no_directory_of_someone_else(ranks, tmp_path):
     assert checkpoints.own_files(str(directory)) == ["settings.json"]
     checkpoints.remove_training(str(directory))
     assert os.listdir(directory) == ["notes.txt"]
-    with pytest.raises(UserError, match="a training with its settings.json, found notes.txt; move it away"):
+    (directory / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="training with its settings.json, found metrics.jsonl; move it away"):
         checkpoints.begin(str(directory), {"steps": 1}, ranks)
