@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from common.artifacts import RECORD
 from common.cli import UserError
 from common.files import files_in, move_aside, read_json, remove_empty, sha256, sync, unfinished, write_json
 from common.training.metrics import METRICS, heldout_kl, read_metrics
@@ -33,8 +34,6 @@ FORCED = "forced.json"  # beside the settings: what began the training with --fo
 # all names that training gives in its directory
 OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
-LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
 def begin(directory: str, settings: dict, ranks) -> None:
@@ -57,6 +56,28 @@ def begin(directory: str, settings: dict, ranks) -> None:
                             "--force to start over")
     elif ranks.first:
         write_json(path, settings)
+    dist.barrier()
+
+
+def begun(directory: str, training: dict) -> bool:
+    """Whether start_anew began this training in this directory, and it is not complete."""
+    if os.path.exists(os.path.join(directory, RECORD)):
+        return False
+    try:
+        read_metrics(os.path.join(directory, METRICS))
+    except UserError:  # damaged: --force starts over
+        return False
+    return read_json(os.path.join(directory, FORCED)) == training
+
+
+def start_anew(directory: str, others: list[str], training: dict, ranks) -> None:
+    """--force: move an earlier training, and others, aside. It may be days of work, so nothing is deleted."""
+    dist.barrier()  # all ranks have asked whether it was begun
+    if ranks.first:
+        for path in (directory, *others):
+            if os.path.lexists(path):
+                print(f"moved   {path} to {move_aside(path)}", flush=True)
+        write_json(os.path.join(directory, FORCED), training)
     dist.barrier()
 
 
@@ -215,7 +236,6 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
-        refuse_earlier(path)
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
@@ -236,13 +256,6 @@ def resume_from(directory: str, schedule, ranks) -> str | None:
     if path:
         ranks.say(f"resumes {directory} after step {step_of(path)} of {schedule.steps}")
     return path
-
-
-def refuse_earlier(path: str) -> None:
-    """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
-    if os.path.exists(os.path.join(path, EARLIER)):
-        raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
-                        f"versions, which commit {LAST_EARLIER} reads")
 
 
 def stored_tensors(path: str) -> dict:
@@ -292,7 +305,6 @@ class TrainedWeights:
     """
 
     def __init__(self, path: str, part: str = "net"):
-        refuse_earlier(path)
         fault = damage(path)
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")

@@ -106,13 +106,6 @@ def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
 
 
 @pytest.mark.slow
-def test_recomputed_layers_train_the_same(alone, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, alone, tmp_path / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED, "--recompute")
-    assert_same_training(home, alone)
-
-
-@pytest.mark.slow
 def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
     """Three steps on two processes, the rest, over the switch to GQA, on one; likewise the other way
     round.
@@ -211,19 +204,6 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
     assert "damaged" in done.stdout and "after step 9 of 10" in done.stdout and "switch" not in done.stdout
     assert (home / "train" / "step-00000010.damaged-1").is_dir()
     assert_same_bits(home, distributed_run)
-
-
-@pytest.mark.slow
-def test_nothing_but_damaged_checkpoints(distributed_run, inputs, tmp_path):
-    home = copy_run(distributed_run, tmp_path / "run")
-    for files in saved_files(home):
-        flip(files[-1])
-    done = run("06_export.py", "--run", home, "--force", fails=True)
-    assert "its content does not match its record" in done.stderr and (home / "gqa").is_dir()
-    (home / "train" / "stage.json").unlink()
-    command = ["--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
-    done = run(STAGE, *command, processes=2, fails=True)
-    assert "expected an intact checkpoint, found 2 damaged" in done.stderr
 
 
 @pytest.mark.slow
