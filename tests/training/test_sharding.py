@@ -27,7 +27,6 @@ from common.training.sharding import (
     build,
     first_row,
     joined_ranks,
-    recompute_layers,
     reduce_gradients,
     sum_over_ranks,
 )
@@ -243,19 +242,6 @@ def test_a_process_group_is_left_after_an_error():
         with pytest.raises(type(error)), joined_ranks():
             raise error
         assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(("options", "dropout"), [
-    ({}, False), ({"attention_dropout": 0.5}, True), ({"model_type": "phi3", "resid_pdrop": 0.5}, True),
-])
-def test_recomputation_keeps_random_states_where_there_is_dropout(options, dropout, monkeypatch):
-    """Reading a GPU's random state takes the host time in every layer."""
-    kept, trainee = [], Trainee(tiny_model(attn_implementation="packed", **options)).train()
-    recompute_layers(trainee.net)
-    get_state = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or get_state())
-    trainee(build_row(SAMPLES, 3)).sum().backward()
-    assert bool(kept) == dropout
 
 
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
