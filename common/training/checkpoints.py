@@ -34,6 +34,8 @@ FORCED = "forced.json"  # beside the settings: what began the training with --fo
 # all names that training gives in its directory
 OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
+LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
 def begin(directory: str, settings: dict, ranks) -> None:
@@ -236,6 +238,7 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
+        refuse_earlier(path)
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
@@ -256,6 +259,13 @@ def resume_from(directory: str, schedule, ranks) -> str | None:
     if path:
         ranks.say(f"resumes {directory} after step {step_of(path)} of {schedule.steps}")
     return path
+
+
+def refuse_earlier(path: str) -> None:
+    """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
+    if os.path.exists(os.path.join(path, EARLIER)):
+        raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
+                        f"versions, which commit {LAST_EARLIER} reads")
 
 
 def stored_tensors(path: str) -> dict:
@@ -305,6 +315,7 @@ class TrainedWeights:
     """
 
     def __init__(self, path: str, part: str = "net"):
+        refuse_earlier(path)
         fault = damage(path)
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")

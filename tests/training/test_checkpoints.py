@@ -131,6 +131,19 @@ def test_a_file_that_holds_no_tensors_is_refused(saved, content):
     assert_refused(job, path, "expected a training checkpoint, found none that can be read")
 
 
+def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
+    """Its metadata is a pickle, which may run a command."""
+    job, path = saved
+    mark = tmp_path / "executed"
+    Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
+    seal(path)
+    message = "found the format of earlier versions, which commit 4332407 reads"
+    for read in (checkpoints.whole_weights, lambda _: checkpoints.newest(job.directory, job.ranks)):
+        with pytest.raises(UserError, match=message):
+            read(path)
+    assert os.path.isdir(path) and not mark.exists()
+
+
 def test_files_of_tensors_beside_the_recorded_ones_are_damage(saved):
     """They would be read, too."""
     _, path = saved
