@@ -227,7 +227,7 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
     reasons = ("File too large", "inline_container")  # torch's own zip writer may speak first
     assert any(reason in lines[0] for reason in reasons), errors
-    assert not list((home / "train").glob("*.tmp"))
+    assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
     run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
     assert_same_bits(home, distributed_run)
@@ -242,3 +242,10 @@ def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pat
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
     steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
     assert steps == [len(metrics(home))]
+
+
+@pytest.mark.slow
+def test_a_plan_is_printed_once(aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], "--plan", "1xA100-80GB", processes=2)
+    assert done.stdout.count("05_prune_train: ") == 1
