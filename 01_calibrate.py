@@ -25,10 +25,10 @@ import common.waiting  # noqa: F401 - before torch
 import os
 
 import torch
-from safetensors.torch import save_file
 
 from common import families, gguf, models
-from common.artifacts import claim, write_layer, write_record
+from common.artifacts import claim, write_record
+from common.calibration import write_layer, write_tokens
 from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
@@ -40,7 +40,6 @@ from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.progress import Progress
-from common.records import TOKENS
 
 LENGTH = 2048  # tokens per sequence in the paper
 
@@ -170,7 +169,7 @@ def main():
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
 
     with write_directory(output) as aside:
-        save_file({"tokens": tokens.int()}, os.path.join(aside, TOKENS))
+        write_tokens(aside, tokens)
         for index, tensors in enumerate(collect(layers, shape, tokens, args)):
             write_layer(aside, index, tensors)
         summary = {

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import artifacts
+from common.calibration import Calibration
 from common.cli import UserError, device, non_negative, positive, run_stage, stage_parser
 from common.families import key_context
 from common.method.closed_form import merging_loss
@@ -96,16 +97,16 @@ def main():
     output = os.path.join(args.run, "similarity.json")
     started = artifacts.claim("02_similarity.py", args, output, beside=(TENSORS, *PICTURES),
                               inputs=artifacts.input_digests(args.run, [source]))
-    calibration = artifacts.read_calibration(source)
-    model = calibration["model"]
+    calibration = Calibration(source)
+    model = calibration.model
     drawn = choose_layers(args.layers_drawn, model["layers"])
-    context = key_context(args.key_context, calibration["summary"]["positions"])
+    context = key_context(args.key_context, calibration.summary["positions"])
     compute_device = pick_device(args.device)
-    print(f"reads   {source}: {model['path']}, {calibration['summary']['tokens']} tokens")
+    print(f"reads   {source}: {model['path']}, {calibration.summary['tokens']} tokens")
 
     per_layer = []
     for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
-        grams = artifacts.read_grams(source, calibration, compute_device, index)
+        grams = calibration.grams(compute_device, index)
         matrices = layer_similarity(grams)
         if args.energy:
             matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere

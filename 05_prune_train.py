@@ -21,8 +21,9 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
 tokens KL, texts included. Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
-adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Before the first
-step and every --heldout-every steps student and teacher are compared on held-out text and questions.
+adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Dropout is off,
+whatever the config says. Before the first step and every --heldout-every steps student and teacher are
+compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
@@ -33,51 +34,47 @@ Several trainings can stand in one run directory: --name NAME writes RUN/train-N
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM or
-Ctrl-C it finishes the step, saves and exits with 75 (torchrun itself exits with 1), so "05 && 06" stops
-there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes longer. --force moves train/
-and teacher/ aside (to train.old-1/, ...) and starts over; the same command, repeated, resumes the new
-training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM,
+Ctrl-C, a terminal that hangs up or output that is closed it finishes the step, saves and exits with 75
+(torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
+--shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
+starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
 authors' code), with --tasks none to values for text, or for the demo model to values that suit its size.
 """
 
+import argparse
 import common.waiting  # noqa: F401 - before torch
+import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from common import cli
-from common.artifacts import RECORD, Claim, claim, input_digests, write_record
+from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
 from common.cli import Flag, UserError, run_stage, stage_parser
+from common.data.corpus import SPLIT, Pool, Sources, load_pool
+from common.data.demo import DEMO, default_sources
+from common.data.generate import Origin, choose_chats
 from common.data.tasks import TASKS
+from common.data.text import NONE, is_generated, sequence_length
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE
 from common.reporting import plots
-from common.training import checkpoints, students
-from common.training.defaults import FEWEST_STEPS, TEXT_LENGTH, defaults_of, make_schedules, with_defaults
-from common.training.distill import (
-    MASKS,
-    Masks,
-    distillation_flops,
-    distillation_loss,
-    mask_figures,
-    switch_step,
-)
-from common.training.engine import STOPPED, Job, Schedule, Step, steps
-from common.training.hardware import CPU, HARDWARE, on_gpus
+from common.training import checkpoints, engine, plan, students
+from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
-from common.training.plan import must_recompute
-from common.training.pool import load_pool
-from common.training.run import STAGE, Run, start_anew, was_forced
+from common.training.packing import distillation_loss
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
-from common.training.teacher import find_teacher, frozen, train_teacher
+from common.training.students import MASKS, STAGE, Masks, Pair, Run, frozen, mask_figures, switch_step
 
+TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 # The flags of this stage, one a row: kind, help, default, and whether it must be the same to go on with a
@@ -173,11 +170,17 @@ FLAGS = {
         Flag("save-minutes", cli.non_negative_float, "maximum minutes between checkpoints", 20),
         Flag("save-steps", cli.positive, "also save every so many steps"),
         Flag("print-every", cli.positive, "steps between printed lines; metrics.jsonl has every step", 1),
-        Flag("plan", str, f"only print memory, FLOPs and time on {', '.join(HARDWARE)} or, as 1x{CPU}, on "
-             "this machine's", metavar="[NODESx]COUNTxDEVICE"),
+        Flag("plan", str, f"only print memory, FLOPs and time on {', '.join(plan.HARDWARE)} or, as "
+             f"1x{plan.CPU}, on this machine's", metavar="[NODESx]COUNTxDEVICE"),
     ],
 }
+DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
+TEACHER_EPOCHS = 2
+OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 RESUMED = [flag.attribute for flags in FLAGS.values() for flag in flags if flag.resumed]
+# what --force knows its own training by, beside the samples and where it starts
+FORCED_BY = [*RESUMED, *(flag.attribute for title in ("length of training", "optimization")
+                         for flag in FLAGS[title] if not flag.resumed)]
 
 
 def parse():
@@ -187,9 +190,78 @@ def parse():
         for flag in flags:
             parser.add_flag(flag)
     args = parser.parse_args()
-    if args.plan and args.dtype == "float32" and on_gpus(args.plan, None):
+    if args.plan and args.dtype == "float32" and plan.on_gpus(args.plan, None):
         raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
     return args
+
+
+def defaults_of(pair: Pair, tasks: str | None) -> dict:
+    """Flag -> its value where it is left out, of those that depend on what is trained.
+
+    Without tasks: learning rates that suit small steps, highest for attention, which merging changed;
+    measured on a model of 135M parameters, nothing larger. For the demo model: its masks must close within
+    hundreds of steps, not ten thousand.
+    """
+    column = 1 if tasks == NONE else 2 if pair.model["name"] == DEMO else 0
+    defaults = {flag.attribute: flag.default[column] for rows in FLAGS.values() for flag in rows
+                if isinstance(flag.default, list)}
+    return defaults | ({"masks": "off"} if tasks == NONE and "o_proj" in pair.blended else {})
+
+
+def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.Namespace:
+    """A copy of the flags with each that was left out, but for those that depend on the number of samples.
+
+    defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
+    or this machine.
+    """
+    demo = pair.model["name"] == DEMO
+    filled = argparse.Namespace(**vars(args))
+    for name, value in defaults.items():
+        if getattr(filled, name) is None and name not in OF_LENGTH:
+            setattr(filled, name, value)
+    filled.tasks = args.tasks or default_sources(demo)[0]
+    filled.text = args.text or ([DEMO] if demo else [])
+    filled.text = [] if filled.text == [NONE] else filled.text
+    filled.chat = choose_chats(args.chat, filled.text, pair.model["path"])
+    if args.heldout_text is None:
+        filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
+    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ stands beside DIR, not in DIR/
+    filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
+    filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
+    if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
+        filled.steps = DEMO_STEPS
+    if demo and args.teacher_steps is None and args.teacher_epochs is None:
+        filled.teacher_steps = DEMO_TEACHER_STEPS
+    endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
+    if endless and not args.text_tokens:
+        raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
+    if args.student and filled.masks != "off":
+        raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
+    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
+    return filled
+
+
+def make_schedules(args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict:
+    """The schedules of the "teacher" (unless it exists) and of the "student". args: with these defaults."""
+    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
+              "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
+              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
+    schedules = {}
+    if not has_teacher:
+        epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
+        steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
+        warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
+        schedules["teacher"] = Schedule(steps, batch, warmup, **common)
+    steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
+    if not steps:
+        group_size = pair.model["kv_heads"] // pair.kv_heads
+        epochs = args.epochs or (1 if args.tasks == NONE else engine.published_epochs(group_size))
+        steps = engine.epochs_to_steps(epochs, len(pool), batch)
+    if steps < 2 and args.masks != "off":
+        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
+    warmup = args.warmup or engine.warmup_for(defaults["warmup"], steps)
+    return schedules | {"student": Schedule(steps, batch, warmup, **common)}
 
 
 def distill(step: Step, teacher, args) -> None:
@@ -225,16 +297,17 @@ def gqa_step(step: Step, teacher, args) -> None:
     step.update()
 
 
-def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bool:
+def train_masked(run: Run, args, schedule: Schedule, teacher, saved: str | None) -> bool:
     """The first 80 % of the steps: masks close, heads move from their own projections to their group's.
 
     saved: the checkpoint to resume from. Returns False if a signal stopped it.
     """
-    args, pair, until = run.args, run.pair, switch_step(schedule.steps)
+    pair, until = run.pair, switch_step(schedule.steps)
     student = students.masked_student(
         pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved, train=args.train)
     optimizer = students.masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
-    job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
+    flops = plan.distillation_flops(student, teacher, args.train)
+    job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
         checkpoints.load(job, saved)
     masks = MASKS[args.masks](student.replicated, schedule.steps, args.seed)
@@ -242,9 +315,9 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
 
     for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
         set_masks(student.net, closed)
-        run.heldout.measure_start(step, teacher, args.loss_chunk)  # merged/, before the first step
+        run.heldout.measure_start(step, teacher, run.chunk)  # merged/, before the first step
         masked_step(step, masks, teacher, args)
-        run.heldout.measure(step, teacher, args.loss_chunk)  # every --heldout-every steps
+        run.heldout.measure(step, teacher, run.chunk)  # every --heldout-every steps
     if job.stopped:
         return False
     run.ranks.say(f"switch  after step {until}: masks, {float(masks.noiseless().mean()):.3f} on average, "
@@ -252,34 +325,38 @@ def train_masked(run: Run, schedule: Schedule, teacher, saved: str | None) -> bo
     return True
 
 
-def train_gqa(run: Run, schedule: Schedule, teacher, saved: str | None, switched: bool) -> bool:
+def train_gqa(run: Run, args, schedule: Schedule, teacher, saved: str | None, switched: bool) -> bool:
     """The last 20 % of the steps, or all with --masks off: the student is a plain GQA model.
 
     saved: the checkpoint to resume from; switched: it is the masked student's last, whose masks are all set
     to 0 by reading the shared projections alone, and what no mask blends. Returns False if a signal stopped
     it.
     """
-    args, pair = run.args, run.pair
+    pair = run.pair
     student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved, train=args.train)
     optimizer = students.gqa_optimizer(student, student_rates(args), pair.blended)
-    job = Job(student, optimizer, run.directory, run.ranks, distillation_flops(student, teacher, args.train))
+    flops = plan.distillation_flops(student, teacher, args.train)
+    job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
         names = (lambda name: blended_name(name, pair.blended)) if switched else (lambda name: name)
         checkpoints.load(job, saved, names)
 
     for step in steps(job, schedule, run.pool):
-        run.heldout.measure_start(step, teacher, args.loss_chunk)  # merged/, before the first step
+        run.heldout.measure_start(step, teacher, run.chunk)  # merged/, before the first step
         gqa_step(step, teacher, args)
-        run.heldout.measure(step, teacher, args.loss_chunk)
+        run.heldout.measure(step, teacher, run.chunk)
     return not job.stopped
 
 
-def train_student(run: Run, schedule: Schedule) -> bool:
+def train_student(run: Run, args, schedule: Schedule) -> bool:
     """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
-    args, ranks, pair = run.args, run.ranks, run.pair
-    settings = student_settings(run, schedule)
+    ranks, pair = run.ranks, run.pair
+    settings = student_settings(run, args, schedule)
     checkpoints.begin(run.directory, settings, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
+        record = read_record(run.directory, STAGE, pair.model)
+        if ranks.first:
+            verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if args.teacher != SOURCE else []
@@ -294,11 +371,11 @@ def train_student(run: Run, schedule: Schedule) -> bool:
     switch = switch_step(schedule.steps) if args.masks != "off" else 0
 
     if start < switch:
-        if not train_masked(run, schedule, teacher, saved):
+        if not train_masked(run, args, schedule, teacher, saved):
             return False
         free_memory(ranks)
         start, saved = switch, checkpoints.path_of(run.directory, switch)
-    if not train_gqa(run, schedule, teacher, saved, switched=bool(switch) and start == switch):
+    if not train_gqa(run, args, schedule, teacher, saved, switched=bool(switch) and start == switch):
         return False
     if ranks.first:
         write_student(run, schedule, settings, inputs)
@@ -310,10 +387,10 @@ def student_rates(args) -> students.Rates:
                           args.rest_lr_factor)
 
 
-def student_settings(run: Run, schedule: Schedule) -> dict:
+def student_settings(run: Run, args, schedule: Schedule) -> dict:
     """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
     pair = run.pair
-    tuned = {name: getattr(run.args, name) for name in RESUMED}
+    tuned = {name: getattr(args, name) for name in RESUMED}
     shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
     starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
     starts |= {"student": pair.exported} if pair.exported else {}
@@ -327,47 +404,101 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    write_record(directory, replace(run.started, inputs=inputs).record(pair.model, summary))
+    record = replace(run.started, inputs=inputs).record(pair.model, summary)
+    write_record(directory, record, of=checkpoints.own_files(directory))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")
+
+
+def phases_of(run: Run, args, schedules: dict[str, Schedule]) -> list[tuple]:
+    """(title, work, student, schedule) of each training, for plan."""
+    pair = run.pair
+    student = plan.Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
+    phases = [(f"pruning {pair.title}", workload(run, run.pool), student, schedules["student"])]
+    if "teacher" in schedules:
+        phases.insert(0, ("teacher", workload(run, run.pool.answered), None, schedules["teacher"]))
+    return phases
+
+
+def workload(run: Run, samples) -> plan.Workload:
+    execution = run.execution.recompute, run.execution.compute.itemsize
+    return plan.Workload.of(load_config(run.pair.model["path"]), samples, run.chunk, *execution)
+
+
+def print_plan(run: Run, args, schedules: dict[str, Schedule]) -> None:
+    """Print what training needs on --plan's hardware. Raises UserError if a phase does not fit."""
+    phases = phases_of(run, args, schedules)
+    hours = plan.print_phases(phases, args.plan)
+    if run.heldout.sets:
+        work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
+        times = 1 + run.heldout.measurements(schedules["student"].steps)  # merged/ first
+        hours += plan.print_heldout(work, times, args.plan)
+    generates = any(map(is_generated, (*args.text, *args.chat, args.heldout_text)))
+    print(f"05_prune_train: {plan.duration(hours)} on {args.plan}"
+          f"{', including the teacher' * (len(phases) > 1)}{', besides generating text' * generates}")
 
 
 def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     pair = students.read_pair(args.run, ranks, args.student)
     source = pair.model["path"]
-    defaults = defaults_of(FLAGS, pair, args.tasks)
+    defaults = defaults_of(pair, args.tasks)
     args = with_defaults(args, defaults, pair, load_config(source).max_position_embeddings)
     args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
-    texts = heldout_texts(args, source, ranks)  # first: if it is refused, not after --text is tokenized
-    pool = load_pool(args, source, ranks)
-    heldout = load_heldout(args, source, pool, texts, ranks)
-    cuda = on_gpus(args.plan, ranks)
+    sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
+    origin = Origin(source, args.run, ranks.device, ranks, plan=bool(args.plan))
+    texts = heldout_texts(sources, origin)  # first: if it is refused, not after --text is tokenized
+    pool = load_pool(sources, origin)
+    heldout = load_heldout(sources, origin, pool, texts, args.heldout_every)
+    cuda = plan.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute))
-    run = Run(args, ranks, pair, pool, heldout, execution, replace(started, args=args))
-    args.force = args.force and not was_forced(run)
-    has_teacher = find_teacher(run)  # refuses one before anything is moved
+    directory = os.path.join(args.run, cli.named("train", args.name))
+    teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
+    run = Run(directory, teacher, pair, pool, heldout, ranks, execution, args.loss_chunk,
+              replace(started, args=args))
+    forced = what_force_began(run, args)
+    args.force = args.force and not checkpoints.begun(directory, forced)
+    has_teacher = students.find_teacher(run, args.teacher, args.force)  # before anything is moved
     schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
-    if args.recompute is None and cuda and must_recompute(run, schedules):
-        run = replace(run, execution=replace(execution, recompute=True))
-        ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
+    if args.recompute is None and cuda:  # eager attention's matrices are not in the plan
+        phases = phases_of(run, args, schedules)
+        if args.attention == "eager" or plan.too_large(phases, args.plan, ranks):
+            run = replace(run, execution=replace(execution, recompute=True))
+            ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if args.plan:
-        from common.training.plan import print_plan
-
         if ranks.first:
-            print_plan(run, schedules)
+            print_plan(run, args, schedules)
         return 0
     if args.force:
-        start_anew(run)
-    if has_teacher:
-        ranks.say(f"reads   {run.teacher}: {'the source' if args.teacher == SOURCE else 'the teacher'}")
-    elif not train_teacher(run, schedules["teacher"]):
-        return STOPPED
-    free_memory(ranks)  # of the teacher that was trained
-    return 0 if train_student(run, schedules["student"]) else STOPPED
+        earlier = [] if args.teacher else [teacher, teacher + ".train"]
+        checkpoints.start_anew(directory, earlier, forced, ranks)
+    return train(run, args, schedules)
+
+
+def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
+    """Train the teacher, if there is a schedule for it, then the student. Returns the exit code."""
+    if "teacher" not in schedules:
+        title = "the source" if args.teacher == SOURCE else "the teacher"
+        run.ranks.say(f"reads   {run.teacher}: {title}")
+    else:
+        if args.teacher:  # shared: another run may be training it, too
+            parent, name = os.path.split(os.path.abspath(run.teacher))
+            claim(name, argparse.Namespace(run=parent))
+        rates = students.Rates(args.teacher_lr, args.beta2, args.weight_decay)
+        if not students.train_teacher(run, schedules["teacher"], rates):
+            return STOPPED
+    free_memory(run.ranks)  # of the teacher that was trained
+    return 0 if train_student(run, args, schedules["student"]) else STOPPED
+
+
+def what_force_began(run: Run, args) -> dict:
+    """By what --force knows its own training again: flags, samples, aligned/ and merged/."""
+    flags = {name: getattr(args, name) for name in FORCED_BY}
+    starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
+    return json.loads(json.dumps(flags | run.pool.description() | starts))
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
-from common.artifacts import read_grams, read_layer, read_record, read_tensors, read_tokens
+from common.artifacts import read_record, read_tensors
+from common.calibration import Calibration
 from common.cli import Clock, StageParser, UserError, non_negative, run_stage
 from common.files import read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
@@ -75,8 +76,8 @@ class Run:
 
     def __init__(self, directory: str):
         self.directory = directory
-        self.calibration = read_record(self.path("calibration"), "01_calibrate.py")
-        self.model = source_model(self.calibration, directory)
+        self.calibration = Calibration(self.path("calibration"))
+        self.model = source_model(self.calibration.record, directory)
         self.similarity, _ = read_tensors(self.path("similarity.safetensors"), "02_similarity.py")
         self.grouping = read_record(self.path("groups.json"), "03_group.py", self.model)
         self.alignment = read_record(self.path("aligned"), "04_align.py", self.model)
@@ -115,7 +116,7 @@ class Layer:
     """A layer's sampled vectors, its heads in the source and in aligned/, and the rotations between them."""
 
     def __init__(self, run: Run, index: int):
-        tensors = read_layer(run.path("calibration"), run.calibration, index)
+        tensors = run.calibration.layer(index)
         self.index, self.groups, self.theta = index, run.groups[index], tensors["rope.frequencies"]
         self.keys, self.values = tensors["sample.key"], tensors["sample.value"]  # [N, H, d_H]
         caches = (vectors.double().flatten(1).T for vectors in (self.keys, self.values))
@@ -124,7 +125,7 @@ class Layer:
         stats.update_keys(self.keys)
         stats.update_values(self.values)
         self.sampled = LayerGrams(stats.tensors() | {"key.free": tensors["key.free"]}, run.heads)
-        self.whole = read_grams(run.path("calibration"), run.calibration, "cpu", index)  # of all tokens
+        self.whole = run.calibration.grams("cpu", index)  # of all tokens
         source, self.new = (run.attention(name, index) for name in ("source", "aligned"))
         self.old = {letter: heads[self.groups.flatten()] for letter, heads in source.items()}
         values = (torch.cat((heads["v"], heads["o"].mT), dim=2) for heads in (self.old, self.new))
@@ -274,18 +275,18 @@ def merging_rows(run: Run, layer: Layer):
 
 def cache_rows(run: Run):
     """Eq. 1 of the first layer, whose input is known without running the model."""
-    summary = run.calibration["summary"]
+    summary = run.calibration.summary
     at = torch.linspace(0, summary["tokens"] - 1, summary["sampled_tokens"]).long()
-    tokens = read_tokens(run.path("calibration"), run.calibration).flatten()[at]
+    tokens = run.calibration.tokens().flatten()[at]
     stored = open_checkpoint(run.path("source"))
     norm = stored["model.layers.0.input_layernorm.weight"][:].double()
     X = stored["model.embed_tokens.weight"][:][tokens].double()
     X = rms_norm(X, norm.shape, norm, run.config.rms_norm_eps).T
-    heads, sampled = run.attention("source", 0), read_layer(run.path("calibration"), run.calibration, 0)
+    heads, sampled = run.attention("source", 0), run.calibration.layer(0)
     X = torch.cat((X, torch.ones(1, len(tokens))))[: heads["k"].shape[2]]  # the ones are for biases
     printed = [head for letter in "kv" for head in paper.eq_1(heads[letter].flatten(0, 1) @ X, run.heads)]
     vectors = [sampled[name][: len(tokens)].permute(1, 2, 0) for name in ("sample.key", "sample.value")]
-    rounding = torch.finfo(getattr(torch, run.calibration["arguments"]["dtype"])).eps
+    rounding = torch.finfo(getattr(torch, run.calibration.arguments["dtype"])).eps
     yield compare("Eq. 1: keys before RoPE and values", printed, vectors, 64 * rounding)
 
 

@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 from bench.machine import machine, parser, standard_error
@@ -85,8 +86,7 @@ def write_heldout(args) -> None:
 
 def train(args, start: str, tokens: int, seed: int) -> dict:
     """What stage 5 measures on held-out text after training RUN/start/merged on so many tokens."""
-    directory, began = os.path.join(args.out, "training"), time.perf_counter()
-    shutil.rmtree(directory, ignore_errors=True)
+    directory, began = tempfile.mkdtemp(prefix="training-", dir=args.out), time.perf_counter()
     for name in ("aligned", "merged"):
         shutil.copytree(os.path.join(args.run, start, name), os.path.join(directory, name),
                         copy_function=os.link)

@@ -31,15 +31,14 @@ from bench.machine import machine, parser, timed
 from common.cli import UserError, run_stage
 from common.data.rows import Sample
 from common.method import masks
-from common.training import distill, students
 from common.training import plan as budget
 from common.training import plan as training_cost
+from common.training import students
 from common.training.engine import Job, Schedule, Step
-from common.training.hardware import HARDWARE, Cluster, peak_flops
 from common.training.packing import build_row, pack
+from common.training.plan import HARDWARE, Cluster, peak_flops
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
-from common.training.students import Rates
-from common.training.teacher import frozen
+from common.training.students import Rates, frozen
 
 stage5 = importlib.import_module("05_prune_train")
 
@@ -129,14 +128,14 @@ class Models:
         self.schedule = Schedule(
             STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
             tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
-        self.masks = distill.Masks(self.masked.replicated, STEPS, seed=0)
+        self.masks = students.Masks(self.masked.replicated, STEPS, seed=0)
         rates = Rates(1e-5, beta2=0.999, weight_decay=0.0)
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
             self.plain: students.teacher_optimizer(self.plain, rates),
             self.gqa: students.gqa_optimizer(self.gqa, rates, masks.KEY_VALUE)}
         self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
-                                  distill.distillation_flops(trainee, self.teacher, "all"), step=STEP)
+                                  budget.distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}
 
     def masked_step(self, rows: list, samples: list[Sample]) -> None:

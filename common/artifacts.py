@@ -19,15 +19,13 @@ import subprocess
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from common import cli
 from common.cli import Clock, Complete, UserError
 from common.files import RECORD, files_in, flush, named_files, read_json, sha256, unfinished, write_json
-from common.method.stats import LayerGrams
-from common.records import TOKENS, find_fault, layer_file, shown
-from common.weights import check_finite
+from common.records import find_fault, shown
 
 APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
 CARD = "README.md"  # of a checkpoint
@@ -223,8 +221,8 @@ def file_digest(path: str) -> str:
     if os.path.basename(path) != CARD:
         return sha256(path)
     with open(path, "rb") as file:
-        before, _, rest = file.read().partition(SCORES)
-    return hashlib.sha256(before + rest.rpartition(END_OF_SCORES)[2]).hexdigest()
+        whole, _, after = file.read().rpartition(END_OF_SCORES)
+    return hashlib.sha256(whole.rpartition(SCORES)[0] + after).hexdigest()
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:
@@ -290,15 +288,9 @@ def write_beside(path: str):
                 os.remove(os.path.join(home, file))
 
 
-def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one layer's file of a calibration directory."""
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, os.path.join(directory, layer_file(index)))
-
-
-def write_record(directory: str, record: dict, name: str = RECORD) -> None:
-    """Write a record with the sha256 of every other file in the directory. Call it last."""
-    names = [other for other in files_in(directory) if other != name]
+def write_record(directory: str, record: dict, name: str = RECORD, of: list[str] | None = None) -> None:
+    """Write a record with the sha256 of these files, by default of all others there. Call it last."""
+    names = [other for other in of or files_in(directory) if other != name]
     files = {other: file_digest(os.path.join(directory, other)) for other in names}
     write_json(os.path.join(directory, name), record | {"files": files})
 
@@ -388,49 +380,3 @@ def read_tensors(path: str, stage: str) -> tuple[dict[str, torch.Tensor], dict]:
     """The tensors of X.safetensors and their record. Raises UserError if missing, damaged or foreign."""
     record = read_record(path, stage)
     return read_verified(*os.path.split(path), record), record
-
-
-def read_calibration(path: str) -> dict:
-    """The record of a calibration directory, after verifying its files and their shapes."""
-    record = read_record(path, "01_calibrate.py")
-    verify_files(path, record)
-    model = record["model"]
-    kv_heads, size = model["kv_heads"], model["head_dim"]
-    expected = [kv_heads * (kv_heads + 1) // 2, size, size]
-    for index in range(model["layers"]):
-        with open_tensors(os.path.join(path, layer_file(index))) as file:
-            shape = file.get_slice("key.raw").get_shape()
-        if shape != expected:
-            raise UserError(f"{path}: expected key.raw of shape {expected} for the model in its record, "
-                            f"found {shape}")
-    return record
-
-
-def read_layer(path: str, record: dict, index: int) -> dict[str, torch.Tensor]:
-    """One layer's calibration tensors, by name ("value.raw", "key.raw", "sample.key", ...).
-
-    record: from read_calibration; a calibration that was replaced since is refused.
-    """
-    tensors = read_verified(path, layer_file(index), record)
-    check_finite(tensors.items(), os.path.join(path, layer_file(index)))
-    return tensors
-
-
-def read_tokens(path: str, record: dict) -> torch.Tensor:
-    """The tokens that a calibration read, int64 [sequences, length]. Arguments: as for read_layer."""
-    return read_verified(path, TOKENS, record)["tokens"].long()
-
-
-def read_grams(path: str, record: dict, device: str, index: int) -> LayerGrams:
-    """One layer's Grams from a calibration directory, on `device`. Arguments: as for read_layer."""
-    tensors = {name: tensor.to(device) for name, tensor in read_layer(path, record, index).items()}
-    return LayerGrams(tensors, record["model"]["kv_heads"])
-
-
-def open_tensors(path: str):
-    """An open safetensors file. Raises UserError if it cannot be read as one."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: expected a safetensors file, found none that can be read: "
-                        f"{error}") from error

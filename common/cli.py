@@ -34,6 +34,11 @@ class Complete(Exception):
     """What a stage would make is there, made by the same command from the same inputs: exit code 0."""
 
 
+def printable(text: str) -> str:
+    """Text with escapes in place of characters that a terminal would act on; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def suggest(name: str, known) -> str:
     """"; did you mean X?" for the known name closest to `name` or starting with it; "" if there is none."""
     names = {other.lstrip("-").lower(): other for other in known}  # shared dashes must not count
@@ -188,6 +193,9 @@ class StageParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
+        for name, value in vars(options).items():  # records could not hold it
+            if any("\ud800" <= character <= "\udfff" for character in str(value)):
+                self.error(f"--{name.replace('_', '-')}: expected text in UTF-8, found {value!a}")
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if flags:
             faults = " and ".join(f"unknown flag {flag}{suggest(flag, self.flags)}" for flag in flags)
@@ -241,7 +249,7 @@ class Failures:
                 self.store.wait([self.printed], PATIENCE)
                 return
             alone = f"rank {self.rank}: "
-        print(f"error: {alone}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"error: {alone}{printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         self.store.set(self.printed, "")
 
 
@@ -257,6 +265,9 @@ def run_stage(main) -> None:
     A UserError, an OSError or a lack of memory is printed on one line, with exit code 2; Ctrl-C exits with
     130. Under torchrun the ranks print it once, and those that fail because another one left are silent.
     """
+    for stream in (sys.stdout, sys.stderr):  # may be ASCII, or names have no encoding
+        with contextlib.suppress(AttributeError):  # replaced by a test
+            stream.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt_once)
     try:
@@ -271,6 +282,14 @@ def run_stage(main) -> None:
         reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
         Failures().report(UserError(f"{reason} {LESS_MEMORY}"))
         code = 2
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            if Failures().cause:
+                raise
+        else:
+            Failures().report(UserError(f"out of memory: {str(error).partition('DefaultCPUAllocator: ')[2]}. "
+                                        f"{LESS_MEMORY}"))
+        code = 2
     except KeyboardInterrupt:
         failures = Failures()
         if failures.cause and failures.first:
@@ -282,11 +301,14 @@ def run_stage(main) -> None:
         code = 2
     finally:
         cleanup.close()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # closed or full, and would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if "RANK" in os.environ:
         # Skip interpreter shutdown: a process-group thread that needs the interpreter during it aborts the
         # process, and torchrun reports a failed run.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

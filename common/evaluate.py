@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from common.cli import UserError
-from common.data.chat import fixed_template
+from common.data.chat import apply_template, fixed_template
 from common.method.losses import kl
 from common.models import bos_prefix
 from common.progress import Progress
-from common.weights import first_line
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
@@ -202,12 +201,14 @@ def prompt_ids(prompt: str, tokenizer, bos: bool | None = None) -> list[int]:
         return [*bos_prefix(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     template = fixed_template(tokenizer, "prompts")
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], chat_template=template,
-                                             tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs: they fail in any way
-        raise UserError(f"{tokenizer.name_or_path}: expected a chat template for a prompt by itself, found "
-                        f"one that refuses it: {first_line(error)}") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = apply_template([{"role": "user", "content": prompt}], tokenizer, template, prompting=True)
+    except ValueError as error:
+        raise UserError(f"{tokenizer.name_or_path}: a prompt by itself: {error}") from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise UserError(f"{tokenizer.name_or_path}: expected a chat template that renders a prompt, found "
+                        "one that renders nothing")
+    return ids
 
 
 def complete(model, tokenizer, prompts: list[list[int]], longest: int, batch: int = 1) -> list[str]:

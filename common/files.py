@@ -1,6 +1,7 @@
 """Files and directories, written whole or not at all and never over something else; their sha256."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -10,16 +11,26 @@ import shutil
 import tempfile
 import time
 
+from safetensors import SafetensorError
+
 from common.cli import UserError
 
 LARGE = 2**26  # bytes; smaller files are hashed each time
 RECORD = "stage.json"  # of a directory: the record of what made it, and the sha256 of its files
 WRITER = "writer"  # in a directory of unfinished output: locked by the process that writes there
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 SETTLED = 2e9  # nanoseconds, longer than a tick of any file system's clock: a later change has another time
+
+
+def require_regular(path: str) -> None:
+    """Raise UserError for a FIFO or a device: reading one may never end."""
+    if os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a file, found a FIFO or a device")
 
 
 def sha256(path: str) -> str:
     """Hex digest of a file."""
+    require_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -67,6 +78,10 @@ def unfinished(path: str):
         with open(os.path.join(aside, WRITER), "x") as writer:
             fcntl.flock(writer, fcntl.LOCK_EX)
             yield os.path.join(aside, name)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) or error.errno in FULL:  # they name no file of the user's
+            raise UserError(f"{path}: cannot be written: {error}") from error
+        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -99,6 +114,7 @@ def open_text(path: str):
 
     Every newline is read as "\\n", and a byte-order mark is skipped.
     """
+    require_regular(path)
     with open(path, encoding="utf-8-sig") as file:
         try:
             yield file
@@ -126,6 +142,7 @@ def write_json(path: str, value: dict) -> None:
 
 def read_json(path: str):
     """The JSON value in a file; None if there is none that can be read."""
+    require_regular(path)
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -180,6 +197,11 @@ def remove_named(directory: str) -> None:
     for name in files_in(directory) if named else ():
         if name in named or name == RECORD:
             os.remove(os.path.join(directory, name))
+    remove_empty(directory)
+
+
+def remove_empty(directory: str) -> None:
+    """Remove the directories below a directory that are empty, then itself, if it is."""
     for folder, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(folder)

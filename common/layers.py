@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from common import companions, families, models
+from common.cli import UserError
 from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -161,6 +162,24 @@ class Layers:
         with self.head() as head:
             for number in range(len(hidden)):
                 yield head(hidden[number])[0].float().cpu()
+
+
+def require_finite_in(dtype: torch.dtype, path: str, tokens: torch.Tensor) -> None:
+    """Raise UserError unless the checkpoint's logits for tokens [n, T] are finite when computed in its dtype.
+
+    float16 overflows beyond 65504, where weights fit and hidden states do not.
+    """
+    if all(logits.isfinite().all() for logits in Layers(path, dtype, "cpu", layerwise=True).logits(tokens)):
+        return
+    layers, largest = Layers(path, torch.float32, "cpu", layerwise=True), 0.0
+    hidden = layers.embed(tokens.split(1), os.path.dirname(path))
+    for index in range(layers.config.num_hidden_layers):
+        with layers.layer(index) as layer:
+            for number in range(len(tokens)):
+                hidden[number] = layers.run(layer, hidden[number])
+                largest = max(largest, float(hidden[number].abs().max()))
+    raise UserError(f"--dtype {str(dtype).removeprefix('torch.')}: expected finite logits, found NaN or Inf: "
+                    f"hidden states reach {largest:.3g}; pass --dtype bfloat16 or float32")
 
 
 def return_freed_memory() -> None:

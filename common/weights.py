@@ -25,8 +25,13 @@ IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 def weight_files(directory: str) -> list[str]:
     """Names of the files from which transformers reads a checkpoint's weights; an index, if any, comes first.
 
-    Raises UserError if there are none, or if the index cannot be read or names files elsewhere.
+    Raises UserError if there are none, if the index cannot be read or names files elsewhere, and for an
+    adapter beside them.
     """
+    adapter = os.path.join(directory, "adapter_config.json")
+    if os.path.exists(adapter):  # transformers would apply it to the weights beside it
+        raise UserError(f"{adapter}: expected a model without an adapter; merge it first (peft's "
+                        "merge_and_unload), or move the file away")
     present = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(directory, name))]
     if not present:
         raise UserError(f"{directory}: expected weights (one of {', '.join(WEIGHT_FILES)}), found none")

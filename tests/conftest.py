@@ -44,7 +44,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common.artifacts import read_layer, read_record
+from common.calibration import Calibration
 from common.training.sharding import init_ranks
 
 torch.set_num_threads(1)
@@ -287,8 +287,7 @@ def group_of_one():
 
 def calibrated_layer(calibration, index: int) -> dict[str, torch.Tensor]:
     """The tensors of a layer in a calibration directory."""
-    record = read_record(str(calibration), "01_calibrate.py")
-    return read_layer(str(calibration), record, index)
+    return Calibration(str(calibration)).layer(index)
 
 
 def copy_run(source: Path, target: Path) -> Path:

@@ -13,12 +13,10 @@ from common.method import masks
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import students
-from common.training.distill import Masks
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks, Trainee, build
-from common.training.students import Rates
-from common.training.teacher import frozen
+from common.training.students import Masks, Rates, frozen
 from conftest import save_tiny, tiny_model
 
 stage5 = importlib.import_module("05_prune_train")

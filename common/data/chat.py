@@ -1,6 +1,7 @@
 """Chats for training: `messages` through the tokenizer's chat template, assistant turns as answers."""
 
 import os
+import signal
 from array import array
 from bisect import bisect_left, bisect_right
 
@@ -11,6 +12,7 @@ from common.data.rows import LINES_OF_JSON, Sample, abbreviated, column, read_ro
 from common.progress import Progress
 from common.weights import first_line
 
+RENDERED, PATIENCE = 10**7, 10  # characters and seconds that a template may take
 sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
@@ -83,6 +85,32 @@ def _messages(row: dict) -> list[dict]:
     return messages
 
 
+def apply_template(messages: list[dict], tokenizer, template: str, prompting: bool) -> str:
+    """Messages as text. prompting: with the beginning of an answer.
+
+    Templates are programs: raises ValueError for one that fails in any way, renders more than RENDERED
+    characters, or does not end.
+    """
+
+    def interrupt(number, frame):
+        raise TimeoutError(f"it has not ended after {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
+                                             add_generation_prompt=prompting)
+    except Exception as error:
+        raise ValueError(f"refused by the tokenizer's chat template: {first_line(error)}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    if len(text) > RENDERED:
+        raise ValueError(f"expected at most {RENDERED} characters from the tokenizer's chat template, "
+                         f"found {len(text)}")
+    return text
+
+
 class Rewritten(ValueError):
     """A template renders the first messages of a chat differently once the chat goes on."""
 
@@ -118,11 +146,9 @@ def render(messages: list[dict], answers: list[int], tokenizer, template: str) -
     segments, rendered = [], ""
     for stop, prompting in stops:
         try:
-            longer = tokenizer.apply_chat_template(messages[:stop], chat_template=template, tokenize=False,
-                                                   add_generation_prompt=prompting)
-        except Exception as error:  # templates are programs: they fail in any way
-            raise ValueError(f"messages 1 to {stop}: refused by the tokenizer's chat template: "
-                             f"{first_line(error)}") from error
+            longer = apply_template(messages[:stop], tokenizer, template, prompting)
+        except ValueError as error:
+            raise ValueError(f"messages 1 to {stop}: {error}") from error
         if not longer.startswith(rendered):
             raise Rewritten(f"messages 1 to {stop}: expected a chat template that adds the answer to its "
                             "generation prompt, found one that changes it")

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.cli import UserError
-from common.data.chat import fixed_template, load_chats, render
+from common.data.chat import apply_template, fixed_template, load_chats, render
 from common.data.rows import Sample
 from common.data.text import (
     GENERATED,
@@ -120,14 +120,16 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     tokenizer without a template, or whose template has no user's turn or no generation prompt.
     """
     template, name = fixed_template(tokenizer, GENERATED), tokenizer.name_or_path
-    chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    words = ((letter * length for length in itertools.count(8)) for letter in "QA")
+    asked, answered = (next(word for word in longer if word not in template) for longer in words)
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     try:
         prompt, answer = render(chat, [1], tokenizer, template)
     except ValueError as error:
         raise UserError(f"{name}: {error}; {ADVICE}") from error
-    opening, turn, between = prompt.partition("QUESTION")
-    header, _, closing = answer.partition("ANSWER")
-    unprompted = tokenizer.apply_chat_template(chat[:1], chat_template=template, tokenize=False)
+    opening, turn, between = prompt.partition(asked)
+    header, _, closing = answer.partition(answered)
+    unprompted = apply_template(chat[:1], tokenizer, template, prompting=False)
     if not turn or not opening.strip() or not between.strip() or prompt == unprompted and header.strip():
         missing = "generation prompt" if turn and opening.strip() else "marked user's turn"
         raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")

@@ -10,7 +10,7 @@ is not pulled: in the released code the copy is the module's parameter, log_alph
 After the step `settle` averages the two, with weight w = max(0.002, progress^5 / 2, |size - T|) on the copy.
 So the pull reaches log_alpha damped by w. Alone it leads z along T, somewhat behind; over thousands of steps
 Eq. 29's gradient is the stronger: it brings `expected` to T, and z, which is below it, far ahead
-(bench/RESULTS.md). ReleasedMasks of common/training/distill.py calls them in this order.
+(bench/RESULTS.md). ReleasedMasks of common/training/students.py calls them in this order.
 
 `size` is state, which a resumed run has to restore with log_alpha. Three things are simplified: the copy is
 not rounded to bfloat16; log_alpha itself is kept within +-LIMIT, not its copy alone; and the gradient of a

@@ -7,6 +7,7 @@ import functools
 import os
 from statistics import median
 
+from common.cli import UserError
 from common.files import write_file
 
 
@@ -31,8 +32,8 @@ def drawing(figure_of):
             with write_file(path) as file:  # no version, for reproducible bytes
                 figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
             print(f"drew    {os.path.basename(path)}")
-        except OSError as error:
-            print(f"skipped {path}: cannot be written ({error.strerror or error})")
+        except (OSError, UserError) as error:
+            print(f"skipped {path}: cannot be written ({getattr(error, 'strerror', error)})")
         finally:
             pyplot.close(figure)
 

@@ -167,12 +167,12 @@ def write_scores(directory: str, scores: str) -> bool:
     path = os.path.join(directory, "README.md")
     if not os.path.exists(path):
         return False
-    before, opening, rest = read_text(path).partition(SCORES)
-    _, closing, after = rest.partition(END_OF_SCORES)
-    if closing:
+    whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
+    before, opening, _ = whole.rpartition(SCORES)  # the last ones: a license may have others
+    if opening:
         escaped = scores.replace("<!--", "&lt;!--")
         write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
-    return bool(closing)
+    return bool(opening)
 
 
 class Table(NamedTuple):

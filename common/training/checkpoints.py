@@ -6,6 +6,7 @@ and are not stored. Kept are the last two checkpoints and, of a GQA student, the
 KL.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,14 +21,18 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from common.artifacts import RECORD
 from common.cli import UserError
-from common.files import move_aside, read_json, sha256, sync, write_json
+from common.files import files_in, move_aside, read_json, remove_empty, sha256, sync, unfinished, write_json
 from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
+FORCED = "forced.json"  # beside the settings: what began the training with --force
+# all names that training gives in its directory
+OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
 LAST_EARLIER = "4332407"  # the commit that still reads it
@@ -36,9 +41,14 @@ LAST_EARLIER = "4332407"  # the commit that still reads it
 def begin(directory: str, settings: dict, ranks) -> None:
     """Record the settings of a training run in its directory. All ranks call it.
 
-    Raises UserError if a run with other settings was started there.
+    Raises UserError if a run with other settings was started there, or if there are files of something else.
     """
     path = os.path.join(directory, SETTINGS)
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    foreign = of_first_rank(sorted(filter(OWN.fullmatch, {*names} - {FORCED})))  # those it would overwrite
+    if foreign and SETTINGS not in foreign:
+        raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
+                        f"{foreign[0]}; move it away first")
     if os.path.exists(path):
         before = read_settings(path)
         changed = [name for name, value in settings.items() if before.get(name) != value]
@@ -49,6 +59,40 @@ def begin(directory: str, settings: dict, ranks) -> None:
     elif ranks.first:
         write_json(path, settings)
     dist.barrier()
+
+
+def begun(directory: str, training: dict) -> bool:
+    """Whether start_anew began this training in this directory, and it is not complete."""
+    if os.path.exists(os.path.join(directory, RECORD)):
+        return False
+    try:
+        read_metrics(os.path.join(directory, METRICS))
+    except UserError:  # damaged: --force starts over
+        return False
+    return read_json(os.path.join(directory, FORCED)) == training
+
+
+def start_anew(directory: str, others: list[str], training: dict, ranks) -> None:
+    """--force: move an earlier training, and others, aside. It may be days of work, so nothing is deleted."""
+    dist.barrier()  # all ranks have asked whether it was begun
+    if ranks.first:
+        for path in (directory, *others):
+            if os.path.lexists(path):
+                print(f"moved   {path} to {move_aside(path)}", flush=True)
+        write_json(os.path.join(directory, FORCED), training)
+    dist.barrier()
+
+
+def own_files(directory: str) -> list[str]:
+    """The files of a training directory that training has written; any others are the user's."""
+    return [name for name in files_in(directory) if OWN.fullmatch(name.split(os.sep)[0])]
+
+
+def remove_training(directory: str) -> None:
+    """Remove what training has written, and the directory if that is all."""
+    for name in own_files(directory):
+        os.remove(os.path.join(directory, name))
+    remove_empty(directory)
 
 
 def read_settings(path: str) -> dict:
@@ -92,30 +136,28 @@ def save(job) -> None:
     """
     directory, rank = job.directory, dist.get_rank()
     path = path_of(directory, job.step)
-    aside = path + ".tmp"
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-    dist.barrier()
     weights, optimizer_state = get_state_dict(job.trainee, job.optimizer, options=FLAT)
     tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
     for name, tensor in optimizer_state.items():
         if name.startswith("state."):
             tensors[f"optimizer.{name}"] = tensor
     files = {name: file_number(name) for name in tensors}
-    try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
+    with contextlib.ExitStack() as stack:
+        aside = of_first_rank(stack.enter_context(unfinished(path)) if rank == 0 else None)
+        try:
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
+            if rank == 0:
+                write_json(os.path.join(aside, ORIGIN), origin(path))
+            _write_digests(aside, rank)
+        except (CheckpointException, OSError) as error:
+            free = shutil.disk_usage(directory).free / 2**30
+            raise UserError(f"{path}: cannot be written ({_reason(error)}; {free:.1f} GiB free there); "
+                            "earlier checkpoints are intact, and the same command resumes from the last"
+                            ) from error
         if rank == 0:
-            write_json(os.path.join(aside, ORIGIN), origin(path))
-        _write_digests(aside, rank)
-    except (CheckpointException, OSError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        reason = _reason(error)
-        free = shutil.disk_usage(directory).free / 2**30
-        raise UserError(f"{path}: cannot be written ({reason}; {free:.1f} GiB free there); earlier "
-                        "checkpoints are intact, and the same command resumes from the last") from error
+            shutil.rmtree(path, ignore_errors=True)  # left if resumed from an earlier step: same bytes
+            os.rename(aside, path)
     if rank == 0:
-        shutil.rmtree(path, ignore_errors=True)  # left if the run resumed from an earlier step: same bytes
-        os.rename(aside, path)
         for old in set(saved_checkpoints(directory)[:-KEPT]) - {best(directory)}:
             shutil.rmtree(old)
     dist.barrier()

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
-from common.training import checkpoints
+from common.training import checkpoints, sharding
 from common.training.metrics import Metrics
 from common.training.packing import Row, dealt, rows_ahead
 from common.training.sharding import Ranks, Trainee, reduce_gradients
 
 PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
+EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> epochs over the training sets (Table 1)
+FEWEST_STEPS, BATCHES = 250, (2, 64)  # the batch is chosen for so many steps within these limits
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
@@ -50,6 +52,29 @@ class Schedule:
         """The settings that must match on resume: all but those for saving and printing."""
         free = ("save_steps", "save_minutes", "print_every")
         return {name: value for name, value in asdict(self).items() if name not in free}
+
+
+def published_epochs(group_size: int) -> int:
+    """The paper's passes over the training sets. Raises UserError for a group size it does not cover."""
+    if group_size not in EPOCHS:
+        raise UserError(f"--epochs: no published value for groups of {group_size} kv heads (published: "
+                        f"groups of {', '.join(map(str, EPOCHS))}); pass --epochs or --steps")
+    return EPOCHS[group_size]
+
+
+def batch_for(samples: int) -> int:
+    """Samples per step where no flag says it: as many as leave FEWEST_STEPS, within BATCHES."""
+    return min(max(samples // FEWEST_STEPS, BATCHES[0]), BATCHES[1])
+
+
+def warmup_for(default: int, steps: int, share: int = 10) -> int:
+    """Steps of warm-up where no flag says it: the default, but at most one in `share` steps."""
+    return max(1, min(default, steps // share))
+
+
+def epochs_to_steps(epochs: float, samples: int, batch: int) -> int:
+    """Steps of `batch` samples in this many passes over the training sets; at least 1."""
+    return max(1, math.ceil(epochs * samples / batch))
 
 
 @dataclass
@@ -150,19 +175,18 @@ class Step:
 
 
 class Signals:
-    """Records SIGTERM and SIGINT within its block, so that the current step and its checkpoint complete."""
+    """Records signals that ask to stop within its block, so that the step and its checkpoint complete."""
 
     def __enter__(self):
-        self.asked: int | None = None
-        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.asked: int | None = sharding.asked.pop() if sharding.asked else None  # and was lost
+        self.before = sharding.catch_signals(self._ask)
         return self
 
     def _ask(self, number, frame) -> None:
         self.asked = number
 
     def __exit__(self, error, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        sharding.restore_signals(self.before)
         if self.asked and error is None:  # arrived after the last step: leave it to the previous handler
             signal.raise_signal(self.asked)
 
@@ -171,7 +195,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
     """Yield each Step from job.step to `until` (default: schedule.steps).
 
     Before its body: this rank's rows and the learning rate. After it: a line of metrics.jsonl, a checkpoint
-    as scheduled and at the end, and job.stopped if SIGTERM or SIGINT came, which ends the loop.
+    as scheduled and at the end, and job.stopped if a signal came, which ends the loop.
     """
     until = until or schedule.steps
     saved, job.stopped = time.perf_counter(), False

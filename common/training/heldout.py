@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
+from common.data.corpus import SPLIT, Pool, Sources
 from common.data.generate import Origin, read_sequences
 from common.data.rows import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
-from common.data.text import TOKEN, write_array
+from common.data.text import NONE, TOKEN, write_array
 from common.method.losses import cross_entropy, kl, product
 from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
-from common.training.pool import NONE, SPLIT, Pool
 
 QUESTIONS = 16  # of each task, where it has a validation split
 TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of figures
@@ -59,7 +59,8 @@ class Heldout:
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
-        return sum(self.due(step, steps) for step in range(1, steps + 1))
+        ends = {step for step in (1, steps) if step % self.every}
+        return bool(self.sets) * (steps // self.every + len(ends))
 
     def measure(self, step, teacher, chunk: int) -> None:
         """Add the figures to those of an engine.Step after which they are due."""
@@ -118,57 +119,55 @@ def compare(
     return student(row, sums_of)
 
 
-def load_heldout(args, model: str, pool: Pool, texts: list[Sample], ranks) -> Heldout:
-    """What stage 5's flags hold out, tokenized for the checkpoint `model`, and what was kept out of the pool.
+def load_heldout(sources: Sources, origin: Origin, pool: Pool, texts: list[Sample], every: int) -> Heldout:
+    """What is held out, tokenized for the checkpoint origin.model, and what was kept out of the pool.
 
-    texts: heldout_texts. Every second one of the texts is measured. Raises UserError for questions that
-    cannot be read or are too long.
+    texts: heldout_texts. Every second one of the texts is measured, every so many steps. Raises UserError for
+    questions that cannot be read or are too long.
     """
-    tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
-    if pool.texts and args.heldout_text == SPLIT:
+    if pool.texts and sources.heldout_text == SPLIT:
         texts = pool.texts.heldout_samples()
-    sets = {TEXT_SET: texts[::2], CHAT_SET: pool.heldout_chats}
-    questions = heldout_questions(args, tokenizer, positions)
-    if questions:
-        ranks.say(f"reads   {args.tasks}: {len(questions)} validation questions, held out")
-        sets[TASK_SET] = questions
+    sets = {TEXT_SET: texts[::2], CHAT_SET: pool.heldout_chats, TASK_SET: heldout_questions(sources, origin)}
     sets = {name: samples for name, samples in sets.items() if samples}
-    return Heldout(sets, args.heldout_every, texts[1::2])
+    return Heldout(sets, every, texts[1::2])
 
 
-def heldout_texts(args, model: str, ranks) -> list[Sample]:
-    """Twice --heldout-sequences texts of --text-length tokens, unless they are split off --text.
+def heldout_texts(sources: Sources, origin: Origin) -> list[Sample]:
+    """Twice `heldout_sequences` texts of `text_length` tokens, unless they are split off the text.
 
-    Raises UserError for text that cannot be read, is too short, or is a file in --text, too.
+    Raises UserError for text that cannot be read, is too short, or is trained on.
     """
-    source = args.heldout_text
+    source, length = sources.heldout_text, sources.text_length
     if source in (SPLIT, NONE):
         return []
-    if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, args.text):
+    if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, sources.text):
         raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
-    origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
     tokens, description = read_sequences(
-        source, None, origin, 2 * args.heldout_sequences, args.text_length, "heldout", args.bos)
-    ranks.say(f"reads   {description}; held out")
+        source, None, origin, 2 * sources.heldout_sequences, length, "heldout", sources.bos)
+    origin.ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 
 
-def heldout_questions(args, tokenizer, positions: int) -> list[Sample]:
-    """The first --heldout-questions of each task's validation split.
+def heldout_questions(sources: Sources, origin: Origin) -> list[Sample]:
+    """The first `heldout_questions` of each task's validation split.
 
-    Left out: QUESTIONS of each task that has that split. Raises UserError if it is passed and a task
-    has none.
+    None of them asked for: QUESTIONS of each task that has that split. Raises UserError if some are and a
+    task has none.
     """
-    asked, samples = args.heldout_questions, []
-    if args.tasks == NONE and asked:
+    asked, samples = sources.heldout_questions, []
+    if sources.tasks == NONE and asked:
         raise UserError(f"--heldout-questions {asked}: expected --tasks with it, found --tasks none")
-    if args.tasks == NONE or asked == 0:
+    if sources.tasks == NONE or asked == 0:
         return []
-    for task in args.only:
-        if asked is None and not has_split(task, "validation", args.tasks):
+    tokenizer = load_tokenizer(origin.model)
+    positions = load_config(origin.model).max_position_embeddings
+    for task in sources.only:
+        if asked is None and not has_split(task, "validation", sources.tasks):
             continue
-        examples, origin = load_task(task, "validation", args.tasks)
-        chosen = [tokenize(example, tokenizer, args.bos) for example in examples[: asked or QUESTIONS]]
-        check_lengths(enumerate(chosen), positions, origin)
+        examples, place = load_task(task, "validation", sources.tasks)
+        chosen = [tokenize(example, tokenizer, sources.bos) for example in examples[: asked or QUESTIONS]]
+        check_lengths(enumerate(chosen), positions, place)
         samples += chosen
+    if samples:
+        origin.ranks.say(f"reads   {sources.tasks}: {len(samples)} validation questions, held out")
     return samples

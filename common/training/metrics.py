@@ -11,8 +11,8 @@ import torch
 from common.cli import UserError
 from common.data.rows import parse_object
 from common.files import write_text
-from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START, TASK_SET
+from common.training.plan import peak_flops
 
 METRICS = "metrics.jsonl"
 CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of a held-out set
@@ -51,7 +51,7 @@ class Metrics:
             yield
         except Exception as error:  # its writer re-raises anything from its thread
             self.events = None
-            print(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all", flush=True)
+            self.ranks.say(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all")
 
     def write(self, figures: dict) -> None:
         """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
@@ -89,11 +89,11 @@ class Metrics:
         if "mfu" in figures:
             columns.append(f"MFU {figures['mfu']:.1%}")
         columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
-        print(" | ".join(columns), flush=True)
+        self.ranks.say(" | ".join(columns))
         for prefix in SETS:
             if f"{prefix}_kl" in figures:
                 compared = (f"{name} {figures[f'{prefix}_{name}']:.4f}" for name in COMPARED)
-                print(" | ".join([f"{columns[0]} {prefix}", *compared]).replace("_", " "), flush=True)
+                self.ranks.say(" | ".join([f"{columns[0]} {prefix}", *compared]).replace("_", " "))
 
     def close(self) -> None:
         if self.events:

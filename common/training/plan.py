@@ -6,19 +6,21 @@ not counted, hence USABLE.
 """
 
 import copy
+import functools
 import math
+import os
+import re
 import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
-from common.data.text import is_generated
 from common.families import geometry
 from common.method import masks
-from common.models import load_config
-from common.training.hardware import Cluster, cluster_of, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
@@ -26,6 +28,85 @@ BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
 REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
 HOST = 0.004  # seconds to launch a layer's forward pass with FSDP's hooks, a backward pass twice; on a Xeon
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator. Bytes per second are those in one direction."""
+
+    flops_per_s: float  # dense, bf16; of a CPU float32
+    memory: float  # GiB
+    link_bytes_per_s: float  # to the others of its node
+    network_bytes_per_s: float  # to other nodes
+
+
+HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a network port per device, as in DGX
+    "A100-40GB": Hardware(312e12, 40, 300e9, 25e9),
+    "A100-80GB": Hardware(312e12, 80, 300e9, 25e9),
+    "H100-80GB": Hardware(989e12, 80, 450e9, 50e9),
+    "H200-141GB": Hardware(989e12, 141, 450e9, 50e9),
+    "B200-180GB": Hardware(2250e12, 180, 900e9, 50e9),
+    "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
+    "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
+}
+CPU = "CPU"  # the device of --plan that is this machine's processor, shared by all ranks
+
+
+@functools.cache
+def processor(ranks: int) -> Hardware:
+    """A rank's share of this machine: the float32 FLOP/s of a large product, measured, and the memory.
+
+    Ranks exchange data through memory, which is no limit beside that.
+    """
+    matrix, fastest = torch.ones(1024, 1024), math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        matrix @ matrix
+        fastest = min(fastest, time.perf_counter() - began)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return Hardware(2 * 1024**3 / fastest / ranks, memory / ranks, math.inf, math.inf)
+
+
+def on_gpus(plan: str | None, ranks) -> bool:
+    """Whether a run is on GPUs: the planned one where there is a --plan, else that of these ranks."""
+    return not plan.endswith(f"x{CPU}") if plan else ranks.device.type == "cuda"
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
+    for name, hardware in HARDWARE.items():
+        if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
+            return hardware.flops_per_s
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that each hold all weights, sharded over `ranks_per_node` ranks with a device each."""
+
+    ranks_per_node: int
+    device: Hardware
+    nodes: int = 1
+
+
+def parse_hardware(text: str) -> Cluster:
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here.
+
+    Raises UserError for anything else.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
+    if not match or match[3] not in (*HARDWARE, CPU):
+        raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
+                        f"{', '.join(HARDWARE)}, {CPU}, found {text!r}")
+    ranks, nodes = int(match[2]), int(match[1] or 1)
+    return Cluster(ranks, processor(ranks) if match[3] == CPU else HARDWARE[match[3]], nodes)
+
+
+def cluster_of(ranks) -> Cluster:
+    """The GPUs that a sharding.Ranks trains on, of which only the memory is known."""
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    return Cluster(local, Hardware(math.nan, memory, math.nan, math.nan), ranks.world // local)
 
 
 @dataclass(frozen=True)
@@ -119,6 +200,30 @@ def training_flops(config, tokens: int, attended: int, predicted: int, train: st
     return whole - 2 * (mlps * tokens + config.hidden_size * config.vocab_size * predicted)
 
 
+def row_flops(config, row, predicted: int, train: str | None) -> int:
+    """FLOPs of a packed row, of which so many tokens are predicted; train None: of the forward pass alone."""
+    tokens, pairs = row.input_ids.numel(), sum(length * (length + 1) // 2 for length in row.lengths)
+    if train is None:
+        return forward_flops(config, tokens, pairs, predicted)
+    return training_flops(config, tokens, pairs, predicted, train)
+
+
+def sft_flops(trainee) -> Callable:
+    """A row's FLOPs in fine-tuning, forward and backward, without recomputation."""
+    return lambda row: row_flops(trainee.net.config, row, len(row.answer_at), "all")
+
+
+def distillation_flops(student, teacher, train: str) -> Callable:
+    """A row's FLOPs in distillation: the student's, forward and backward, and the teacher's forward pass."""
+
+    def flops(row) -> int:
+        predicted = len(row.prompt_at) + len(row.answer_at)
+        return (row_flops(student.net.config, row, predicted, train)
+                + row_flops(teacher.net.config, row, predicted, None))
+
+    return flops
+
+
 def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...] = ()) -> tuple[int, int]:
     """Activation bytes that one layer saves for its backward pass, and those of its input alone.
 
@@ -135,14 +240,11 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(
-    work: Workload,
-    student: Student | None,  # None for plain fine-tuning, otherwise a frozen teacher is in memory, too
-    world: int,  # ranks that shard the weights
-    row: int,  # tokens in a row
-    whole_gradients: bool = False,  # summed over several rows before they are reduced
-) -> dict:
+def memory(work: Workload, student: Student | None, world: int, row: int, whole_gradients=False) -> dict:
     """Bytes per rank at the fullest moment of a step, by purpose; "total" is their sum.
+
+    student: None for plain fine-tuning; otherwise a frozen teacher is in memory, too. world: ranks that shard
+    the weights. row: tokens in a row. whole_gradients: summed over several rows before they are reduced.
 
     Embedding and head stay gathered from the forward pass to their own backward pass; of the layers, the
     current one is, and in the backward pass of several ranks the next. Gradients are reduced in float32.
@@ -183,31 +285,11 @@ def peak_memory(work: Workload, student: Student | None, schedule, cluster: Clus
     return need, USABLE * cluster.device.memory * 2**30
 
 
-def workload(run, samples) -> Workload:
-    """That of a stage-5 run on some samples. run: a training.run.Run."""
-    execution = run.execution.recompute, run.execution.compute.itemsize
-    return Workload.of(load_config(run.pair.model["path"]), samples, run.args.loss_chunk, *execution)
-
-
-def phases_of(run, schedules: dict) -> list[tuple]:
-    """(title, work, student, schedule) of both trainings of a stage-5 run.
-
-    schedules: "teacher", unless it exists, and "student".
-    """
-    args, pair = run.args, run.pair
-    student = Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
-    phases = [(f"pruning {pair.title}", workload(run, run.pool), student, schedules["student"])]
-    if "teacher" in schedules:
-        phases.insert(0, ("teacher", workload(run, run.pool.answered), None, schedules["teacher"]))
-    return phases
-
-
-def must_recompute(run, schedules: dict) -> bool:
-    """Whether a run without it does not fit: on --plan's hardware, else on this machine's GPUs."""
-    cluster = parse_hardware(run.args.plan) if run.args.plan else cluster_of(run.ranks)
-    peaks = [peak_memory(*phase, cluster) for _, *phase in phases_of(run, schedules)]
-    too_much = any(need["total"] > limit for need, limit in peaks)
-    return run.args.attention == "eager" or too_much  # eager's matrices are not counted
+def too_large(phases: list[tuple], hardware: str | None, ranks) -> bool:
+    """Whether a phase does not fit on hardware like "8xA100-80GB", by default on the ranks' GPUs."""
+    cluster = parse_hardware(hardware) if hardware else cluster_of(ranks)
+    peaks = [peak_memory(*phase, cluster) for _, *phase in phases]
+    return any(need["total"] > limit for need, limit in peaks)
 
 
 def seconds(flops: float, traffic: float, network: float, cluster: Cluster, launches: int = 0) -> float:
@@ -306,8 +388,8 @@ def print_phases(phases: list[tuple], hardware: str) -> float:
     Returns the hours. Raises UserError if one does not fit.
     """
     cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
-    for title, work, student, schedule in phases:
-        lines, phase_hours, fits = report(title, work, student, schedule, cluster)
+    for phase in phases:
+        lines, phase_hours, fits = report(*phase, cluster)
         print("\n".join(lines))
         hours, all_fit = hours + phase_hours, all_fit and fits
     if not all_fit:
@@ -326,16 +408,3 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
           f"{duration(hours)} in total")
     return hours
-
-
-def print_plan(run, schedules: dict) -> None:
-    """Print what a stage-5 run needs on --plan's hardware. Raises UserError if a phase does not fit."""
-    args, phases = run.args, phases_of(run, schedules)
-    hours = print_phases(phases, args.plan)
-    if run.heldout.sets:
-        work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
-        times = 1 + run.heldout.measurements(schedules["student"].steps)  # merged/ first
-        hours += print_heldout(work, times, args.plan)
-    sources = *args.text, *args.chat, args.heldout_text
-    print(f"05_prune_train: {duration(hours)} on {args.plan}{', including the teacher' * (len(phases) > 1)}"
-          f"{', besides generating text' * any(map(is_generated, sources))}")

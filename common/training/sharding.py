@@ -63,9 +63,35 @@ class Ranks:
         dist.barrier(group)
 
     def say(self, text: str) -> None:
-        """Print once, from the first rank."""
-        if self.first:
+        """Print once, from the first rank. Output that is closed or full is as a terminal that hangs up."""
+        if not self.first:
+            return
+        try:
             print(text, flush=True)
+        except OSError:
+            signal.raise_signal(signal.SIGHUP)
+
+
+asked: list[int] = []  # signals since training began: exceptions in a garbage collection get lost
+
+
+def interrupt(number: int, frame) -> None:
+    """A handler of signals outside of training steps."""
+    asked.append(number)
+    raise KeyboardInterrupt
+
+
+def catch_signals(handler) -> dict:
+    """Give signals that ask to stop to a handler, but SIGHUP where nohup ignores it; returns the old ones."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def restore_signals(handlers: dict) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -103,11 +129,12 @@ def init_ranks() -> Ranks:
 def joined_ranks():
     """init_ranks for a block. The ranks leave it together, so that none exits while the first is writing.
 
-    Outside of training steps SIGTERM acts like Ctrl-C: KeyboardInterrupt. After an error a rank does not wait
-    for the others: they may be waiting for it in another collective.
+    Outside of training steps a signal that asks to stop is a KeyboardInterrupt. After an error a rank does
+    not wait for the others: they may be waiting for it in another collective.
     """
     ranks = init_ranks()  # before the handler, which could not run while this waits for a rank that failed
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked.clear()
+    handlers = catch_signals(interrupt)
     try:
         try:
             yield ranks
@@ -118,7 +145,7 @@ def joined_ranks():
             raise
         dist.destroy_process_group()
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        restore_signals(handlers)
 
 
 class Trainee(nn.Module):
@@ -210,8 +237,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 def recompute_layers(model) -> None:
     """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    dropout = max(model.config.attention_dropout, getattr(model.config, "resid_pdrop", 0))
-    enable({"use_reentrant": False, "preserve_rng_state": dropout > 0})
+    enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing in a layer is random
 
 
 def first_row(rows: int, parts: int, part: int) -> int:

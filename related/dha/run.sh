@@ -11,7 +11,7 @@
 #   STAGED  if set, a row "staged" that halves the cache twice (Appendix B.2); it takes more STEPS
 #   RUN     directory of all results (runs/dha)
 #   PYTHON  interpreter (python)
-# Results that exist are skipped: after an interruption, run the same command again.
+# A step that is complete is not run again: after an interruption, run the same command again.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python}
@@ -19,16 +19,15 @@ RUN=${RUN:-runs/dha}
 STEPS=${STEPS:-400}
 read -ra FUSE_FLAGS <<< "${FUSE:-}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-source pipelines/functions.sh
 dha() { "$PYTHON" -m "related.dha.$1" --run="$RUN" "${@:2}"; }  # dha SCRIPT FLAGS...
 
-make_once "$RUN/searched" dha search "$@"
-make_once "$RUN/fused"    dha fuse "${FUSE_FLAGS[@]}"
-make_once "$RUN/dha"      dha pretrain --steps "$STEPS"
+dha search "$@"
+dha fuse "${FUSE_FLAGS[@]}"
+dha pretrain --steps "$STEPS"
 
 pooled() {  # pooled NAME WEIGHTS: DHA's groups without fusion
-  make_once "$RUN/start-$1" dha start --weights "$2"
-  make_once "$RUN/$1"       dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$RUN/start-$1"
+  dha start --weights "$2"
+  dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$RUN/start-$1"
 }
 pooled cold    source
 pooled unfused searched
@@ -45,30 +44,28 @@ KV_HEADS=$(field summary kv_heads)
 
 ROWS=()
 halve() {  # halve DIRECTORY FLAGS...: search and fusion in a directory of their own
-  make_once "$1/searched" dha search "${@:2}" --run="$1"
-  make_once "$1/fused"    dha fuse "${FUSE_FLAGS[@]}" --run="$1"
+  dha search "${@:2}" --run="$1"
+  dha fuse "${FUSE_FLAGS[@]}" --run="$1"
 }
 if [ -n "${STAGED:-}" ]; then
   halve "$RUN/half"    "$@" --kv-heads $((2 * KV_HEADS))
   halve "$RUN/quarter" "$@" --model "$RUN/half/fused" --kv-heads "$KV_HEADS"
-  make_once "$RUN/staged" dha pretrain --steps "$STEPS" --name staged --checkpoint="$RUN/quarter/fused"
+  dha pretrain --steps "$STEPS" --name staged --checkpoint="$RUN/quarter/fused"
   ROWS=(--names source mean-pool aligned closed-form cold unfused staged dha)
 fi
 
 # the baselines: stages 1 to 4 on the same text, then the same training
-make_once "$RUN/calibration" \
-  "$PYTHON" 01_calibrate.py --run="$RUN" --model="$MODEL" --text="$TEXT" --length "$LENGTH"
-make_once "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run="$RUN" --energy
+"$PYTHON" 01_calibrate.py --run="$RUN" --model="$MODEL" --text="$TEXT" --length "$LENGTH"
+"$PYTHON" 02_similarity.py --run="$RUN" --energy
 baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
   local start=$RUN/start-$1
-  make_once "$start/groups.json" \
-    "$PYTHON" 03_group.py --run="$start" --similarity="$RUN/similarity.safetensors" \
+  "$PYTHON" 03_group.py --run="$start" --similarity="$RUN/similarity.safetensors" \
     --kv-heads "$KV_HEADS" --by "$2"
-  make_once "$start/merged" "$PYTHON" 04_align.py --run="$start" --calibration="$RUN/calibration" "${@:3}"
-  make_once "$RUN/$1" dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$start/merged"
+  "$PYTHON" 04_align.py --run="$start" --calibration="$RUN/calibration" "${@:3}"
+  dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$start/merged"
 }
 baseline mean-pool   none   --rotate none
 baseline aligned     value
 baseline closed-form energy --merge closed-form --refit
-make_once "$RUN/source"       dha pretrain --steps "$STEPS" --name source --checkpoint="$SOURCE"
-make_once "$RUN/compare.json" dha report "${ROWS[@]}"
+dha pretrain --steps "$STEPS" --name source --checkpoint="$SOURCE"
+dha report "${ROWS[@]}"

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from common import artifacts, companions
+from common.calibration import Calibration
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import mean_kl
@@ -285,9 +286,9 @@ def main():
         artifacts.verify_files(searched, search)
     grams_of = None
     if args.merge != "mean":
-        calibrated = artifacts.read_calibration(calibration)
-        artifacts.check_same_model(calibration, describe(path), calibrated["model"])
-        grams_of = partial(artifacts.read_grams, calibration, calibrated, "cpu")  # of a layer
+        calibrated = Calibration(calibration)
+        artifacts.check_same_model(calibration, describe(path), calibrated.model)
+        grams_of = partial(calibrated.grams, "cpu")  # of a layer
     model, figures = MERGES[args.merge](args, path, search, grams_of)
     heads = fusion.head_counts(model.config)
     summary = figures | {"heads": heads, "stock": model.config.model_type == "llama"}

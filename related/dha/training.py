@@ -12,15 +12,14 @@ import torch.distributed as dist
 
 from common.artifacts import claim
 from common.cli import UserError, positive, probability
+from common.data.corpus import samples_digest
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.evaluate import max_difference, require_close
 from common.models import load_config, load_model
 from common.training import checkpoints, engine
-from common.training.distill import next_token_loss
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
-from common.training.packing import build_row
-from common.training.pool import samples_digest
+from common.training.packing import build_row, next_token_loss
 from common.training.sharding import Execution, build, joined_ranks, sum_over_ranks
 from related.dha.fusion import fusion_loss, margin, starting_operators, with_operators
 

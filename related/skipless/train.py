@@ -33,6 +33,7 @@ from common import companions, families, models
 from common.artifacts import Claim, claim, read_record, write_beside, write_record
 from common.cli import UserError, positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
+from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
 from common.data.rows import Sample
 from common.data.text import load_tokens
@@ -42,10 +43,9 @@ from common.layers import run_layer
 from common.records import FILES, POSITIVE, STAGES, STRING
 from common.reporting.tables import markdown_table
 from common.training import checkpoints
-from common.training.distill import next_token_loss
 from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
 from common.training.metrics import METRICS
-from common.training.pool import samples_digest
+from common.training.packing import next_token_loss
 from common.training.sharding import Execution, Ranks, build, joined_ranks
 from related.skipless.fold import PROJECTIONS, check_square, conditions
 from related.skipless.modeling import SkiplessConfig

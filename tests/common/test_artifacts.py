@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import artifacts, cli, files
+from common import artifacts, calibration, cli, files
 from common.cli import Complete, UserError
 from test_records import MODEL, valid
 
@@ -131,16 +131,20 @@ def test_foreign_artifacts_are_refused_naming_both_sides(args):
 @pytest.mark.parametrize("fault", ["not finite", "replaced"])
 def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, fault):
     """A calibration may be replaced while a stage reads it layer by layer."""
-    value = torch.nan if fault == "not finite" else 1.0
-    artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, value])})
+    grams = torch.ones(10, 8, 8)  # of MODEL's 4 kv heads
+    if fault == "not finite":
+        grams[0, 0, 0] = torch.nan
+    for index in range(MODEL["layers"]):
+        calibration.write_layer(str(tmp_path), index, {"key.raw": grams})
+    calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
     artifacts.write_record(str(tmp_path), valid("01_calibrate.py"))
-    record = json.loads((tmp_path / "stage.json").read_text())
+    opened = calibration.Calibration(str(tmp_path))
     if fault == "replaced":
-        assert artifacts.read_layer(str(tmp_path), record, 0)["key.raw"].tolist() == [1, 1]
-        artifacts.write_layer(str(tmp_path), 0, {"key.raw": torch.tensor([1.0, 2.0])})
+        assert opened.layer(0)["key.raw"].equal(grams) and opened.tokens().shape == (2, 32)
+        calibration.write_layer(str(tmp_path), 0, {"key.raw": 2 * grams})
     expected = "NaN or Inf in key" if fault == "not finite" else "its content does not match its record"
     with pytest.raises(UserError, match=f"layer-00000.safetensors: {expected}"):
-        artifacts.read_layer(str(tmp_path), record, 0)
+        opened.layer(0)
 
 
 def test_files_are_verified_by_content(args):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from common.cli import UserError
 from common.evaluate import max_difference
-from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
+from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool, require_finite_in
 from conftest import byte_tokenizer, run, save_tiny, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -174,3 +174,15 @@ def test_a_damaged_generation_config_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"cannot read generation_config\.json"):
         with CheckpointWriter(str(target), tiny_model().config, torch.float32, source):
             pass
+
+
+def test_a_model_that_overflows_in_float16_is_refused(tmp_path):
+    """Its weights fit, its hidden states do not."""
+    model, tokens = tiny_model(), torch.arange(64).view(2, 32)
+    for part in (model.model.layers[1].mlp.down_proj, model.model.layers[1].mlp.up_proj):
+        part.weight.data *= 1e4
+    model.save_pretrained(tmp_path / "model")
+    require_finite_in(torch.bfloat16, str(tmp_path / "model"), tokens)
+    with pytest.raises(UserError, match=r"--dtype float16: .* found NaN or Inf: hidden states reach \d"):
+        require_finite_in(torch.float16, str(tmp_path / "model"), tokens)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -9,6 +9,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.cli import UserError
+from common.data import chat
 from common.data.chat import load_chats
 from conftest import END, byte_tokenizer
 
@@ -266,11 +267,16 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
         load_chats(path, slow, 100)
 
 
-def test_a_template_that_loops_is_refused(tmp_path):
-    """At once: a hundred million rounds would take minutes."""
+@pytest.mark.parametrize(("template", "message"), [
+    ("{% for i in range(10000) %}{% endfor %}", "refused by the tokenizer's chat template: Range too big"),
+    ("{% for i in range(999) %}{% for j in range(999) %}{% for k in range(999) %}{% endfor %}{% endfor %}"
+     "{% endfor %}", "refused by the tokenizer's chat template: it has not ended after 0.2 s"),
+    ("{{ 'x' * 20000000 }}", "expected at most 10000000 characters .*, found 20000"),
+])
+def test_a_template_that_does_not_end_is_refused(tmp_path, monkeypatch, template, message):
     tokenizer = chatml_tokenizer()
-    loops = "{% for i in range(10000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}"
-    tokenizer.chat_template = loops + tokenizer.chat_template
+    tokenizer.chat_template = template + tokenizer.chat_template
     path = save_chats(tmp_path / "chats.jsonl", messages(("user", "Hi"), ("assistant", "Yes")))
-    with pytest.raises(UserError, match="refused by the tokenizer's chat template: Range too big"):
+    monkeypatch.setattr(chat, "PATIENCE", 0.2 if "has not ended" in message else 1000)
+    with pytest.raises(UserError, match=message):
         load_chats(path, tokenizer, 100)

@@ -93,6 +93,7 @@ def test_groups_come_in_canonical_order_and_by_the_seed():
     similarity = random_similarity(6, 16)
     first, second = (anneal(similarity, 4, restarts=1, iterations=5, seed=1) for _ in range(2))
     assert (first == second).all()
+    assert (anneal(similarity, 4, restarts=1, iterations=0, seed=1) != default_groups(6, 16, 4)).any()
     for groups in (first, best_pairs(similarity)):
         assert (np.diff(groups, axis=-1) > 0).all() and (np.diff(groups[..., 0], axis=-1) > 0).all()
 

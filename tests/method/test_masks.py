@@ -7,7 +7,7 @@ import torch
 
 import paper
 from common.method import masks
-from common.training.distill import Masks
+from common.training.students import Masks
 from conftest import tiny_model
 from students import merge_model
 

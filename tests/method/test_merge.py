@@ -80,6 +80,24 @@ def test_keys_and_values_are_the_mean_of_equations_25_and_26_or_the_first(merge)
             assert torch.equal(state[name], parameter)  # queries and outputs are as they were
 
 
+@torch.no_grad()
+def test_norms_over_all_heads_get_the_scale_of_uncorrelated_rows():
+    """The root of their variance, times what makes the mean of energy over variance 1."""
+    attention = tiny_model(model_type="olmo2").double().model.layers[0].self_attn
+    maps, energies = torch.randn(4, 2, 4, 8, 8).double(), (torch.rand(2, 8) + 1, torch.rand(2, 4, 8) + 1)
+    state = merged_state(attention, Merge(*maps, *energies))
+    weights = (getattr(attention, f"{letter}_norm").weight.view(2, 4, 8, 1) for letter in "kq")
+    keys, queries = (map.square() @ weight.square() for map, weight in zip(
+        (maps[2], maps[3].mT), weights, strict=True))
+    keys = keys.sum(1)
+    for letter, variance, energy in zip("kq", (keys, queries), energies, strict=True):
+        ratio = (energy[..., None] / variance).mean()
+        torch.testing.assert_close(state[f"{letter}_norm.weight"], (ratio * variance).sqrt().flatten())
+    alone = merged_state(attention, Merge(*maps))  # without energies W_Q stays as it is
+    torch.testing.assert_close(alone["k_norm.weight"], keys.sqrt().flatten())
+    assert not [name for name in alone if name.startswith("q")]
+
+
 def test_shared_keys_of_zero_stay_zero_behind_a_norm():
     merged = {"k_proj.weight": torch.zeros(2, 8, 5)}
     behind_norm(merged, "k", torch.zeros(2, 8, 1), None)

@@ -7,9 +7,8 @@ import torch
 
 from common.method import masks, released_masks
 from common.training import students
-from common.training.distill import ReleasedMasks
 from common.training.packing import build_row
-from common.training.students import Rates
+from common.training.students import Rates, ReleasedMasks
 from pipelines.audit_training import pulled
 from students import SAMPLES, distillation_terms, masked_student, rates, run_masked_step, tiny_trainee
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.data.tasks import TASKS
-from common.training.defaults import epochs_to_steps
+from common.training.engine import epochs_to_steps
 from conftest import ROOT, save_tiny
 from pipelines import table6
 from pipelines.smollm2 import STARTS

@@ -1,6 +1,6 @@
 """Figures that stand in several documents: each copy is its source, rounded.
 
-bench/RESULTS.md is the source of what benches measure; the README is that of `make smollm2`'s table.
+bench/RESULTS.md is the source of what benches measure; docs/smollm2.md is that of `make smollm2`'s table.
 A place is (file, cells of a table's header, words of a row, cell of the column), or (file, a sentence around
 the figure, which stands for itself as {}).
 """
@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 
-RESULTS, CLOSED, README = "bench/RESULTS.md", "docs/closed_form.md", "README.md"
+RESULTS, CLOSED, REAL = "bench/RESULTS.md", "docs/closed_form.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 
 MERGED = RESULTS, "merged by, kv heads | text, 4 | text, 2 | text, 1 | demo, 4 | demo, 2 | demo, 1"
@@ -22,10 +22,10 @@ RECORDS = RESULTS, ("conversion | tokens | cost | KL to source | top-1 | perplex
 RECOVERY = RESULTS, "merged by | batch | learning rate | tokens | perplexity | above the source | KL | top-1"
 TASKS = RESULTS, "trained on | tokens | exact match, 8 tasks | perplexity of code"
 DISTILLED = CLOSED, " | merged | 15 steps | 40 steps | 150 steps"
-DEMO = README, " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
-SMOLLM2 = README, ("3 -> 1 kv heads | KV bytes per token | perplexity (loss), default context | "
+DEMO = "README.md", " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
+SMOLLM2 = REAL, ("3 -> 1 kv heads | KV bytes per token | perplexity (loss), default context | "
                    "perplexity, `--key-context 512`")
-TRAINED = README, "3 -> 1 kv heads | merged | after 0.1 M tokens | above the source | top-1"
+TRAINED = REAL, "3 -> 1 kv heads | merged | after 0.1 M tokens | above the source | top-1"
 DEFAULT, SHORT = "perplexity (loss), default context", "perplexity, `--key-context 512`"
 
 STARTS = {  # name in docs/closed_form.md -> in the text model's tables
@@ -60,7 +60,7 @@ COPIES = [
     ((*SMOLLM2, "| closed form |", SHORT), (RESULTS, "without a refit ({})")),
     ((*SMOLLM2, "output refit", SHORT), (*RECOVERY, f"| {OUTPUT} |  |", "perplexity")),
     ((*SMOLLM2, "the paper", DEFAULT), (*RECOVERY, f"| {PAPER} |  |", "perplexity")),
-    *(((README, copy), source) for copy, source in (
+    *(((REAL, copy), source) for copy, source in (
         ("in steps of 2 x 512 the paper's merge has perplexity {} (",
          (*RECOVERY, f"| {PAPER} | 2 | 2e-4 | 0.5 M |", "perplexity")),
         ("has perplexity 34.9 ({} % agree)", (*RECOVERY, f"| {PAPER} | 2 | 2e-4 | 0.5 M |", "top-1")),

@@ -2,7 +2,7 @@
 
 import json
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from common import evaluate
 from common.cli import UserError
+from common.data.corpus import Sources, load_pool
 from common.data.generate import Origin, generated, read_sequences
-from common.data.tasks import TASKS, choice_samples, example_from_row
+from common.data.tasks import choice_samples, example_from_row
 from common.data.text import TextSamples
 from common.files import sha256
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
-from common.training.pool import load_pool
 from conftest import END, TRAINING, byte_tokenizer, calibrated_layer, copy_run, expect_error, run, save_tiny
 
 SEQUENCES, LENGTH = 6, 24
@@ -107,25 +107,17 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
     assert perplexities[0] == perplexities[1]
 
 
-def flags(inputs, out, **changes) -> SimpleNamespace:
-    """Flags of stage 5 that say what is trained on and held out."""
-    settings = {"run": str(out), "tasks": inputs["tasks"], "only": TASKS, "text": [inputs["text"]],
-                "text_length": LENGTH, "text_tokens": None, "chat": [], "heldout_text": "none",
-                "heldout_sequences": 3, "heldout_chats": 0, "heldout_questions": None, "heldout_every": 5,
-                "plan": None, "bos": None}
-    return SimpleNamespace(**settings | changes)
-
-
 def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_path, group_of_one):
     """Each once, before the same tokens; held-out ones, too."""
     model, tokens = str(home / "model"), {}
     for bos, begin in ((None, [BEGIN]), (False, [])):
-        args = flags(inputs, tmp_path / str(bos), bos=bos, text_length=LENGTH - 1 + len(begin))
-        pool = load_pool(args, model, group_of_one)
-        args.heldout_text = inputs["text"]
-        args.text = []
-        texts = heldout_texts(args, model, group_of_one)
-        questions = load_heldout(args, model, pool, texts, group_of_one).sets[TASK_SET]
+        length = LENGTH - 1 + len(begin)
+        sources = Sources(inputs["tasks"], text=[inputs["text"]], text_length=length, bos=bos)
+        origin = Origin(model, str(tmp_path / str(bos)), "cpu", group_of_one)
+        pool = load_pool(sources, origin)
+        kept = replace(sources, text=(), heldout_text=inputs["text"], heldout_sequences=3)
+        texts = heldout_texts(kept, origin)
+        questions = load_heldout(kept, origin, pool, texts, every=5).sets[TASK_SET]
         samples = [*pool.texts, *texts, *pool.answered, *questions]
         assert len(pool.answered) == 12 * 8 and len(pool.texts) > 10 and len(questions) == 5 * 8
         assert {len(sample) for sample in (*pool.texts, *texts)} == {LENGTH - 1 + len(begin)}
@@ -214,8 +206,9 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
         tokens, _ = read_sequences("generated", None, origin, ROWS, LENGTH, bos=bos)
         assert tokens.dtype == torch.int64 and (tokens.numpy() == rows).all()
         tokens_of_text = ROWS * (LENGTH - (begin == BEGIN and bos is not False))
-        args = flags(inputs, tmp_path, bos=bos, tasks="none", text=["generated"], text_tokens=tokens_of_text)
-        assert [sample.prompt for sample in load_pool(args, model, group_of_one).texts] == rows.tolist()
+        sources = Sources(text=["generated"], text_length=LENGTH, text_tokens=tokens_of_text, bos=bos)
+        pool = load_pool(sources, Origin(model, str(tmp_path), "cpu", group_of_one))
+        assert [sample.prompt for sample in pool.texts] == rows.tolist()
     chats = [read_sequences("none", "generated", origin, 3, LENGTH, bos=bos)[0]
              for bos in (False, begin == BEGIN)]
     assert chats[0].equal(chats[1]) and begin not in chats[0][:, 0]

@@ -277,14 +277,14 @@ FLASH = pytest.param("flash_attention_2", torch.bfloat16,
 @pytest.fixture
 def varlen_calls(monkeypatch) -> list:
     """The calls of torch's kernel for samples of different lengths; on a CPU, of a formula in its place."""
-    calls, kernel = [], varlen_formula if DEVICE == "cpu" else attention.KERNEL
+    calls, kernel = [], varlen_formula if DEVICE == "cpu" else attention.varlen_attn
 
     def counted(*arguments, **options):
         calls.append(arguments)
         return kernel(*arguments, **options)
 
     if kernel:
-        monkeypatch.setattr(attention, "KERNEL", counted)
+        monkeypatch.setattr(attention, "varlen_attn", counted)
     if DEVICE == "cpu":
         monkeypatch.setattr(attention, "varlen_applies", lambda weight, size: weight.dtype == torch.bfloat16)
     return calls

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,19 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from common import cli
-from common.artifacts import Claim, write_record
 from common.cli import run_stage
-from common.data.tasks import TASKS
+from common.data import corpus
+from common.data.corpus import Sources, load_tasks
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints, teacher
+from common.training import checkpoints, students
 from common.training import plan as budget
-from common.training import pool as pool_module
-from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from common.training.pool import Pool, load_tasks
-from common.training.run import Run, start_anew
-from common.training.sharding import Execution
 from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
 from students import stage5
 from test_layers import Tensors
@@ -38,7 +32,6 @@ from training_runs import (
     STAGE,
     assert_same_bits,
     final_weights,
-    flags,
     flip,
     interrupt,
     metrics,
@@ -89,67 +82,55 @@ def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, mon
     assert all(flag in errors for flag in ("--tokens-per-microbatch", "--loss-chunk", "--recompute"))
 
 
+TEACHING = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)
+NEITHER = {"teacher": None, "student": None}
+
+
 def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
     """Modules refer to each other in circles, which only the garbage collector takes apart."""
     model, alive = torch.nn.Linear(1, 1), []
     model.circle = [model]
     reference = weakref.ref(model)
 
-    def train_teacher(run, schedule):
+    def train_teacher(run, schedule, rates):
         nonlocal model
         del model
         return True
 
-    def train_student(run, schedule):
+    def train_student(run, args, schedule):
         alive.append(reference())
         return True
 
-    for name in ("load_config", "load_tokenizer", "bos_prefix", "defaults_of", "heldout_texts", "load_pool",
-                 "load_heldout", "find_teacher"):
-        monkeypatch.setattr(stage5, name, MagicMock(return_value=MagicMock(model=MagicMock())))
-    monkeypatch.setattr(stage5.students, "read_pair", MagicMock())
-    args = MagicMock(plan=None, force=False, dtype="float32")
-    started = Claim("05_prune_train.py", args, {}, {}, None)
-    monkeypatch.setattr(stage5, "with_defaults", lambda *_: args)
-    monkeypatch.setattr(stage5, "find_teacher", lambda run: False)
-    monkeypatch.setattr(stage5, "make_schedules", lambda *_: {"teacher": None, "student": None})
-    monkeypatch.setattr(stage5, "train_teacher", train_teacher)
+    monkeypatch.setattr(stage5.students, "train_teacher", train_teacher)
     monkeypatch.setattr(stage5, "train_student", train_student)
     gc.disable()
     try:
-        assert stage5.prune_train(args, started, group_of_one) == 0 and alive == [None]
+        assert stage5.train(MagicMock(ranks=group_of_one), TEACHING, NEITHER) == 0 and alive == [None]
     finally:
         gc.enable()
 
 
 def test_a_teacher_learns_at_its_own_rate(monkeypatch):
-    optimizer = MagicMock()
-    for name in ("checkpoints", "load_config", "build", "Pool"):
-        monkeypatch.setattr(teacher, name, MagicMock())
-    monkeypatch.setattr(teacher, "teacher_optimizer", optimizer)
-    monkeypatch.setattr(teacher, "steps", lambda job, *_: setattr(job, "stopped", True) or [])
-    args = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)
-    run_of_stage = MagicMock(args=args, teacher="teacher", computation={})
-    schedule = MagicMock(to_resume=dict)
-    teacher.Pool().description.return_value = {}
-    assert not teacher.train_teacher(run_of_stage, schedule)
-    assert optimizer.call_args.args[1] == teacher.Rates(1e-3, 0.9, 0.1)
+    asked = []
+    monkeypatch.setattr(stage5.students, "train_teacher", lambda run, schedule, rates: asked.append(rates))
+    assert stage5.train(MagicMock(), TEACHING, NEITHER) == STOPPED
+    assert asked == [students.Rates(1e-3, 0.9, 0.1)]
 
 
 def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
     """From float32 weights of the last checkpoint, a layer at a time."""
     source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
-    monkeypatch.setattr(teacher.checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
-    monkeypatch.setattr(teacher.checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
-    monkeypatch.setattr(teacher, "write_record", lambda *_: None)
+    monkeypatch.setattr(checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
+    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
+    monkeypatch.setattr(students, "write_record", lambda *_: None)
     directory = tmp_path / "teacher.train"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
-    monkeypatch.setattr(teacher, "summarize", lambda lines: {})
+    monkeypatch.setattr(students, "summarize", lambda lines: {})
     run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), started=MagicMock(),
                                    teacher=str(tmp_path / "teacher"))
-    teacher.write_teacher(run_of_stage, str(directory), {})
+    students.write_teacher(run_of_stage, str(directory), {})
     stored = load_file(tmp_path / "teacher" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     written = load_model(run_of_stage.teacher, torch.bfloat16)
@@ -170,17 +151,20 @@ def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, fini
         assert "teacher: " not in printed and "including the teacher" not in printed
 
 
-@pytest.mark.parametrize("needed", [False, True])
-@pytest.mark.parametrize("flag", [None, "--recompute", "--no-recompute"])
-def test_layers_are_recomputed_where_needed_or_asked_for(aligned_run, inputs, monkeypatch, needed, flag):
-    monkeypatch.setattr(budget, "must_recompute", lambda run, schedules: needed)
-    words = train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *([flag] if flag else []))
-    printed = run(STAGE, *words).stdout
-    assert ("tokens per rank, recomputed" in printed) == (needed if flag is None else flag == "--recompute")
+@pytest.mark.parametrize("needed, flags, expected", [
+    (True, [], True), (False, [], False), (True, ["--no-recompute"], False), (False, ["--recompute"], True),
+    (False, ["--attention", "eager"], True),  # whose matrices the plan does not count
+])  # fmt: skip
+def test_layers_are_recomputed_where_needed_or_asked_for(
+    aligned_run, inputs, monkeypatch, needed, flags, expected
+):
+    monkeypatch.setattr(budget, "too_large", lambda *_: needed)
+    words = train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *flags)
+    assert ("tokens per rank, recomputed" in run(STAGE, *words).stdout) == expected
 
 
 def test_a_plan_of_this_machine_computes_in_float32_and_recomputes_nothing(aligned_run, inputs, monkeypatch):
-    monkeypatch.setattr(budget, "must_recompute", lambda run, schedules: True)
+    monkeypatch.setattr(budget, "too_large", lambda *_: True)
     words = train_arguments(aligned_run, inputs, "--plan", "2xCPU", "--dtype", "float32")
     printed = run(STAGE, *words).stdout
     assert re.search(r"^pruning.* tokens each, [\d,]+ in all; 1 row.* rank$", printed, re.M)  # not recomputed
@@ -212,13 +196,13 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
     home = copy_run(aligned_run, tmp_path / "run")
-    original = pool_module.tokenize
+    original = corpus.tokenize
 
     def interrupting(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(pool_module, "tokenize", interrupting)
+    monkeypatch.setattr(corpus, "tokenize", interrupting)
     done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
     assert done.returncode == 130
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
@@ -298,43 +282,11 @@ def test_other_training_data_of_the_same_size_is_refused(finished_run, inputs, t
 
 
 @pytest.mark.parametrize("changes, message", [
-    (["--lr", "2e-3"], "lr 0.001 -> 0.002"), (["--mask-lr", "3"], "mask_lr 2.0 -> 3.0"),
-    (["--l0-weight", "2"], "l0_weight 1.0 -> 2.0"), (["--kl-on", "all"], "kl_on prompt -> all"),
-    (["--batch", "4"], "batch 8 -> 4"), (["--seed", "1"], "seed 0 -> 1"), (["--clip", "2"], "clip 1.0 -> 2"),
-    (["--masks", "off"], "masks l0 -> off"), (["--merged-lr-factor", "2"], "merged_lr_factor 1.0 -> 2.0"),
-    (["--steps", "12"], "steps 10 -> 12"), (["--warmup", "2"], "warmup 1 -> 2"),
-    (["--beta2", "0.9"], "beta2 0.95 -> 0.9"), (["--weight-decay", "0"], "weight_decay 0.0001 -> 0.0"),
+    (["--lr", "2e-3"], "lr 0.001 -> 0.002"), (["--batch", "4"], "batch 8 -> 4"),
     (["--dtype", "bfloat16"], "dtype torch.float32 -> torch.bfloat16"),
-    (["--attention", "sdpa"], "attention packed -> sdpa"),
 ])  # fmt: skip
 def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, changes, message):
     expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))
-
-
-def test_damaged_metrics_and_settings_are_one_line(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    (home / "train" / "stage.json").unlink()
-    (home / "train" / "metrics.jsonl").write_text("[]\n")
-    expect_error("metrics.jsonl line 1: expected a JSON object", STAGE, *train_arguments(home, inputs))
-    (home / "train" / "metrics.jsonl").unlink()
-    expect_error("expected an intact checkpoint, found 2 damaged", STAGE, *train_arguments(home, inputs))
-    (home / "train" / "settings.json").write_text("{")
-    expect_error("settings.json: expected the settings of a", STAGE, *train_arguments(home, inputs))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(finished_run, inputs, tmp_path):
-    """By stages 5 and 6; its .metadata, which may run a command when unpickled, is not read."""
-    home, mark = copy_run(finished_run, tmp_path / "run"), tmp_path / "executed"
-    paths = saved_checkpoints(str(home / "train"))
-    for path in paths:
-        Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
-    record = json.loads((home / "train" / "stage.json").read_text())
-    write_record(str(home / "train"), record)
-    message = "found the format of earlier versions, which commit 4332407 reads"
-    expect_error(message, "06_export.py", "--run", home, "--force")
-    (home / "train" / "stage.json").unlink()
-    expect_error(message, STAGE, *train_arguments(home, inputs))
-    assert saved_checkpoints(str(home / "train")) == paths and not mark.exists()
 
 
 def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
@@ -348,46 +300,23 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
-def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, inputs, tmp_path):
-    pair = SimpleNamespace(aligned=inputs["model"], merged=inputs["model"])
-    for given in ([], ["--teacher", str(tmp_path / "teacher")]):
-        for name in ("train", "teacher", "teacher.train", "train.old", "train.old-1"):
-            (tmp_path / name).mkdir(exist_ok=True)
-        args = flags("--run", str(tmp_path), "--force", *given)
-        before = set(os.listdir(tmp_path))
-        start_anew(Run(args, group_of_one, pair, Pool([]), None, Execution(), None))
-        after = set(os.listdir(tmp_path))
-        if given:
-            assert (after - before, before - after) == ({"train.old-3"}, set())
-        else:
-            assert after - before == {"train.old-2", "teacher.old-1", "teacher.train.old-1"}
-            assert before - after == {"teacher", "teacher.train"}
-        assert os.listdir(tmp_path / "train") == ["forced.json"]
-
-
-@pytest.mark.slow
-def test_force_never_replaces_what_an_earlier_one_moved_aside(finished_run, aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    short = ["--masks", "off", "--steps", "1", "--teacher-steps", "1"]
-    marks = [home / "train.old", home / "teacher.old-1"]
-    for mark in marks:
-        mark.mkdir()
-    for number in range(3):
-        run(STAGE, *train_arguments(home, inputs, *short, "--seed", number, "--force"))
-    for name in ("train.old-1", "train.old-2", "teacher.old-2", "teacher.old-3", "train", "teacher"):
-        assert (home / name / "stage.json").exists(), name
-    assert all(mark.is_dir() and not list(mark.iterdir()) for mark in marks)
-    for seed, name in enumerate(("train.old-1", "train.old-2", "train")):
-        assert json.loads((home / name / "settings.json").read_text())["seed"] == seed
-    run(STAGE, *train_arguments(home, inputs, *short, "--force", "--teacher", home / "teacher"))
-    assert (home / "teacher" / "stage.json").exists() and not (home / "teacher.old-4").exists()
+def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
+    for name in ("train", "teacher", "train.old", "train.old-1"):
+        (tmp_path / name).mkdir()
+    before = set(os.listdir(tmp_path))
+    others = [str(tmp_path / name) for name in ("teacher", "teacher.train")]  # the second is not there
+    checkpoints.start_anew(str(tmp_path / "train"), others, {"seed": 0}, group_of_one)
+    after = set(os.listdir(tmp_path))
+    assert (after - before, before - after) == ({"train.old-2", "teacher.old-1"}, {"teacher"})
+    assert os.listdir(tmp_path / "train") == ["forced.json"]
+    assert checkpoints.begun(str(tmp_path / "train"), {"seed": 0})
+    assert not checkpoints.begun(str(tmp_path / "train"), {"seed": 1})
 
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
     """Its first loss is the source's: the mean over the batch of the mean cross-entropy of answer tokens."""
     model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"])
-    flags = SimpleNamespace(only=TASKS, tasks=inputs["tasks"], bos=False)
-    samples = load_tasks(flags, tokenizer, 256, group_of_one)
+    samples = load_tasks(Sources(inputs["tasks"], bos=False), tokenizer, 256, group_of_one)
     settings = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
     batch, losses = batch_indices(0, settings["batch"], len(samples), settings["seed"]), []
     for sample in (samples[index] for index in batch):
@@ -427,22 +356,6 @@ def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_p
         assert len(list(home.glob("train.old-*"))) == number
         if number:
             (home / "train" / "metrics.jsonl").write_text("damaged\n")
-
-
-def test_the_teacher_is_recorded_with_its_adam(finished_run):
-    summary = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
-    assert (summary["lr"], summary["beta2"], summary["weight_decay"]) == (1e-3, 0.95, 1e-4)
-
-
-def test_tensorboard_has_what_metrics_have(finished_run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(finished_run / "train" / "tensorboard")).Reload()
-    lines = metrics(finished_run)
-    for name in ("loss", "kl", "bild", "lr", "grad_norm", "tokens_per_s"):
-        scalars = [(event.step, event.value) for event in events.Scalars(name)]
-        assert scalars == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
-    assert len(events.Scalars("mask_mean")) == sum("mask_mean" in line for line in lines) == 8
 
 
 def test_non_finite_loss_names_step_rank_and_samples(

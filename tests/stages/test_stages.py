@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import artifacts, layers
+from common import layers
+from common.calibration import Calibration
 from common.cli import UserError
 from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import load_tokens, write_array
@@ -187,13 +188,13 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
     """What replaces an input while a stage computes is not what it read."""
     home = copy_run(aligned_run, tmp_path / "run")
     record, expected = home / "calibration" / "stage.json", sha256(home / "calibration" / "stage.json")
-    read_grams = artifacts.read_grams
+    grams = Calibration.grams
 
     def replaced(*arguments):
         record.write_text(record.read_text() + " ")
-        return read_grams(*arguments)
+        return grams(*arguments)
 
-    monkeypatch.setattr(artifacts, "read_grams", replaced)
+    monkeypatch.setattr(Calibration, "grams", replaced)
     run("02_similarity.py", "--run", home, "--force")
     assert sha256(record) != expected
     assert read(home / "similarity.json")["inputs"] == {"calibration": expected}

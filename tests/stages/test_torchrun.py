@@ -106,13 +106,6 @@ def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
 
 
 @pytest.mark.slow
-def test_recomputed_layers_train_the_same(alone, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, alone, tmp_path / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED, "--recompute")
-    assert_same_training(home, alone)
-
-
-@pytest.mark.slow
 def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
     """Three steps on two processes, the rest, over the switch to GQA, on one; likewise the other way
     round.
@@ -214,19 +207,6 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
 
 
 @pytest.mark.slow
-def test_nothing_but_damaged_checkpoints(distributed_run, inputs, tmp_path):
-    home = copy_run(distributed_run, tmp_path / "run")
-    for files in saved_files(home):
-        flip(files[-1])
-    done = run("06_export.py", "--run", home, "--force", fails=True)
-    assert "its content does not match its record" in done.stderr and (home / "gqa").is_dir()
-    (home / "train" / "stage.json").unlink()
-    command = ["--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
-    done = run(STAGE, *command, processes=2, fails=True)
-    assert "expected an intact checkpoint, found 2 damaged" in done.stderr
-
-
-@pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inputs, tmp_path):
     """The operating system refuses files of more than 64 KiB, as it would on a full disk."""
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
@@ -247,7 +227,7 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
     reasons = ("File too large", "inline_container")  # torch's own zip writer may speak first
     assert any(reason in lines[0] for reason in reasons), errors
-    assert not list((home / "train").glob("*.tmp"))
+    assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
     run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
     assert_same_bits(home, distributed_run)
@@ -262,3 +242,10 @@ def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pat
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
     steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
     assert steps == [len(metrics(home))]
+
+
+@pytest.mark.slow
+def test_a_plan_is_printed_once(aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], "--plan", "1xA100-80GB", processes=2)
+    assert done.stdout.count("05_prune_train: ") == 1

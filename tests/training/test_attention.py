@@ -15,7 +15,7 @@ from common.models import load_config
 from common.training import attention
 from common.training.attention import packed_attention, varlen_applies
 from common.training.packing import build_row
-from common.training.sharding import Execution, Trainee, build
+from common.training.sharding import Execution, build
 from conftest import save_tiny, tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
 from test_packing import random_samples
@@ -53,7 +53,7 @@ def formula_as_kernel(monkeypatch):
         calls.append(options)
         return varlen_formula(*arguments, **options)
 
-    monkeypatch.setattr(attention, "KERNEL", kernel)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
     return calls
 
@@ -90,57 +90,15 @@ def test_without_a_row_there_is_one_sample(formula_as_kernel):
     assert not formula_as_kernel
 
 
-def test_with_dropout_samples_go_one_by_one(formula_as_kernel):
-    row = build_row(random_samples(2), 1)
-    for dropout, calls in ((0.5, 0), (0.0, 3)):
-        Trainee(tiny_model(attn_implementation="packed", attention_dropout=dropout))(row)
-        assert len(formula_as_kernel) == calls
-
-
 @pytest.mark.parametrize("applies, changes", [
     (True, {}), (True, {"dtype": torch.float16}), (True, {"head_dim": 256}),
     (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"head_dim": 264}),
-    (False, {"head_dim": 20}), (False, {"capability": (7, 5)}), (False, {"kernel": None}),
+    (False, {"head_dim": 20}), (False, {"capability": (7, 5)}),
 ])  # fmt: skip
 def test_the_kernel_is_called_within_its_limits(monkeypatch, applies, changes):
-    given = {"is_cuda": True, "dtype": torch.bfloat16, "head_dim": 128, "capability": (8, 0),
-             "kernel": varlen_attn} | changes
-    monkeypatch.setattr(attention, "KERNEL", given["kernel"])
+    given = {"is_cuda": True, "dtype": torch.bfloat16, "head_dim": 128, "capability": (8, 0)} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: given["capability"])
     assert varlen_applies(SimpleNamespace(**given), given["head_dim"]) == applies
-
-
-@pytest.fixture
-def kernel_of_torch(monkeypatch):
-    """kernel_of_torch(FUNCTION): varlen_kernel() where that is torch's varlen_attn."""
-
-    def choose(function):
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        return attention.varlen_kernel()
-
-    return choose
-
-
-def test_a_kernel_without_windows_is_not_used(kernel_of_torch):
-    """torch 2.10's."""
-    assert kernel_of_torch(varlen_attn) is varlen_attn
-    older = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None  # noqa: E731
-    assert kernel_of_torch(older) is None
-
-
-def test_a_kernel_without_fewer_kv_heads_gets_repeated_ones(kernel_of_torch):
-    """torch 2.11's."""
-
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        return varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
-                              window_size=window_size)
-
-    row, generator = build_row(random_samples(6), 6), torch.Generator().manual_seed(1)
-    total, longest = row.input_ids.numel(), max(row.lengths)
-    by_token = [torch.randn(total, heads, 8, generator=generator) for heads in (4, 2, 2)]
-    arguments = (*by_token, row.starts, row.starts, longest, longest)
-    expected = varlen_formula(*arguments, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(kernel_of_torch(older)(*arguments, scale=0.3, enable_gqa=True), expected)
 
 
 @library.custom_op("tests::varlen", mutates_args={})
@@ -180,7 +138,7 @@ def opaque_kernel(query, key, value, starts, _, longest, __, *, scale, window_si
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_is_compiled_once_for_rows_of_any_length(group_of_one, tmp_path, monkeypatch, recompute):
     """Sizes become symbols when they first change; all layers share a graph."""
-    monkeypatch.setattr(attention, "KERNEL", opaque_kernel)
+    monkeypatch.setattr(attention, "varlen_attn", opaque_kernel)
     monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
     source, samples, graphs, gradients = save_tiny(tmp_path / "model"), random_samples(12), [], []
 

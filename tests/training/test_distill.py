@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
-from common.training.distill import SWITCH, Masks, distillation_loss, next_token_loss, switch_step
 from common.training.engine import Job, Step
-from common.training.packing import build_row
+from common.training.packing import build_row, distillation_loss, next_token_loss
+from common.training.students import SWITCH, Masks, switch_step
 from students import (
     ALONE,
     SAMPLES,
@@ -106,20 +106,6 @@ def test_mask_gradient_is_that_of_equation_31(group_of_one, step):
         torch.testing.assert_close(figures[name].float(), values.mean(1), rtol=0, atol=1e-5)
 
 
-def test_the_two_parts_of_the_mask_gradient_are_both_there(group_of_one):
-    start = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
-    rows, gradients = [build_row(SAMPLES, len(SAMPLES))], {}
-    for weight in (0.0, 1.0, 2.0):
-        student = masked_student(start)
-        trained = Masks(student.replicated, 100, seed=0)
-        run_masked_step(trained, student, 50, rows, weight)
-        gradients[weight] = trained.log_alpha.grad
-    assert gradients[0.0].abs().max() > 1e-6  # of Eq. 30
-    l0_part = gradients[1.0] - gradients[0.0]
-    assert (l0_part > 0).all()  # of Eq. 29 at a target of 0: descent closes every mask
-    torch.testing.assert_close(gradients[2.0] - gradients[0.0], 2 * l0_part, rtol=1e-4, atol=1e-7)
-
-
 def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatch):
     start, drawn, blended_by = torch.zeros(3, 8), {}, []
 
@@ -168,12 +154,6 @@ def test_masks_are_within_their_bounds_after_a_step(group_of_one, tmp_path):
         group["lr"] = group["initial_lr"]  # 1 for log_alpha
     student.take(Step(student.job, SCHEDULE, [build_row(SAMPLES, len(SAMPLES))], SAMPLES))
     assert float(student.masks.log_alpha.detach().abs().max()) == masks.LIMIT
-
-
-def test_masks_are_clamped_after_an_update():
-    log_alpha = torch.full((3, 8), 99.0)
-    Masks({"log_alpha": log_alpha}, 10, seed=0).settle(0)
-    assert (log_alpha == masks.LIMIT).all()
 
 
 def test_masks_end_after_80_percent_of_the_steps():

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.training import hardware
+from common.training import plan as hardware
 from common.training.sharding import Ranks
 
 
-@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8 x A100-80GB", "2x2x8xA100-80GB",
-                                  "0x8xA100-80GB", "x8xA100-80GB", "CPU", "0xCPU", ""])
+@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "2x2x8xA100-80GB", "CPU"])
 def test_hardware_that_is_not_known(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         hardware.parse_hardware(text)

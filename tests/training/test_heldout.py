@@ -1,7 +1,5 @@
 """Held-out measurement: against its definition, sample by sample; and that it does not change training."""
 
-import argparse
-import functools
 import json
 import math
 import os
@@ -20,7 +18,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
+from common.data.corpus import NONE, SPLIT, Pool, Sources
 from common.data.demo import DEMO
+from common.data.generate import Origin
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import load_tokens
@@ -30,12 +30,9 @@ from common.models import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from common.training.defaults import defaults_of, with_defaults
 from common.training.engine import steps
-from common.training.heldout import TASK_SET, TEXT_SET, Heldout, compare, heldout_texts, load_heldout
+from common.training.heldout import TASK_SET, TEXT_SET, Heldout, heldout_texts, load_heldout
 from common.training.metrics import METRICS, Metrics, read_metrics
-from common.training.packing import build_row
-from common.training.pool import NONE, SPLIT, Pool
 from common.training.sharding import Ranks
 from common.training.students import Pair
 from conftest import ROOT, copy_run, expect_error, run, tiny_model
@@ -121,25 +118,6 @@ def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_pro
     assert all(isinstance(parameter, DTensor) for parameter in parameters)  # sharded again
 
 
-def test_a_kl_in_bfloat16_is_that_of_the_same_models_in_float64():
-    """Of the same close hidden states; with logits in bfloat16 it is several times that."""
-    row, generator, results = build_row(SAMPLES, 3), torch.Generator().manual_seed(0), []
-    head = torch.randn(300, 64, generator=generator).bfloat16() / 8
-    hidden = 3 * torch.randn(len(row.targets), 64, generator=generator)
-    states = [hidden.bfloat16(), (hidden + 0.003 * torch.randn(hidden.shape, generator=generator)).bfloat16()]
-    for dtype in (torch.bfloat16, torch.float64):
-        net = SimpleNamespace(lm_head=SimpleNamespace(weight=head.to(dtype)))
-        student, teacher = (functools.partial(forward, state.to(dtype), net) for state in states)
-        teacher.net = net
-        results.append(compare(student, teacher, row, row.prompt_at, chunk=3))
-    torch.testing.assert_close(*results, rtol=1e-2, atol=0)  # of a KL of 1e-5 in float32
-
-
-def forward(hidden, net, row, head_loss=None):
-    """A model whose hidden states are these."""
-    return head_loss(hidden, net.lm_head) if head_loss else hidden
-
-
 def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
     student = half_masked_student(group_of_one, tmp_path)
@@ -179,16 +157,6 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_the_last_line_is_of_the_weights_that_are_saved(group_of_one, tmp_path):
-    student = gqa_student(group_of_one, tmp_path)
-    assert student.train(HELDOUT)
-    model = tiny_model(num_key_value_heads=2)
-    model.load_state_dict(whole_weights(saved_checkpoints(student.job.directory)[-1]))
-    last = read_metrics(str(tmp_path / "train" / METRICS))[-1]
-    expected = figures_by_sample(model, tiny_model(seed=1))
-    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-
-
 def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp_path, capsys):
     student = gqa_student(group_of_one, tmp_path)
     assert student.train(HELDOUT)
@@ -211,16 +179,16 @@ def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp
 def test_the_printed_line_leaves_out_what_is_zero_without_answers(capsys):
     figures = {"step": 3, "loss": 0.5, "kl": 0.5, "bild": 0.0, "l0": 0.1, "mask_expected": 0.75,
                "mask_target": 0.0, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_s": 1000}
-    metrics = SimpleNamespace(began=time.perf_counter(), start=0, schedule=SimpleNamespace(steps=9))
+    schedule = replace(SCHEDULE, steps=9)
+    metrics = SimpleNamespace(began=time.perf_counter(), start=0, ranks=RANKS, schedule=schedule)
     line = "step     3/9 | loss 0.5000 | {}mask 0.7500 | target 0.0000 | gradient 2.0000 | lr 1.00e-03"
     for answers, terms in ((0.0, ""), (0.25, "kl 0.5000 | bild 0.2500 | ")):
         Metrics.show(metrics, figures | {"bild": answers})
         assert capsys.readouterr().out.startswith(line.format(terms))
 
 
-@pytest.mark.parametrize("stop", [2, 3])
-def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop):
-    """Stopped after a measured step and between two."""
+def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop=3):
+    """Stopped between two measured steps."""
 
     def interrupt(step) -> None:
         if step.number + 1 == stop:
@@ -297,23 +265,21 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
         assert step.figures == {"loss": 1.0} | (named if number == 0 else {})
 
 
-# the flags of stage 5
+# what is held out
 
 
-def arguments(inputs, **changes) -> argparse.Namespace:
-    """Flags of stage 5 that say what is held out."""
-    settings = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text": [], "text_length": 64,
-                "heldout_text": NONE, "heldout_sequences": 3, "heldout_questions": None, "heldout_every": 7,
-                "run": None, "plan": None, "bos": None}
-    return argparse.Namespace(**(settings | changes))
+def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
+    """What these sources keep out of training, beside these texts."""
+    sources = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text_length": 64, "heldout_sequences": 3}
+    origin = Origin(inputs["model"], "", "cpu", ranks)
+    sources = Sources(**sources | changes)
+    return load_heldout(sources, origin, Pool([]), [*texts, *heldout_texts(sources, origin)], every=7)
 
 
 def test_what_is_held_out(group_of_one, inputs):
     """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
-    args = arguments(inputs, heldout_text=inputs["text"], heldout_questions=2)
-    texts = heldout_texts(args, inputs["model"], group_of_one)
-    heldout = load_heldout(args, inputs["model"], Pool([]), texts, group_of_one)
+    heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, "heldout")
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens[::2].tolist()]
@@ -325,7 +291,7 @@ def test_what_is_held_out(group_of_one, inputs):
 
 def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, inputs, tmp_path):
     text = Sample((1, 2, 3))
-    heldout = load_heldout(arguments(inputs, tasks=NONE), inputs["model"], Pool([]), [text], group_of_one)
+    heldout = kept_out(inputs, group_of_one, [text], tasks=NONE)
     assert heldout.sets == {TEXT_SET: [text]} and not heldout.unmeasured
     heldout.write_text(str(tmp_path))
     assert not list(tmp_path.iterdir())
@@ -337,17 +303,15 @@ def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, in
 ])  # fmt: skip
 def test_number_of_questions(group_of_one, inputs, changes, count):
     """Five validation questions of each of two tasks."""
-    heldout = load_heldout(arguments(inputs, **changes), inputs["model"], Pool([]), [], group_of_one)
-    assert count == len(heldout.sets.get(TASK_SET, ()))
+    assert count == len(kept_out(inputs, group_of_one, **changes).sets.get(TASK_SET, ()))
 
 
 def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
-    args = arguments(inputs, tasks=str(tmp_path))
-    assert len(load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets[TASK_SET]) == 5
+    assert len(kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets[TASK_SET]) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert not load_heldout(args, inputs["model"], Pool([]), [], group_of_one).sets
+    assert not kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets
 
 
 @pytest.mark.parametrize("demo, text, expected", [
@@ -362,37 +326,27 @@ def test_default_held_out_text(demo, text, expected):
             flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
             patched.setattr(sys, "argv", [STAGE, *flags])
             given = stage5.parse()
-            args = with_defaults(given, defaults_of(stage5.FLAGS, pair, given.tasks), pair, 2048)
+            args = stage5.with_defaults(given, stage5.defaults_of(pair, given.tasks), pair, 2048)
         assert args.heldout_text == chosen
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--heldout-text missing.txt", "text missing.txt: not found"),
-    ("--heldout-text TEXT --heldout-sequences 500", "expected 1000 x 256 = 256000 tokens, found "),
+    ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
     ("--text TEXT --heldout-text TEXT", "--heldout-text: expected text that is not in --text, found "),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
-    ("--tasks PART", " of boolq, siqa; pass --only piqa hellaswag winogrande "),
 ])  # fmt: skip
 def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
     home = copy_run(aligned_run, tmp_path / "run")
     (tmp_path / "tasks").mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
         shutil.copy(path, tmp_path / "tasks")
-    part = shutil.ignore_patterns("boolq.*", "siqa.*")
-    shutil.copytree(tmp_path / "tasks", tmp_path / "part", ignore=part)
-    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks"), "PART": str(tmp_path / "part")}
+    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks")}
     words = [places.get(word, word) for word in words.split()]
     flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
-
-
-def test_held_out_text_is_read_before_the_text_to_train_on(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    words = ["--tasks", "none", "--text", inputs["text"], "--heldout-text", "missing.txt"]
-    expect_error("text missing.txt: not found", STAGE, "--run", home, *TRAINING_FLAGS, *words)
-    assert not list(home.glob("tokens/*.npy"))
+    assert "missing.txt" not in words or not (home / "tokens").exists()  # before --text is tokenized
 
 
 def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run, inputs, tmp_path):
@@ -414,18 +368,10 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     assert {name: summary[name] for name in figures} == {name: lines[-1][name] for name in figures}
 
 
-def test_masked_steps_are_measured_too(finished_run):
-    """By default: some of each task's validation questions, after the first and the last step of ten."""
-    lines = read_metrics(str(finished_run / "train" / METRICS))
-    assert [line["step"] for line in lines if f"{TASK_SET}_kl" in line] == [1, 10]
-    assert "mask_mean" in lines[0] and "mask_mean" not in lines[9]
-    assert not any(f"{TEXT_SET}_kl" in line for line in lines)
-
-
 def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run, inputs):
     """start_heldout_task_kl of a run with masks: that of merged/, by transformers alone."""
     line = read_metrics(str(finished_run / "train" / METRICS))[0]
-    samples = load_heldout(arguments(inputs, only=TASKS), inputs["model"], Pool([]), [], RANKS).sets[TASK_SET]
+    samples = kept_out(inputs, RANKS, only=TASKS).sets[TASK_SET]
     models = [load_model(str(finished_run / name)) for name in ("teacher", "merged")]
     sums = torch.zeros(2, dtype=torch.float64)
     for sample in samples:
@@ -442,8 +388,7 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     """Forward passes of both models over all tokens: merged/, and after steps 1, 4, 8 and 10."""
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
-    args = arguments(inputs, only=TASKS, heldout_questions=2)
-    samples = load_heldout(args, inputs["model"], Pool([]), [], RANKS).sets[TASK_SET]
+    samples = kept_out(inputs, RANKS, only=TASKS, heldout_questions=2).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

@@ -18,8 +18,7 @@ from common.data.rows import Sample
 from common.method import masks
 from common.training import plan as budget
 from common.training import students
-from common.training.distill import distillation_loss
-from common.training.packing import build_row
+from common.training.packing import build_row, distillation_loss
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from students import RATES
 

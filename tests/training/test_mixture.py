@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +12,15 @@ import torch
 from transformers import AutoTokenizer
 
 from common.cli import UserError
+from common.data import corpus
+from common.data.corpus import Pool, Sources, load_pool, samples_digest
+from common.data.generate import Origin
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task
 from common.files import sha256
-from common.training import pool as pool_module
 from common.training.checkpoints import saved_checkpoints, stored_tensors
 from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
 from common.training.metrics import read_metrics
-from common.training.pool import Pool, load_pool, samples_digest
 from common.weights import open_checkpoint
 from conftest import copy_run, expect_error, run, run_in_process
 from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, interrupt, metrics
@@ -45,11 +45,10 @@ def test_a_pool_is_what_has_answers_and_then_the_texts():
                                             "samples_sha256": samples_digest(answered)}
 
 
-def flags(run, **changes) -> SimpleNamespace:
-    numbers = {"run": str(run), "tasks": "none", "only": TASKS, "text": [], "text_length": 16,
-               "text_tokens": None, "chat": [], "heldout_text": "none", "heldout_sequences": 3,
-               "heldout_chats": 3, "plan": None, "bos": None}
-    return SimpleNamespace(**numbers | changes)
+def pool_of(run, model: str, ranks, **sources) -> Pool:
+    """What these sources have; a tokenized text has three sequences, a file of chats three chats kept out."""
+    sizes = {"text_length": 16, "heldout_sequences": 3, "heldout_chats": 3}
+    return load_pool(Sources(**sizes | sources), Origin(model, str(run), ranks.device, ranks))
 
 
 @pytest.fixture
@@ -68,8 +67,8 @@ def chats(inputs, tmp_path) -> tuple[str, str]:
 
 def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_one):
     (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
-    args = flags(tmp_path / "run", tasks=inputs["tasks"], text=[inputs["text"]], chat=[path])
-    pool = load_pool(args, model, group_of_one)
+    pool = pool_of(tmp_path / "run", model, group_of_one, tasks=inputs["tasks"], text=[inputs["text"]],
+                   chat=[path])
     questions = sum(len(load_task(task, "train", inputs["tasks"])[0]) for task in TASKS)
     assert len(pool.answered) == questions + 1
     segments = [tokenizer.decode(segment) for segment in pool[questions].segments]
@@ -86,19 +85,17 @@ def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_
     lines = [json.dumps({"messages": [*names, {"role": "assistant", "content": f"chat {number}"}]})
              for number in range(25)]
     Path(path).write_text("\n".join(lines) + "\n")
-    args = flags(tmp_path, text=[inputs["text"]], chat=[path], heldout_chats=0)
-    whole = load_pool(args, model, group_of_one)
+    whole = pool_of(tmp_path, model, group_of_one, text=[inputs["text"]], chat=[path], heldout_chats=0)
     assert len(whole.answered) == 25 and not whole.heldout_chats and not whole.texts.heldout_samples()
-    args = flags(tmp_path, text=[inputs["text"]], chat=[path], heldout_text="split")
-    pool = load_pool(args, model, group_of_one)
+    split = {"text": [inputs["text"]], "chat": [path], "heldout_text": "split"}
+    pool = pool_of(tmp_path, model, group_of_one, **split)
     assert pool.heldout_chats == [whole.answered[0], whole.answered[12]]
     assert pool.answered == whole.answered[1:12] + whole.answered[13:]
     period = len(whole.texts) // 6
     left_out = [number * period for number in range(6)]
     numbers = [number for number in range(len(whole.texts)) if number not in left_out]
     assert list(pool.texts) == [whole.texts[number] for number in numbers]
-    args = SimpleNamespace(**vars(args), heldout_questions=None, heldout_every=5)
-    heldout = load_heldout(args, model, pool, [], group_of_one)
+    heldout = load_heldout(Sources(**split), Origin(model, "", "cpu", group_of_one), pool, [], every=5)
     measured, unmeasured = ([whole.texts[number] for number in left_out[first::2]] for first in (0, 1))
     assert heldout.sets == {TEXT_SET: measured, CHAT_SET: pool.heldout_chats}
     assert heldout.unmeasured == unmeasured
@@ -107,8 +104,9 @@ def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_
 def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):
     described = []
     for length, tokens in ((16, 320), (16, 336), (20, 320)):
-        args = flags(tmp_path, text=[inputs["text"]], text_length=length, text_tokens=tokens)
-        described.append(load_pool(args, inputs["model"], group_of_one).description())
+        pool = pool_of(tmp_path, inputs["model"], group_of_one, text=[inputs["text"]], text_length=length,
+                       text_tokens=tokens)
+        described.append(pool.description())
     assert [figures["texts"] for figures in described] == [20, 21, 16]
     assert len({figures["samples_sha256"] for figures in described}) == 3
 
@@ -124,63 +122,60 @@ def test_the_digest_of_samples_sees_every_token_and_boundary():
 def test_tokens_are_written_once_and_again_when_the_text_changes(
     inputs, tmp_path, group_of_one, monkeypatch
 ):
-    text, written, write = tmp_path / "text.txt", [], pool_module.write_text_tokens
+    text, written, write = tmp_path / "text.txt", [], corpus.write_text_tokens
 
     def counted(*arguments):
         written.append(arguments[-1])
         return write(*arguments)
 
-    monkeypatch.setattr(pool_module, "write_text_tokens", counted)
+    monkeypatch.setattr(corpus, "write_text_tokens", counted)
     shutil.copy(inputs["text"], text)
-    args = flags(tmp_path / "run", text=[str(text)])
-    first = load_pool(args, inputs["model"], group_of_one)
-    assert load_pool(args, inputs["model"], group_of_one).description() == first.description()
+    source = tmp_path / "run", inputs["model"], group_of_one
+    first = pool_of(*source, text=[str(text)])
+    assert pool_of(*source, text=[str(text)]).description() == first.description()
     assert len(written) == 1
     text.write_text("x" + text.read_text())
-    other = load_pool(args, inputs["model"], group_of_one)
+    other = pool_of(*source, text=[str(text)])
     assert other.description() != first.description() and len(written) == 2
     assert sorted(os.listdir(tmp_path / "run" / "tokens")) == [os.path.basename(written[1]), "written.json"]
-    args.text *= 2
-    assert len(load_pool(args, inputs["model"], group_of_one)) > len(other) and len(written) == 3
+    assert len(pool_of(*source, text=[str(text)] * 2)) > len(other) and len(written) == 3
     model = shutil.copytree(inputs["model"], tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 259, "content": "the"})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    load_pool(args, str(model), group_of_one)
+    pool_of(tmp_path / "run", str(model), group_of_one, text=[str(text)] * 2)
     assert len(written) == 4
 
 
 @pytest.mark.parametrize("change", [
-    lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens[:-16],
-    lambda tokens: tokens + 10**6, lambda tokens: tokens.astype(np.float32),
-    lambda tokens: tokens.reshape(-1, 16)])
+    lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens.reshape(-1, 16)])
 def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, change):
-    args = flags(tmp_path, text=[inputs["text"]])
-    pool = load_pool(args, inputs["model"], group_of_one)
+    source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
+    pool = pool_of(*source, text=text)
     path = pool.texts.path
     written = json.loads((tmp_path / "tokens" / "written.json").read_text())
     tokens = np.load(path)
     assert written == {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32",
                        "shape": [len(tokens)], "range": [tokens.min(), tokens.max()]}
-    assert load_pool(args, inputs["model"], group_of_one).description() == pool.description()
+    assert pool_of(*source, text=text).description() == pool.description()
     np.save(path, change(tokens))
     with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
-        load_pool(args, inputs["model"], group_of_one)
+        pool_of(*source, text=text)
 
 
 def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_one):
-    args = flags(tmp_path, text=[inputs["text"]])
-    pool = load_pool(args, inputs["model"], group_of_one)
+    source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
+    pool = pool_of(*source, text=text)
     path, expected, record = pool.texts.path, pool.description(), tmp_path / "tokens" / "written.json"
     written = record.read_text()
     for left in ("{}", "[]", None):  # of another text, damaged, or none yet
         record.unlink() if left is None else record.write_text(left)
         np.save(path, np.load(path)[:-16])
-        assert load_pool(args, inputs["model"], group_of_one).description() == expected
+        assert pool_of(*source, text=text).description() == expected
         assert record.read_text() == written
 
 
-@pytest.mark.parametrize("record", [None, "[", "[]", "{}", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])
+@pytest.mark.parametrize("record", [None, "[", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])
 def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one, record):
     home = tmp_path / "run" / "tokens"
     home.mkdir(parents=True)
@@ -189,9 +184,8 @@ def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_on
         shutil.copy(inputs["text"], path)
     if record:
         (home / "written.json").write_text(record)
-    load_pool(flags(tmp_path / "run", text=[str(mine[0])]), inputs["model"], group_of_one)
-    load_pool(flags(tmp_path / "run", text=[str(mine[1].with_name("my.txt")), inputs["text"]]),
-              inputs["model"], group_of_one)
+    for text in ([str(mine[0])], [str(mine[1].with_name("my.txt")), inputs["text"]]):
+        pool_of(tmp_path / "run", inputs["model"], group_of_one, text=text)
     for path in mine:
         assert path.read_text() == Path(inputs["text"]).read_text()
     assert len(os.listdir(home)) == 4  # these two, the last tokens and their record
@@ -202,7 +196,7 @@ def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one
     timeouts, new_group = [], torch.distributed.new_group
     monkeypatch.setattr(torch.distributed, "new_group", lambda **options: (
         timeouts.append(options["timeout"]) or new_group(**options)))
-    load_pool(flags(tmp_path / "run", text=[inputs["text"]]), inputs["model"], group_of_one)
+    pool_of(tmp_path / "run", inputs["model"], group_of_one, text=[inputs["text"]])
     assert [timeout.total_seconds() > 3600 for timeout in timeouts] == [True]
 
 
@@ -282,15 +276,10 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
 ])
 def test_files_are_checked_before_anything_is_generated(inputs, tmp_path, group_of_one, name, message):
     (tmp_path / "t.bin").write_bytes(b"bytes")
-    args = flags(tmp_path / "run", text=["generated", str(tmp_path / name)], text_tokens=400)
+    text = ["generated", str(tmp_path / name)]
     with pytest.raises(UserError, match=message):
-        load_pool(args, inputs["model"], group_of_one)
+        pool_of(tmp_path / "run", inputs["model"], group_of_one, text=text, text_tokens=400)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_pool_without_data_is_refused(inputs, tmp_path, group_of_one):
-    with pytest.raises(UserError, match="expected --text or --chat with it, found neither"):
-        load_pool(flags(tmp_path), inputs["model"], group_of_one)
 
 
 def test_a_student_trains_on_under_another_name(aligned_run, inputs, tmp_path):

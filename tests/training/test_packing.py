@@ -184,13 +184,6 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=close)
 
 
-def test_a_row_lists_the_positions_of_either_part():
-    row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6,), (7, 8))], batch=2)
-    assert row.prompt_at.tolist() == [0, 1] and row.answer_at.tolist() == [2, 3, 5, 6]
-    assert row.lengths == (5, 3)
-    assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0, 0, 0, 0, 0]  # a prompt of one token predicts none
-
-
 def test_ranks_with_fewer_rows_get_idle_ones():
     samples = random_samples(20)
     shares = dealt(samples, 0, schedule(32), 3)

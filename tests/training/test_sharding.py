@@ -4,7 +4,6 @@ import collections
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,6 @@ from common.training.sharding import (
     build,
     first_row,
     joined_ranks,
-    recompute_layers,
     reduce_gradients,
     sum_over_ranks,
 )
@@ -43,46 +41,6 @@ def test_shards_begin_where_torch_chunk_cuts(rows, parts):
     chunks = torch.arange(rows).chunk(parts)
     starts = [int(chunk[0]) for chunk in chunks] + [rows] * (parts - len(chunks))
     assert [first_row(rows, parts, part) for part in range(parts)] == starts
-
-
-EVERY_RANK_READS_ITS_ROWS = """
-import sys
-import torch
-from common.models import load_config, load_model
-from common.training.sharding import Execution, build, joined_ranks
-
-with joined_ranks() as ranks:
-    trainee = build(load_config(sys.argv[1]), ranks, Execution(), lambda name: (sys.argv[1], name))
-    expected = load_model(sys.argv[1]).state_dict()
-    for name, parameter in trainee.net.named_parameters():
-        assert torch.equal(parameter.full_tensor(), expected[name]), name
-    ranks.say(f"same on {ranks}")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes, processes", [(1, 2), (1, 3), (2, 2)])
-def test_every_rank_reads_the_rows_that_fsdp_gives_it(tmp_path, nodes, processes):
-    """Sizes that 2 and 3 do not divide; two nodes hold the same rows (HSDP)."""
-    sizes = {"num_key_value_heads": 2, "hidden_size": 40, "intermediate_size": 65}
-    source = save_tiny(tmp_path / "model", bias=True, **sizes)
-    script = tmp_path / "script.py"
-    script.write_text(EVERY_RANK_READS_ITS_ROWS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    if nodes == 1:
-        commands = [[*launcher, "--standalone", str(script), source]]
-    else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        launcher += ["--nnodes", str(nodes), "--rdzv-backend", "static", "--rdzv-endpoint", address]
-        commands = [[*launcher, "--node-rank", str(node), str(script), source] for node in range(nodes)]
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True,
-               "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    started = [subprocess.Popen(command, **options) for command in commands]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
-    assert all(process.returncode == 0 for process in started), outputs
-    assert f"same on {nodes * processes} cpu" in outputs[0]
 
 
 GRADIENTS_ARE_REDUCED = """
@@ -286,19 +244,6 @@ def test_a_process_group_is_left_after_an_error():
         assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("options", "dropout"), [
-    ({}, False), ({"attention_dropout": 0.5}, True), ({"model_type": "phi3", "resid_pdrop": 0.5}, True),
-])
-def test_recomputation_keeps_random_states_where_there_is_dropout(options, dropout, monkeypatch):
-    """Reading a GPU's random state takes the host time in every layer."""
-    kept, trainee = [], Trainee(tiny_model(attn_implementation="packed", **options)).train()
-    recompute_layers(trainee.net)
-    get_state = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or get_state())
-    trainee(build_row(SAMPLES, 3)).sum().backward()
-    assert bool(kept) == dropout
-
-
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model"), []
     for recompute in (False, True):
@@ -332,10 +277,6 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
                                     if parameter.grad is not None)])
     for compiled, eager in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4 * float(eager.abs().max()))
-
-
-def test_a_trainee_without_replicated_parameters_has_none():
-    assert not list(Trainee(tiny_model()).replicated.parameters())
 
 
 def test_private_names_of_torch_distributed_are_not_used():

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.data.corpus import Pool
 from common.method import masks, released_masks
 from common.training import checkpoints, students
-from common.training.distill import Masks, ReleasedMasks, switch_step
 from common.training.engine import Job
-from common.training.pool import Pool
-from common.training.run import Run
 from common.training.sharding import Execution, Trainee
-from common.training.students import Pair, Rates
+from common.training.students import Masks, Pair, Rates, ReleasedMasks, Run, switch_step
 from common.weights import open_checkpoint
 from conftest import save_tiny, tiny_model
 from students import NOTHING, SCHEDULE, Student, masked_student, rates, stage5, teacher_of
@@ -66,11 +64,10 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     mha, grouped = (save_tiny(tmp_path / name, torch.bfloat16, num_key_value_heads=kv_heads)
                     for name, kv_heads in (("mha", 8), ("gqa", 2)))
     pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
-    args = SimpleNamespace(run=str(tmp_path), name=None, train="attention", masks="l0-released", seed=3,
-                           loss_chunk=7,
-                           lr=1.0, merged_lr_factor=2.0, rest_lr_factor=1.0, mask_lr=7.0, beta2=0.9,
-                           weight_decay=0.5)
-    run, jobs, trained = Run(args, group_of_one, pair, Pool([]), NOTHING, Execution(), None), [], []
+    args = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, lr=1.0, beta2=0.9,
+                           merged_lr_factor=2.0, rest_lr_factor=1.0, weight_decay=0.5)
+    jobs, trained = [], []
+    run = Run(str(tmp_path), "", pair, Pool([]), NOTHING, group_of_one, Execution(), 7, None)
 
     def one_step(job, schedule, samples, until=None):
         jobs.append(job)
@@ -81,8 +78,8 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     monkeypatch.setattr(stage5, "steps", one_step)
     monkeypatch.setattr(stage5, "masked_step", lambda step, masks, *others: trained.append(masks))
     monkeypatch.setattr(stage5, "gqa_step", lambda *arguments: None)
-    assert stage5.train_masked(run, SCHEDULE, None, None)
-    assert not stage5.train_gqa(run, SCHEDULE, None, None, switched=False)  # a signal has stopped it
+    assert stage5.train_masked(run, args, SCHEDULE, None, None)
+    assert not stage5.train_gqa(run, args, SCHEDULE, None, None, switched=False)  # a signal has stopped it
     assert type(trained[0]) is ReleasedMasks and (trained[0].steps, trained[0].seed) == (SCHEDULE.steps, 3)
     assert torch.equal(trained[0].log_alpha.detach(), released_masks.start((3, 8), 3))
     shared_names = (".merged.",), [f".{name}." for name in masks.WHOLE_HEAD]

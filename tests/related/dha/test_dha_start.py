@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.artifacts import read_grams, read_record
+from common.calibration import Calibration
 from common.cli import UserError
 from common.evaluate import max_difference
 from common.layers import Layers
@@ -64,8 +64,7 @@ def source(inputs, tmp_path_factory):
                 lambda index: torch.complex(*normal(2, 8, 4, seed=9 + index)))
     calibration = calibrate(model, home, inputs["text"])
     layers = Layers(str(home / "model"), torch.float32, "cpu")
-    record = read_record(calibration, "01_calibrate.py")
-    return start.Source(layers, partial(read_grams, calibration, record, "cpu"), 64)
+    return start.Source(layers, partial(Calibration(calibration).grams, "cpu"), 64)
 
 
 def logits_of(model) -> torch.Tensor:
@@ -165,7 +164,7 @@ def test_rotated_heads_are_nearer_to_their_own_groups(inputs, tmp_path):
                 lambda index: torch.polar(torch.ones(8, 4), angles))
     calibration, expected = calibrate(model, tmp_path, inputs["text"]), logits_of(model)
     for index, layer in enumerate(model.model.layers):
-        grams = read_grams(calibration, read_record(calibration, "01_calibrate.py"), "cpu", index)
+        grams = Calibration(calibration).grams("cpu", index)
         start.rotate_layer(layer.self_attn, grams, GROUPS["key"][index], GROUPS["value"][index])
         for kind, name in (("value", "v_proj"), ("key", "k_proj")):
             heads = getattr(layer.self_attn, name).weight.view(8, 8, -1)

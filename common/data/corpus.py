@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,12 +15,29 @@ from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.rows import Sample
-from common.data.tasks import check_lengths, load_task, require_split, size_note, tokenize
+from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TextSamples, check_source, evenly_spaced, is_generated, write_text_tokens
 from common.files import read_json, sha256, write_json
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 
 SPLIT = "split"  # --heldout-text: some samples of --text
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What to train on and to measure on: the flags of stage 5 that have these names."""
+
+    tasks: str = NONE  # a directory, "hub" or NONE
+    only: Sequence[str] = TASKS
+    text: Sequence[str] = ()
+    chat: Sequence[str] = ()
+    text_length: int = 512  # tokens of a sample
+    text_tokens: int | None = None  # of each source of text; None: all
+    bos: bool | None = None  # whether texts and prompts begin with that token; None: as the tokenizer says
+    heldout_text: str = NONE  # a source, SPLIT or NONE
+    heldout_sequences: int = 0
+    heldout_chats: int = 0
+    heldout_questions: int | None = None  # of each task; None: heldout.QUESTIONS, where it has them
 
 
 class Pool(Sequence):
@@ -46,39 +64,40 @@ class Pool(Sequence):
         return {"samples": len(self), "texts": len(self.texts), "samples_sha256": digest}
 
 
-def load_pool(args, model: str, ranks) -> Pool:
-    """Tasks, chats and texts as stage 5's flags name them, tokenized for the checkpoint `model`.
+def load_pool(sources: Sources, origin: Origin) -> Pool:
+    """Tasks, chats and texts, tokenized for the checkpoint origin.model. All of origin.ranks call it.
 
     Raises UserError if there are none, and for data that cannot be read or used.
     """
-    tokenizer, positions = load_tokenizer(model), load_config(model).max_position_embeddings
-    answered = load_tasks(args, tokenizer, positions, ranks) if args.tasks != NONE else []
+    tokenizer, ranks = load_tokenizer(origin.model), origin.ranks
+    positions = load_config(origin.model).max_position_embeddings
+    answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
-    chat_files = [source for source in args.chat if not is_generated(source)]
+    chat_files = [source for source in sources.chat if not is_generated(source)]
     loaded = {source: load_chats(source, tokenizer, positions) for source in chat_files}
-    texts = load_texts(args, model, tokenizer, ranks) if args.text else ()
+    texts = load_texts(sources, origin, tokenizer) if sources.text else ()
     chats = []
-    for source in args.chat:
-        samples, description = loaded.get(source) or generate_chats(source, args, model, ranks)
+    for source in sources.chat:
+        samples, description = loaded.get(source) or generate_chats(source, sources, origin)
         ranks.say(f"reads   {description}")
         chats += samples
-    heldout = set(evenly_spaced(len(chats), args.heldout_chats))
+    heldout = set(evenly_spaced(len(chats), sources.heldout_chats))
     answered += [chat for number, chat in enumerate(chats) if number not in heldout]
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
     return Pool(answered, texts, [chats[number] for number in sorted(heldout)])
 
 
-def load_tasks(args, tokenizer, positions: int, ranks) -> list[Sample]:
+def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sample]:
     """The training sets of the tasks, concatenated.
 
     Raises UserError for missing files, and for a sample of more than `positions` tokens or without a prompt.
     """
-    require_split(args.only, "train", args.tasks)
+    require_split(sources.only, "train", sources.tasks)
     samples = []
-    for task in args.only:
-        examples, origin = load_task(task, "train", args.tasks)
-        tokenized = [tokenize(example, tokenizer, args.bos) for example in examples]
+    for task in sources.only:
+        examples, origin = load_task(task, "train", sources.tasks)
+        tokenized = [tokenize(example, tokenizer, sources.bos) for example in examples]
         check_lengths(enumerate(tokenized, 1), positions, origin)
         for number, sample in enumerate(tokenized, 1):
             if not sample.prompt:
@@ -89,54 +108,54 @@ def load_tasks(args, tokenizer, positions: int, ranks) -> list[Sample]:
     return samples
 
 
-def load_texts(args, model: str, tokenizer, ranks) -> TextSamples:
+def load_texts(sources: Sources, origin: Origin, tokenizer) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
-    for source in args.text:
+    for source in sources.text:
         if not is_generated(source):
             check_source(source)  # a missing file is found before minutes of generating
-    prefix = bos_prefix(tokenizer, args.bos)
-    length = args.text_length - len(prefix)  # of a sample's tokens in the file
-    sources = [generate(source, args, model, ranks, len(prefix)) if is_generated(source) else source
-               for source in args.text]
-    digests = [hashlib.sha256(source).hexdigest() for source in sources if isinstance(source, np.ndarray)]
-    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in args.text]
-    key = json.dumps([files, digests, length, args.text_tokens, fingerprint(model)])
-    path = os.path.join(args.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    prefix, length = bos_prefix(tokenizer, sources.bos), sources.text_length
+    stored = length - len(prefix)  # of a sample's tokens in the file
+    texts = [generate(source, sources, origin, len(prefix)) if is_generated(source) else source
+             for source in sources.text]
+    digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
+    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in sources.text]
+    key = json.dumps([files, digests, stored, sources.text_tokens, fingerprint(origin.model)])
+    path = os.path.join(origin.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")
-    with ranks.waiting():
+    with origin.ranks.waiting():
         recorded = read_json(record)
         named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
-        if ranks.first and not (named and os.path.exists(path)):  # a killed run may have left no record
-            counts = write_text_tokens(sources, tokenizer, length, args.text_tokens, path)
-            if args.plan and digests:  # zeros in place of generated tokens
+        if origin.ranks.first and not (named and os.path.exists(path)):  # a killed run leaves no record
+            counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path)
+            if origin.plan and digests:  # zeros in place of generated tokens
                 cli.cleanup.callback(os.remove, path)
             else:
                 replace_tokens(record, path)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-        elif ranks.first and tokens_record(path) != recorded:
+        elif origin.ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
-    heldout = 2 * args.heldout_sequences if args.heldout_text == SPLIT else 0  # half for stage 7
-    texts = TextSamples(path, args.text_length, heldout, prefix)
+    heldout = 2 * sources.heldout_sequences if sources.heldout_text == SPLIT else 0  # half for stage 7
+    samples = TextSamples(path, length, heldout, prefix)
     begin = f", {tokenizer.bos_token} first" if prefix else ""
-    ranks.say(f"reads   {' '.join(args.text)}: {len(texts)} samples of {args.text_length} tokens{begin}")
-    return texts
+    origin.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
+    return samples
 
 
-def generate(source: str, args, model: str, ranks, begin: int = 0, chats: bool = False) -> np.ndarray:
-    """What stage 5's flags ask the model to generate: --text-tokens in rows of --text-length, of which the
-    first `begin` are neither counted nor returned.
+def generate(source: str, sources: Sources, origin: Origin, begin=0, chats=False) -> np.ndarray:
+    """Text or chats by the model: `text_tokens` in rows of `text_length`, of which the first `begin` are
+    neither counted nor returned.
     """
-    rows = -(-args.text_tokens // (args.text_length - begin))
-    origin = Origin(model, args.run, ranks.device, ranks, plan=bool(args.plan))
-    return np.ascontiguousarray(generated(source, origin, rows, args.text_length, chats=chats)[:, begin:])
+    rows = -(-sources.text_tokens // (sources.text_length - begin))
+    tokens = generated(source, origin, rows, sources.text_length, chats=chats)
+    return np.ascontiguousarray(tokens[:, begin:])
 
 
-def generate_chats(source: str, args, model: str, ranks) -> tuple[list[Sample], str]:
+def generate_chats(source: str, sources: Sources, origin: Origin) -> tuple[list[Sample], str]:
     """Chats and their description. Raises UserError if none has an answer."""
-    samples = as_samples(generate(source, args, model, ranks, chats=True))
+    samples = as_samples(generate(source, sources, origin, chats=True))
     if not samples:
-        raise UserError(f"--chat {source}: expected answers within --text-length {args.text_length} tokens, "
-                        "found none")
+        raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
+                        "tokens, found none")
     return samples, source
 
 
@@ -154,7 +173,10 @@ def replace_tokens(record: str, path: str) -> None:
 
 def tokens_record(path: str) -> dict:
     """The record of a file of tokens: its name, digest, dtype, shape and range."""
-    tokens = np.load(path, mmap_mode="r")
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: expected tokens, found none that can be read; remove the file") from error
     return {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": str(tokens.dtype),
             "shape": list(tokens.shape), "range": [int(tokens.min()), int(tokens.max())]}
 
