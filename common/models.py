@@ -183,6 +183,9 @@ def load_tokenizer(path: str):
     if largest >= rows:
         raise UserError(f"{path}: expected token ids below the model's vocab_size {rows}, "
                         f"found {largest} in the tokenizer")
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise UserError(f"{path}: expected a number for model_max_length in tokenizer_config.json, found "
+                        f"{tokenizer.model_max_length!a}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{path}: expected a tokenizer with an end-of-sequence token, found none")
     return tokenizer

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from common.cli import printable
 from common.files import read_text, write_text
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
@@ -108,11 +109,14 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
 
 
 def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
-    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts."""
+    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts.
+
+    Characters that a terminal would act on are escaped.
+    """
     parts = []
     for number, prompt in enumerate(prompts):
-        answers = [(name, figures["answers"][number]) for name, figures in results.items()]
-        parts.append(markdown_table((prompt, "greedy answer"), answers))
+        answers = [(name, printable(figures["answers"][number])) for name, figures in results.items()]
+        parts.append(markdown_table((printable(prompt), "greedy answer"), answers))
     return "".join(f"\n\n{part}" for part in parts)
 
 

@@ -438,6 +438,11 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
     assert message in refusal(load_tokenizer, str(path))
     edit_config(path, vocab_size=257)
     load_tokenizer(str(path))
+    settings = path / "tokenizer_config.json"
+    before = settings.read_text()
+    settings.write_text(json.dumps(json.loads(before) | {"model_max_length": "many"}))
+    assert "expected a number for model_max_length" in refusal(load_tokenizer, str(path))
+    settings.write_text(before)
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
     assert "end-of-sequence token, found none" in refusal(load_tokenizer, str(path))
     (path / "tokenizer.json").write_text("{")

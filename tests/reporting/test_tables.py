@@ -3,7 +3,14 @@ scores in a model card."""
 
 import pytest
 
-from common.reporting.tables import caption, markdown_table, results_table, summary_line, write_scores
+from common.reporting.tables import (
+    answers_section,
+    caption,
+    markdown_table,
+    results_table,
+    summary_line,
+    write_scores,
+)
 
 
 def test_columns_are_padded_to_one_width():
@@ -145,3 +152,8 @@ def test_scores_go_between_the_markers_of_a_card(tmp_path):
         assert write_scores(str(tmp_path), scores)
         assert card.read_text() == f"# Model\n<!-- scores -->\n{scores}\n<!-- /scores -->\nmore"
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_answers_do_not_reach_a_terminal_raw():
+    section = answers_section(["What?\x1b[2J"], {"gqa": {"answers": ["Red\nand \x9b blue"]}})
+    assert "\x1b" not in section and "\x9b" not in section and r"\x1b[2J" in section
