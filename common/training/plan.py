@@ -72,6 +72,12 @@ def on_gpus(plan: str | None, ranks) -> bool:
     return not plan.endswith(f"x{CPU}") if plan else ranks.device.type == "cuda"
 
 
+def processor_dtype() -> str:
+    """"bfloat16" if this machine's processor has instructions for products of it, else "float32"."""
+    instructions = torch.cpu.get_capabilities()
+    return "bfloat16" if instructions.get("avx512_bf16") or instructions.get("amx_bf16") else "float32"
+
+
 def peak_flops(device_name: str) -> float | None:
     """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
     for name, hardware in HARDWARE.items():
