@@ -62,27 +62,29 @@ class Claim:
         }
 
 
-def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()) -> Claim:
+def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=(), lock="") -> Claim:
     """Start a stage: lock it in its run directory until run_stage ends, and look at what its outputs hold.
 
     outputs: directories in the order in which they get their names, or one X.json, which may name the files
-    `beside` it. Raises Complete if this command has made all of them from these inputs. Raises UserError if
-    another process is running the stage in args.run, or the one that must stay APART from it; if outputs of
-    another command exist without --force (or --update); or if anything lies in the way that no record of
-    the stage names. Incomplete outputs are of a run that was killed, and are replaced. Under torchrun only
-    rank 0 does so.
+    `beside` it. Raises Complete if this command has made all of them from these inputs, which have to be
+    known. Raises UserError if another process is running the stage in args.run, or the one that must stay
+    APART from it; if outputs of another command exist without --force (or --update); or if anything lies in
+    the way that no record of the stage names. Incomplete outputs are of a run that was killed, and are
+    replaced. lock: its name, where it is not the stage that may run once at a time. Under torchrun only rank 0
+    does so.
     """
     flags = {name: value for name, value in vars(args).items() if name not in (*PLACES, "force", "update")}
     started = Claim(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
+    update = getattr(args, "update", False)
     if os.environ.get("RANK", "0") != "0":
         return started
     created = not os.path.isdir(args.run)
     os.makedirs(args.run, exist_ok=True)
-    cli.cleanup.callback(release, lock_stage(args.run, stage), created)
+    cli.cleanup.callback(release, lock_stage(args.run, lock or stage), created)
     if stage in APART:
         release(lock_stage(args.run, APART[stage]), False)
     if outputs and not args.force:
-        refuse_other(started, outputs, getattr(args, "update", False))
+        refuse_other(started, outputs, update, known=inputs is not None)
     for output in outputs:
         refuse_foreign(output, stage, beside)
     return started
@@ -96,8 +98,8 @@ def refuse_own_source(model: dict, *outputs: str) -> None:
                             "another --run")
 
 
-def refuse_other(started: Claim, outputs, update: bool) -> None:
-    """Raise Complete if the outputs are those of `started`; UserError if they are another command's."""
+def refuse_other(started: Claim, outputs, update: bool, known: bool) -> None:
+    """Raise Complete if the outputs are those of `started`, whose inputs are known; UserError for others."""
     faults = [find_fault_of_files(output) for output in outputs]
     modified = next((fault for fault in faults if fault and fault[0] == "modified"), None)
     if modified:
@@ -107,11 +109,12 @@ def refuse_other(started: Claim, outputs, update: bool) -> None:
         return
     differences = filter(None, (difference(started, output) for output in outputs))
     found = next(differences, None)
-    if found is None:
+    if found is None and known:
         raise Complete(f"{', '.join(outputs)}: complete, by this command and from these inputs; --force "
                        "starts over")
     if not update:
-        raise UserError(f"{outputs[-1]} already exists, {found}; pass --force to replace it")
+        state = f"already exists, {found}" if found else "already exists"
+        raise UserError(f"{outputs[-1]} {state}; pass --force to replace it")
 
 
 def difference(started: Claim, output: str) -> str | None:

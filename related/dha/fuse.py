@@ -140,7 +140,8 @@ def fuse(args, started, ranks) -> bool:
 
 def main() -> int:
     args = parse()
-    return training.run_phase(FUSE, args, os.path.join(args.run, "fused"), fuse)
+    inputs = input_digests(args.run, [os.path.join(args.run, "searched")])
+    return training.run_phase(FUSE, args, os.path.join(args.run, "fused"), fuse, inputs)
 
 
 if __name__ == "__main__":

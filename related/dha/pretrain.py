@@ -20,14 +20,14 @@ import shutil
 import torch
 
 from common import companions
-from common.artifacts import verify_files, write_record
+from common.artifacts import input_digests, verify_files, write_record
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training.metrics import read_metrics
 from related.dha import fusion, training
-from related.dha.records import SEARCH, read, read_start, row_name, steps_before
+from related.dha.records import PRETRAIN, SEARCH, read, read_start, row_name, steps_before
 
 
 def parse():
@@ -105,8 +105,11 @@ def pretrain(args, started, ranks) -> bool:
 
 def main() -> int:
     args = parse()
-    stage = f"pretrain {args.name}"  # a lock for each row: rows may train at the same time
-    return training.run_phase(stage, args, os.path.join(args.run, args.name), pretrain)
+    lock = f"pretrain {args.name}"  # one for each row: rows may train at the same time
+    start = args.checkpoint or os.path.join(args.run, "fused")
+    inputs = input_digests(args.run, [os.path.join(args.run, "searched")])
+    inputs |= {"start": fingerprint(start)} if os.path.isdir(start) else {}
+    return training.run_phase(PRETRAIN, args, os.path.join(args.run, args.name), pretrain, inputs, lock)
 
 
 if __name__ == "__main__":

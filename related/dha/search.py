@@ -30,7 +30,7 @@ from common.cli import UserError, non_negative_float, positive, run_stage, seed,
 from common.data.demo import DEMO, resolve_model
 from common.families import check_kv_heads, geometry
 from common.files import write_directory
-from common.models import describe, load_config, load_model, load_tokenizer
+from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
 from related.dha import fusion, grouping, training
 from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before
 
@@ -206,7 +206,8 @@ def search(args, started, ranks) -> bool:
 
 def main() -> int:
     args = parse()
-    return training.run_phase(SEARCH, args, os.path.join(args.run, "searched"), search)
+    inputs = {"model": fingerprint(resolve_model(args.model))}
+    return training.run_phase(SEARCH, args, os.path.join(args.run, "searched"), search, inputs)
 
 
 if __name__ == "__main__":

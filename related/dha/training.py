@@ -41,9 +41,9 @@ def add_logging_flags(parser, warmup: float, print_every: int) -> None:
                         help="steps between printed lines; metrics.jsonl has every step")
 
 
-def run_phase(stage: str, args, output: str, phase) -> int:
+def run_phase(stage: str, args, output: str, phase, inputs: dict, lock: str = "") -> int:
     """The exit code of a command: phase(args, started, ranks) is false if a signal stopped it."""
-    started = claim(stage, args, output)
+    started = claim(stage, args, output, inputs=inputs, lock=lock)
     with joined_ranks() as ranks:
         return 0 if phase(args, started, ranks) else STOPPED
 

@@ -42,7 +42,7 @@ from common.data.demo import DEMO, resolve_model
 from common.data.text import load_tokens
 from common.families import geometry
 from common.files import write_text
-from common.models import describe, load_config, load_model, load_tokenizer, pick_device
+from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
@@ -403,7 +403,8 @@ def main():
         check(args, path)
     name = "premises" if args.premises else "keychannels"
     output = os.path.join(args.run, name)
-    started = claim(STAGE, args, output + ".json", beside=(f"{name}.md", f"{name}.png"))
+    inputs = {path: fingerprint(path) for path in paths}
+    started = claim(STAGE, args, output + ".json", inputs=inputs, beside=(f"{name}.md", f"{name}.png"))
     device, length = pick_device(args.device), args.prompt + args.continuation
     for path in paths:
         tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, split="heldout")

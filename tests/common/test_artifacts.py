@@ -29,7 +29,8 @@ def similarity(args, value: float = 2.0, inputs: dict | None = None) -> str:
     """Stage 2 in small: a.safetensors and a.png, with the record a.json. Returns the path of the tensors."""
     path = os.path.join(args.run, "a.json")
     try:
-        started = artifacts.claim(SIMILARITY, args, path, beside=("a.safetensors", "a.png"), inputs=inputs)
+        started = artifacts.claim(SIMILARITY, args, path, beside=("a.safetensors", "a.png"),
+                                  inputs=inputs or {})
         with artifacts.write_beside(path) as aside:
             save_file({"x": torch.full((100,), value)}, os.path.join(aside, "a.safetensors"))
             Path(aside, "a.png").write_text(f"picture of {value}")
@@ -43,7 +44,7 @@ def export(args, content: str = "weights", inputs: dict | None = None) -> Path:
     """Stage 6 in small: gqa/ with three files, one of them in a folder, and a card."""
     path = Path(args.run, "gqa")
     try:
-        started = artifacts.claim(EXPORT, args, str(path), inputs=inputs)
+        started = artifacts.claim(EXPORT, args, str(path), inputs=inputs or {})
         with files.write_directory(str(path)) as aside:
             for name in ("config.json", "weights", "step-1/shard"):
                 Path(aside, name).parent.mkdir(exist_ok=True)
@@ -223,6 +224,12 @@ def test_an_edited_file_is_replaced_by_force_alone(args, tmp_path, make):
     args.force = True
     make(args)
     assert edited.read_text() != "edited"
+
+
+def test_without_known_inputs_nothing_is_complete(args, tmp_path):
+    export(args)
+    with pytest.raises(UserError, match="gqa already exists; pass --force to replace it"):
+        artifacts.claim(EXPORT, args, str(tmp_path / "gqa"))
 
 
 def test_scores_in_a_card_are_no_edit(args):

@@ -490,7 +490,7 @@ def test_command_measures_every_checkpoint(inputs, tmp_path):
                 assert row["best_of_all_sets"] > 0.8 * row["heads"]
     assert (home / "keychannels.md").read_text().count("| greedy+swap |") == 8
     assert "above any other on 0" in printed
-    run(COMMAND, *flags, fails=True)  # refuses to overwrite
+    assert "complete" in run(COMMAND, *flags).stdout
     run(COMMAND, *flags, "--premises")
     results = json.loads((home / "premises.json").read_text())["results"]
     for path, heads in ((inputs["model"], 8), (gqa, 2)):
