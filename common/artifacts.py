@@ -70,8 +70,8 @@ def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()
     known. Raises UserError if another process is running the stage in args.run, or the one that must stay
     APART from it; if outputs of another command exist without --force (or --update); or if anything lies in
     the way that no record of the stage names. Incomplete outputs are of a run that was killed, and are
-    replaced. lock: its name, where it is not the stage that may run once at a time. Under torchrun only rank 0
-    does so.
+    replaced. lock: its name, where it is not the stage that may run once at a time. Under torchrun only rank
+    0 does so.
     """
     flags = {name: value for name, value in vars(args).items() if name not in (*PLACES, "force", "update")}
     started = Claim(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
