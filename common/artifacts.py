@@ -29,7 +29,7 @@ from common.records import find_fault, shown
 
 APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
 CARD = "README.md"  # of a checkpoint
-SCORES, END_OF_SCORES = b"<!-- scores -->", b"<!-- /scores -->"  # stage 7 writes between them
+SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # stage 7 writes between them
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 WITH_RECORD = (".json", ".safetensors")  # artifacts that are files
 PLACES = ("run", "calibration", "similarity", "groups")  # flags that name artifacts: their digests count
@@ -224,8 +224,8 @@ def file_digest(path: str) -> str:
     if os.path.basename(path) != CARD:
         return sha256(path)
     with open(path, "rb") as file:
-        whole, _, after = file.read().rpartition(END_OF_SCORES)
-    return hashlib.sha256(whole.rpartition(SCORES)[0] + after).hexdigest()
+        whole, _, after = file.read().rpartition(END_OF_SCORES.encode())
+    return hashlib.sha256(whole.rpartition(SCORES.encode())[0] + after).hexdigest()
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from common.data.rows import LINES_OF_JSON, Sample, abbreviated, column, read_ro
 from common.progress import Progress
 from common.weights import first_line
 
-RENDERED, PATIENCE = 10**7, 10  # characters and seconds that a template may take
+RENDERED, RENDER_SECONDS = 10**7, 10  # that a template may take: a thousand times what a long chat does
 sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
@@ -93,10 +93,10 @@ def apply_template(messages: list[dict], tokenizer, template: str, prompting: bo
     """
 
     def interrupt(number, frame):
-        raise TimeoutError(f"it has not ended after {PATIENCE} s")
+        raise TimeoutError(f"it has not ended after {RENDER_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
     try:
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
                                              add_generation_prompt=prompting)

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from common.artifacts import END_OF_SCORES, SCORES
 from common.cli import printable
 from common.files import read_text, write_text
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
 MOST_COLUMNS = 6  # checkpoints beside each other; with more, lines are too long to read and each gets a row
-SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # enclose the scores in README.md
 # record fields that are not figures
 PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
               "summary", "files", "results", "prompts")

@@ -277,6 +277,6 @@ def test_a_template_that_does_not_end_is_refused(tmp_path, monkeypatch, template
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = template + tokenizer.chat_template
     path = save_chats(tmp_path / "chats.jsonl", messages(("user", "Hi"), ("assistant", "Yes")))
-    monkeypatch.setattr(chat, "PATIENCE", 0.2 if "has not ended" in message else 1000)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2 if "has not ended" in message else 1000)
     with pytest.raises(UserError, match=message):
         load_chats(path, tokenizer, 100)
