@@ -299,6 +299,11 @@ def run_stage(main) -> None:
         if Failures().cause:
             raise
         code = 2
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust, as of tokenizers
+            raise
+        Failures().report(UserError(f"a library failed on this model or text: {error}"))
+        code = 2
     finally:
         cleanup.close()
     for stream in (sys.stdout, sys.stderr):

@@ -231,6 +231,15 @@ def test_ranks_that_another_one_stops_are_silent(fail_as):
     assert fail_as(1, BROKEN) == (2, "") and fail_as(0, KeyboardInterrupt()) == (130, "")
 
 
+class PanicException(BaseException):
+    """What a library in Rust raises; that of pyo3 cannot be imported."""
+
+
+def test_a_failure_within_a_library_in_rust_is_one_line(fail_as):
+    line = "error: a library failed on this model or text: retry-limit-in-match over\n"
+    assert fail_as(0, PanicException("retry-limit-in-match over")) == (2, line)
+
+
 def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail_as(1, BROKEN)
