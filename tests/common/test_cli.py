@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -211,13 +210,11 @@ def test_an_error_of_all_ranks_is_printed_once(fail_as):
 
 
 def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
-    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=20))
+    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(minutes=5))
     host = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     agent = TCPStore(host["MASTER_ADDR"], int(host["MASTER_PORT"]), is_master=False)
-    began = time.monotonic()
     threading.Timer(1, lambda: agent.set("failures 0/printed on node 0", "")).start()
-    assert fail_as(1, cli.UserError("x")) == (2, "")
-    assert 0.9 < time.monotonic() - began < 15
+    assert fail_as(1, cli.UserError("x")) == (2, "")  # else it would print the error itself
 
 
 @pytest.mark.parametrize("error", [cli.UserError("x"), OSError("x"), MemoryError("x")])
