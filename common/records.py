@@ -73,7 +73,7 @@ FIELDS = {
     "date": STRING,
     "summary": {STRING: object},
 }
-FILES = {FILE_NAME: DIGEST}  # of an artifact, beside its record
+FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}

@@ -1,7 +1,7 @@
 """The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
 
-Notation: G groups of D heads of size d, P = d/2. Values are merged by common/method/low_rank.py; keys pair by
-pair, likewise, or, given a context in tokens, with RoPE in mind (common/method/rope_merge.py).
+Notation: G groups of D heads of size d, P = d/2. common/method/low_rank.py merges values, and keys pair by
+pair; given a context in tokens, keys are merged with RoPE in mind (common/method/rope_merge.py).
 """
 
 from dataclasses import replace
