@@ -5,15 +5,15 @@ Writes  RUN/serial/, RUN/parallel/, or with --without q RUN/serial-trained-witho
         RUN/seed-N/, RUN/variants.json, variants.md   with --variants: all of them, and their held-out losses
 
     python -m related.skipless.train                 # a minute on two cores: the demo model's shape and text
-    python -m related.skipless.train --without k     # the paper's Figure 1(c) from the start: no K and no P
-    python -m related.skipless.train --variants 3    # three of each, beside the full model; half an hour
+    python -m related.skipless.train --without k     # the paper's Figure 1(c) from scratch: no K and no P
+    python -m related.skipless.train --variants 3    # three of each, and of the full model; half an hour
     torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless --parallel
 
-Without skip connections and norms signals vanish or explode from block to block. So every block starts near
-the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends mostly to itself; a gate
+Without skip connections and norms signals vanish or explode from block to block. So every block starts close
+to the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends mostly to itself; a gate
 whose bias keeps it open, before an FFN that undoes its own expansion; each block's output scaled to mean
 square 1 on the text. A training that was stopped by a signal exits with 75 (torchrun: 1) and resumes when
-called again with the same flags; --force begins anew. With --variants the models that exist are kept.
+called again with the same flags; --force starts over. With --variants the models that exist are kept.
 """
 
 import math
@@ -120,7 +120,7 @@ def skipless_config(source, parallel: bool, kv_heads: int | None = None, **chang
 
 @torch.no_grad()
 def initialise(model, ids: torch.Tensor, seed: int) -> None:
-    """Start every block near the identity, in place. model: with biases in its FFN; ids: [n, T] of text."""
+    """Start every block close to the identity, in place. model: its FFN has biases; ids: [n, T] of text."""
     generator = torch.Generator().manual_seed(seed)
     model.model.embed_tokens.weight.normal_(generator=generator)
     model.lm_head.weight.normal_(std=0.02, generator=generator)  # small logits
