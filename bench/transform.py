@@ -63,7 +63,7 @@ def parse():
     flags.add_argument("--kv-heads", type=int, default=8)
     # the search and the alignment, both ways
     flags.add_argument("--restarts", type=int, default=200)
-    flags.add_argument("--iterations", type=int, default=3000, help="swaps proposed per start")
+    flags.add_argument("--iterations", type=int, default=3000, help="swaps proposed per restart")
     flags.add_argument("--rounds", type=int, default=50, help="of the direct way's Algorithm 1")
     # the part of the direct way that is timed
     flags.add_argument("--tokens", type=int, default=8192)
@@ -239,7 +239,7 @@ def transform(args) -> dict:
     passes = passes[1:]  # the first is not counted
     medians = {step: statistics.median(seconds[step] for seconds, _ in passes) for step in ours.seconds}
     factor = PAPER_TOKENS / args.tokens
-    print(f"direct way: timed on {len(head_pairs(args))} pairs of heads, 1 of {args.restarts} starts, 1 of "
+    print(f"direct way: timed on {len(head_pairs(args))} pairs of heads, 1 of {args.restarts} restarts, 1 of "
           f"{args.rounds} rounds of 1 of {args.kv_heads} groups; scaled to a layer")
     print(table(args, medians, passes))
     print(f"not in ours: making the Grams, {grams_seconds:.1f} s for {args.tokens} tokens, "

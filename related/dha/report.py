@@ -42,7 +42,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
     parser.add_argument("--names", nargs="+", type=row_name, default=list(ROWS), metavar="NAME",
-                        help="rows; source, the uncompressed model trained on, may have a larger cache")
+                        help="rows; source, the uncompressed model trained further, may have a larger cache")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=DIR",
                         help="rows of the table before any training, which is written instead")
     args = parser.parse_args()
@@ -176,7 +176,7 @@ def compare_starts(args, search: dict) -> tuple[str, dict, str]:
         lines.append((name, *heads, f"{row['cache_bytes_per_token']:.0f}", f"{row['loss']:.3f}",
                       f"{row['lost']:.3f} ± {row['lost_stderr']:.3f}", f"{row['kl']:.3f}"))
     nearest = min((name for name in rows if name != SOURCE), key=lambda name: rows[name]["lost"])
-    closing = f"nearest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
+    closing = f"closest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
     return table(header, lines) + "\n", {"rows": rows}, closing
 
 

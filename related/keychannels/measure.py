@@ -76,8 +76,8 @@ def parse():
     parser.add_argument("--ratios", type=probability, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7),
                         help="lambda: shares of the channels to remove")
     parser.add_argument("--select", nargs="+", default=("align", "greedy", "greedy+swap"), choices=OTHERS,
-                        metavar="NAME", help=f"selectors beside think: {', '.join(OTHERS)}")
-    parser.add_argument("--recent", type=non_negative, default=32, help="last keys of the prompt, left whole")
+                        metavar="NAME", help=f"selectors besides think: {', '.join(OTHERS)}")
+    parser.add_argument("--recent", type=non_negative, default=32, help="last keys of the prompt, not pruned")
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
@@ -423,7 +423,7 @@ def main():
     record = started.record(describe(paths[0]), {}) | {"device": device, "results": results}
     with write_beside(output + ".json") as aside:
         if not args.premises:
-            prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} whole"
+            prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} unpruned"
             title = f"key channels removed from {prompt}"
             picture(os.path.join(aside, f"{name}.png"), results, title)
         write_text(os.path.join(aside, f"{name}.md"), shown + "\n")

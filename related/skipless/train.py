@@ -72,7 +72,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
     parser.add_argument("--model", default=demo.DEMO, help="checkpoint that gives shape and tokenizer")
-    parser.add_argument("--parallel", action="store_true", help="attention beside the FFN, not before it")
+    parser.add_argument("--parallel", action="store_true", help="attention next to the FFN, not before it")
     parser.add_argument("--without", choices=("q", "k", "v"),
                         help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
     parser.add_argument("--variants", type=positive, default=None,
@@ -80,7 +80,7 @@ def parse():
     parser.section("training")
     parser.add_argument("--text", default=demo.DEMO,
                         help="c4, demo, a .txt, .jsonl, .json.gz or .parquet file")
-    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, likewise")
+    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, as for --text")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
