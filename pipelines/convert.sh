@@ -13,9 +13,12 @@
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
-#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa); other settings need another one
+#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa; runs/NAME-choose); other settings need
+#              another one
 #   NPROC      training processes (1; with GPUs one for each)
-#   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost
+#   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
+#              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
+#              what each keeps, untrained; the same RUN and one of them without PLAN goes on from there
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train anew; --dtype is
 #              bfloat16 on GPUs, and on processors with instructions for it
 #   PYTHON     interpreter (python)
@@ -26,7 +29,9 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 [ -n "${MODEL:-}" ] ||
   { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; }
-[[ ${KV_HEADS:-1} =~ ^[1-9][0-9]*$ ]] ||  # before stages 1 and 2
+number='[1-9][0-9]*'
+[ "${PLAN:-}" != choose ] || number+="( +$number)*"
+[[ ${KV_HEADS:-1} =~ ^$number$ ]] ||  # before stages 1 and 2
   { echo "error: KV_HEADS: expected a positive number, found $KV_HEADS" >&2; exit 2; }
 [[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] ||
   { echo "error: NPROC: expected a positive number, found $NPROC" >&2; exit 2; }
@@ -46,6 +51,7 @@ else
   TOKENS=${TOKENS:-50000}
 fi
 NAME=$(basename "${MODEL%.gguf}")
+[ "${PLAN:-}" != choose ] || RUN=${RUN:-runs/$NAME-choose}
 RUN=${RUN:-runs/$NAME-${KV_HEADS:-gqa}}
 read -ra TEXT <<< "${TEXT:-generated}"
 read -ra CHAT <<< "${CHAT:-}"
@@ -56,6 +62,21 @@ done
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 
+choose() {
+  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import artifacts, families; \
+model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
+print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "$RUN/calibration")
+  for N in $KV_HEADS; do  # all of them before stage 4, which takes longer and refuses none
+    "$PYTHON" 03_group.py --run "$RUN/kv$N" \
+      --similarity "$RUN/similarity.safetensors" --by energy --kv-heads "$N"
+  done
+  for N in $KV_HEADS; do
+    "$PYTHON" 04_align.py --run "$RUN/kv$N" --calibration "$RUN/calibration" \
+      --merge closed-form --refit output
+  done
+  "$PYTHON" -m common.reporting.choose --run "$RUN"
+}
+
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
     05_prune_train.py --run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS" \
@@ -65,6 +86,10 @@ train() {
 "$PYTHON" 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
 "$PYTHON" 02_similarity.py --run "$RUN" --energy
+if [ "${PLAN:-}" = choose ]; then
+  choose
+  exit
+fi
 "$PYTHON" 03_group.py --run "$RUN" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
 "$PYTHON" 04_align.py --run "$RUN" --merge closed-form --refit attention
 if [ -n "${PLAN:-}" ]; then
