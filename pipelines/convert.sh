@@ -13,8 +13,7 @@
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
-#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa; runs/NAME-choose); other settings need
-#              another one
+#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa; runs/NAME-choose); others for other settings
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
@@ -62,21 +61,6 @@ done
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 
-choose() {
-  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import artifacts, families; \
-model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
-print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "$RUN/calibration")
-  for N in $KV_HEADS; do  # all of them before stage 4, which takes longer and refuses none
-    "$PYTHON" 03_group.py --run "$RUN/kv$N" \
-      --similarity "$RUN/similarity.safetensors" --by energy --kv-heads "$N"
-  done
-  for N in $KV_HEADS; do
-    "$PYTHON" 04_align.py --run "$RUN/kv$N" --calibration "$RUN/calibration" \
-      --merge closed-form --refit output
-  done
-  "$PYTHON" -m common.reporting.choose --run "$RUN"
-}
-
 train() {
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600 \
     05_prune_train.py --run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS" \
@@ -87,7 +71,18 @@ train() {
   ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
 "$PYTHON" 02_similarity.py --run "$RUN" --energy
 if [ "${PLAN:-}" = choose ]; then
-  choose
+  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import artifacts, families; \
+model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
+print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "$RUN/calibration")
+  for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
+    "$PYTHON" 03_group.py --run "$RUN/kv$N" --similarity "$RUN/similarity.safetensors" \
+      --by energy --kv-heads "$N"
+  done
+  for N in $KV_HEADS; do
+    "$PYTHON" 04_align.py --run "$RUN/kv$N" --calibration "$RUN/calibration" \
+      --merge closed-form --refit output
+  done
+  "$PYTHON" -m common.reporting.choose --run "$RUN"
   exit
 fi
 "$PYTHON" 03_group.py --run "$RUN" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}

@@ -57,15 +57,10 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
         return float(share(fit.loss(combine, read).sum(), (fit.query * fit.variance).sum()))
 
     keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
-    return {"keys": keys,
-            "values": lost(value_fit(grams, groups, value_rotation), merge.value_in, merge.value_out)}
-
-
-def value_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor) -> KeyFit:
-    """Values as keys that RoPE does not turn, with all of their mean, and read by W_O."""
-    gram, output = value_blocks(grams, groups, rotation)
-    still = Turns(torch.zeros_like(grams.frequencies), torch.zeros(1, dtype=torch.float64))
-    return KeyFit(gram, gram.new_zeros(gram.shape[:2] + gram.shape[-1:]), output, still)
+    gram, output = value_blocks(grams, groups, value_rotation)
+    still = Turns(0 * grams.frequencies, log_uniform(context))  # RoPE leaves values, and softmax their mean
+    values = KeyFit(gram, 0 * gram[:, :, 0, 0], output, still)
+    return {"keys": keys, "values": lost(values, merge.value_in, merge.value_out)}
 
 
 def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,
