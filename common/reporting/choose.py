@@ -57,7 +57,7 @@ def curves(plt, choices: list[dict]):
             axis.plot(sizes, [choice[name] for choice in choices], "o-", label=name)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{choice['kv_heads']}\n{choice['bytes']:,}" for choice in choices])
-        axis.set(xlabel="kv heads, KV bytes per token", ylabel=label, xmargin=0.12)
+        axis.set(xlabel="kv heads, KV bytes per token", ylabel=label, xmargin=0.18, ymargin=0.12)
     for choice in choices:
         axes[0].annotate(f"({choice['perplexity']:.4g})", (choice["bytes"], choice["kl"]), (4, 5),
                          textcoords="offset points")
