@@ -65,9 +65,11 @@ def refuse_overwrite(path: str, force: bool) -> None:
 def unfinished(path: str):
     """Context manager: a free name in a new directory next to `path`, to be renamed to it.
 
-    The directory is removed at the end, and so are those that killed processes left for this path.
+    The directory is removed at the end, and so are those that killed processes left for this path, and the
+    one around them if it was made here and nothing got its name.
     """
     home, name = os.path.split(os.path.abspath(path))
+    created = not os.path.isdir(home)
     os.makedirs(home, exist_ok=True)
     prefix, suffix = f".{name}.", ".unfinished"
     for entry in os.listdir(home):
@@ -84,6 +86,9 @@ def unfinished(path: str):
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        if created:
+            with contextlib.suppress(OSError):  # not empty: something did
+                os.rmdir(home)
 
 
 def remove_abandoned(directory: str) -> None:
