@@ -200,9 +200,14 @@ def rope_frequencies(rotary, attention) -> torch.Tensor:
     return getattr(rotary, f"{prefix}inv_freq").double().cpu()
 
 
+def adds_attention(layer) -> bool:
+    """Whether a decoder layer adds its attention's output as it is: its norm comes before, not after it."""
+    return hasattr(layer, "input_layernorm")
+
+
 def attention_input(layer, hidden: torch.Tensor) -> torch.Tensor:
     """What a decoder layer's attention reads: its normalized input, or the input where norms come after."""
-    return layer.input_layernorm(hidden) if hasattr(layer, "input_layernorm") else hidden
+    return layer.input_layernorm(hidden) if adds_attention(layer) else hidden
 
 
 def restore_buffers(model, device) -> None:
