@@ -18,8 +18,8 @@ are so large that the source itself is far from float64, the bound grows with th
 nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge first starts from the first head of each group instead. --merge
-closed-form computes the best shared heads (common/method/closed_form.py), a start much closer to the source,
+none it is the mean-pool baseline. --merge first takes the first head of each group instead. --merge
+closed-form computes the best shared heads (common/method/closed_form.py), much closer to the source, and
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's

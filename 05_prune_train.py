@@ -111,9 +111,9 @@ FLAGS = {
              "gradients and no optimizer state", "all", resumed=True),
     ],
     "length of training": [
-        Flag("teacher-epochs", cli.passes, "SFT epochs over samples with answers (published: 2)"),
+        Flag("teacher-epochs", cli.epochs, "SFT epochs over samples with answers (published: 2)"),
         Flag("teacher-steps", cli.positive, "instead of --teacher-epochs"),
-        Flag("epochs", cli.passes, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
+        Flag("epochs", cli.epochs, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
              "other group sizes need this flag or --steps; 1 with --tasks none)"),
         Flag("steps", cli.positive, "instead of --epochs"),
     ],

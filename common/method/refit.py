@@ -17,7 +17,7 @@ the scale of merged keys and values is arbitrary.
 
 Muon (Jordan et al., 2024): a head's gradient, averaged over steps, is replaced by the nearest matrix with
 singular values of about 1, so that no direction waits for its turn. Head by head that costs a fraction of
-what it does for the whole matrix, whose products with itself cost more than the layer, and gets further
+what it does for the complete matrix, whose products with itself cost more than the layer, and gets further
 (docs/LOG.md). float32, unlike torch.optim.Muon, which multiplies in bfloat16: without instructions for it a
 layer's refit takes over ten times as long.
 """
@@ -32,7 +32,7 @@ from common.families import adds_attention, attention_input, merged_parameters
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
-RATE = 0.03  # learning rate at the start, relative to a tensor's root mean square; a cosine takes it to 0
+RATE = 0.03  # initial learning rate, relative to a tensor's root mean square; a cosine takes it to 0
 DRIFT = 0.5  # of the difference between residual streams; 0 leaves a KL 8 to 10 % higher (docs/LOG.md)
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1

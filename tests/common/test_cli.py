@@ -140,7 +140,7 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "integer": ("-3 0 7", "0.5 x nan inf 1e3"),
     "positive": (f"1 7 {2**31 - 1}", f"0 -1 1.0 nan inf {2**31} {10**400}"),
     "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
-    "passes": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
+    "epochs": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
     "real": ("-3.5 0 1e-300 7", "nan inf -inf 1e999 x"),
     "positive_float": ("1e-300 0.5 7", "0 -0.5 nan inf"),
