@@ -190,8 +190,10 @@ def parse():
         for flag in flags:
             parser.add_flag(flag)
     args = parser.parse_args()
-    if args.plan and args.dtype == "float32" and plan.on_gpus(args.plan, None):
-        raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
+    if args.plan:
+        plan.parse_hardware(args.plan)  # before text is tokenized
+        if args.dtype == "float32" and plan.on_gpus(args.plan, None):
+            raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
     return args
 
 
@@ -480,6 +482,7 @@ def prune_train(args, started: Claim, ranks) -> int:
 
 def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
     """Train the teacher, if there is a schedule for it, then the student. Returns the exit code."""
+    checkpoints.refuse_foreign(run.directory)  # before hours of the teacher's
     if "teacher" not in schedules:
         title = "the source" if args.teacher == SOURCE else "the teacher"
         run.ranks.say(f"reads   {run.teacher}: {title}")

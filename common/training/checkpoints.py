@@ -38,17 +38,22 @@ EARLIER = ".metadata"  # of torch's own format, in which checkpoints were writte
 LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
+def refuse_foreign(directory: str) -> None:
+    """Raise UserError for files in a training's directory that it would overwrite. All ranks call it."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    foreign = of_first_rank(sorted(filter(OWN.fullmatch, {*names} - {FORCED})))
+    if foreign and SETTINGS not in foreign:
+        raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
+                        f"{foreign[0]}; move it away first")
+
+
 def begin(directory: str, settings: dict, ranks) -> None:
     """Record the settings of a training run in its directory. All ranks call it.
 
     Raises UserError if a run with other settings was started there, or if there are files of something else.
     """
     path = os.path.join(directory, SETTINGS)
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    foreign = of_first_rank(sorted(filter(OWN.fullmatch, {*names} - {FORCED})))  # those it would overwrite
-    if foreign and SETTINGS not in foreign:
-        raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
-                        f"{foreign[0]}; move it away first")
+    refuse_foreign(directory)
     if os.path.exists(path):
         before = read_settings(path)
         changed = [name for name, value in settings.items() if before.get(name) != value]
