@@ -260,6 +260,8 @@ def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
     expect_error("train: expected nothing or a directory, found a file", STAGE,
                  *train_arguments(home, inputs))
     assert (home / "train").read_text() == "mine" and not (home / "teacher").exists()
+    (home / "train").unlink()
+    assert file.read_text() == "mine" and not (home / "train").exists()
 
 
 def test_someone_elses_files_in_train_are_refused_before_a_teacher_is_trained(aligned_run, inputs, tmp_path):
@@ -268,8 +270,6 @@ def test_someone_elses_files_in_train_are_refused_before_a_teacher_is_trained(al
     (home / "train" / "metrics.jsonl").write_text("mine")
     expect_error("found metrics.jsonl; move it away first", STAGE, *train_arguments(home, inputs))
     assert (home / "train" / "metrics.jsonl").read_text() == "mine" and not (home / "teacher").exists()
-    (home / "train").unlink()
-    assert file.read_text() == "mine" and not (home / "train").exists()
 
 
 def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path):
