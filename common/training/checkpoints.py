@@ -142,7 +142,8 @@ def save(job) -> None:
     directory, rank = job.directory, dist.get_rank()
     path = path_of(directory, job.step)
     weights, optimizer_state = get_state_dict(job.trainee, job.optimizer, options=FLAT)
-    tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
+    tied = tied_names(job.trainee)
+    tensors = {f"weights.{name}": tensor for name, tensor in weights.items() if name not in tied}
     for name, tensor in optimizer_state.items():
         if name.startswith("state."):
             tensors[f"optimizer.{name}"] = tensor
@@ -166,6 +167,12 @@ def save(job) -> None:
         for old in set(saved_checkpoints(directory)[:-KEPT]) - {best(directory)}:
             shutil.rmtree(old)
     dist.barrier()
+
+
+def tied_names(trainee) -> set[str]:
+    """Second names of parameters: of an output head that is the embedding. A checkpoint has the first."""
+    named, once = (dict(trainee.named_parameters(remove_duplicate=once)) for once in (False, True))
+    return named.keys() - once.keys()
 
 
 def file_number(name: str) -> int:
@@ -299,13 +306,14 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     trainee, optimizer = job.trainee, job.optimizer
     weights, optimizer_state = get_state_dict(trainee, optimizer, options=FLAT)
     states = {name: tensor for name, tensor in optimizer_state.items() if name.startswith("state.")}
-    stored = {f"weights.{stored_name(name)}": tensor for name, tensor in weights.items()}
+    own = [name for name in weights if name not in tied_names(trainee)]
+    stored = {f"weights.{stored_name(name)}": weights[name] for name in own}
     stored |= {f"optimizer.{stored_name(name)}": tensor for name, tensor in states.items()}
     missing = stored.keys() - stored_tensors(path).keys()
     if missing:
         raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
     _read(stored, path)
-    weights = {name: stored[f"weights.{stored_name(name)}"] for name in weights}
+    weights |= {name: stored[f"weights.{stored_name(name)}"] for name in own}
     states = {name: stored[f"optimizer.{stored_name(name)}"] for name in states}
     set_state_dict(trainee, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state | states,
                    options=FLAT)

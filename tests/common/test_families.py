@@ -473,7 +473,7 @@ def test_whole_run(name, inputs, tmp_path):
     weights = whole_weights(saved_checkpoints(str(home / "train"))[-1])
     exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
     embedding, tied = exported.model.embed_tokens.weight, bool(changes.get("tie_word_embeddings"))
-    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == tied
+    assert ("lm_head.weight" in weights) != tied
     assert (exported.lm_head.weight is embedding) == tied
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]
     configs = [config_without_kv_heads(directory) for directory in (model, home / "gqa")]

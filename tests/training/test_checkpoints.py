@@ -43,15 +43,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def saved(group_of_one, tmp_path):
-    """A job, and the path of its checkpoint step-00000001."""
+def saved(request, group_of_one, tmp_path):
+    """A job, and the path of its checkpoint step-00000001. Its parameter: options of the model."""
     directory = tmp_path / "run [1]" / "train"  # glob characters in the name
     directory.mkdir(parents=True)
-    job = new_job(save_tiny(tmp_path / "model"), directory, group_of_one)
+    job = new_job(save_tiny(tmp_path / "model", **getattr(request, "param", {})), directory, group_of_one)
     checkpoints.save(job)
     return job, str(directory / "step-00000001")
 
 
+@pytest.mark.parametrize("saved", [{}, {"tie_word_embeddings": True}], indirect=True, ids=["llama", "tied"])
 def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_step(saved, tmp_path):
     job, path = saved
     other = new_job(str(tmp_path / "model"), tmp_path, job.ranks, seed=1)
