@@ -81,7 +81,8 @@ class Collector:
     def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the whole text
-        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
+        self.head_norms = family(self.attention.config).norm == "head"
+        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
         self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
                         "v": self.stats.update_values}
         self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
@@ -97,6 +98,10 @@ class Collector:
         heads = vectors.detach().unflatten(-1, (-1, self.shape.head_dim)).flatten(0, -3)
         if not torch.isfinite(heads.sum(dtype=torch.float32)):
             raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
+        if self.head_norms and letter == "k":
+            self.stats.update_normed_keys(heads, self.attention.k_norm(heads))
+        elif self.head_norms and letter == "q":
+            heads = self.attention.q_norm(heads)
         self.updates[letter](heads)
         if letter in self.samples:
             self.samples[letter].append(heads[self.sampled_rows].float().cpu())

@@ -116,9 +116,10 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     path, by = source["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    if args.merge == "closed-form" and family(config).norm == "head":
-        raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
-                        "would undo the scale folded into the queries")
+    normed = family(config).norm != "head" or "key.normed" in calibration.layer(0)
+    if args.merge == "closed-form" and not normed:
+        raise UserError(f"{calibration_path}: expected keys behind k_norm, found none; "
+                        "run 01_calibrate.py --force")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated, default = calibration.summary, max(2, min(512, calibration.summary["length"]))
