@@ -3,8 +3,9 @@
 Reads   a checkpoint of a supported family (docs/families.md) with at least two key/value heads, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
-        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
-        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly; and the tokens
+        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging, of
+        Qwen3 behind their norms, too; and the raw head vectors of --sample-tokens tokens, to recompute
+        Eq. 2-22 directly; and the tokens
 
     python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
