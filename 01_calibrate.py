@@ -13,9 +13,9 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/tiny --model DIR --text FILE.txt --sequences 4 --length 64   # seconds
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 3 GiB of memory
 
-By default 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper: random ones),
-shorter if the model has fewer positions, each with the begin-of-sequence token if the tokenizer adds it to
-text (--bos, --no-bos). The KV cache is never stored: a 7B model's statistics take 7 GiB,
+By default it reads 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper:
+random ones), shorter if the model has fewer positions, each with the begin-of-sequence token if the tokenizer
+adds it to text (--bos, --no-bos). The KV cache is never stored: a 7B model's statistics take 7 GiB,
 its 16-bit cache would take 128. The text passes through the model layer by layer; with --layerwise only the
 current layer is in memory, and the hidden states are kept in a temporary file in RUN (sequences x length x
 hidden x 4 bytes). Both modes write the same bytes.
@@ -81,7 +81,7 @@ class Collector:
 
     def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
-        self.sampled = sampled  # positions of the sampled tokens in the whole text
+        self.sampled = sampled  # positions of the sampled tokens in the entire text
         self.head_norms = family(self.attention.config).norm == "head"
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
         self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
@@ -91,7 +91,7 @@ class Collector:
         self.hooks = families.watch_heads(self.attention, self._collect)
 
     def begin(self, start: int, end: int) -> None:
-        """Set the position of the next forward pass: tokens start to end - 1 of the whole text."""
+        """Set the position of the next forward pass: tokens start to end - 1 of the entire text."""
         inside = (self.sampled >= start) & (self.sampled < end)
         self.sampled_rows = self.sampled[inside] - start
 

@@ -8,9 +8,10 @@ Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
 
 The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23,
-24). The search is Algorithm 2 as published: random starts and random swaps, of which only improvements are
-kept. For groups of two the exact optimum is printed next to the result. --by none groups adjacent heads; --by
-energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge closed-form.
+24). The search is Algorithm 2 as published, by random initial groupings and random swaps, of which only
+improvements are kept. For groups of two the exact optimum is printed next to the result. --by none groups
+adjacent heads; --by energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge
+closed-form.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -40,9 +41,10 @@ def parse():
     parser.add_argument("--criterion", choices=("cos", "dist"), default="dist",
                         help="cosine or squared distance; not used by energy")
     parser.section("search")
-    parser.add_argument("--restarts", type=positive, default=200, help="random starts (the paper's epoch)")
+    parser.add_argument("--restarts", type=positive, default=200,
+                        help="random initial groupings (the paper's epoch)")
     parser.add_argument("--iterations", type=positive, default=3000,
-                        help="swaps proposed per start (the paper's maxIter)")
+                        help="swaps proposed per initial grouping (the paper's maxIter)")
     parser.add_argument("--seed", type=seed, default=0, help="random seed for the search")
     return parser.parse_args()
 

@@ -18,8 +18,8 @@ are so large that the source itself is far from float64, the bound grows with th
 nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge first starts from the first head of each group instead. --merge
-closed-form computes the best shared heads (common/method/closed_form.py), a start much closer to the source,
+none it is the mean-pool baseline. --merge first takes the first head of each group instead. --merge
+closed-form computes the best shared heads (common/method/closed_form.py), much closer to the source, and
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
@@ -42,7 +42,7 @@ from common.evaluate import max_difference, mean_kl, perplexity_of, require_clos
 from common.families import family, key_context
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
-from common.method.closed_form import closed_form_layer, with_energies
+from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.method.refit import ERRORS, Refit
@@ -224,16 +224,25 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> di
     return figures
 
 
-def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
-    """Yield each layer's Merge. Arguments: as for align_groups and closed_form_layer, for all layers."""
+def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None, lost: list):
+    """Yield each layer's Merge, and append to `lost` its energy_lost, if there is a context.
+
+    Arguments: as for align_groups and closed_form_layer, for all layers.
+    """
     closed = args.merge == "closed-form"
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
         grams = grams_of(index)
         if closed:
             merge = closed_form_layer(grams, layer_groups, *rotation, context)
+            if context:
+                lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
         else:
             merge = PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
-        yield with_energies(merge, grams, layer_groups, rotation[1], closed) if grams.joint_norm else merge
+        if grams.joint_norm:
+            merge = with_energies(merge, grams, layer_groups, rotation[1], closed)
+        elif grams.head_norms and closed:
+            merge = before_norms(merge, grams, layer_groups, rotation[1])
+        yield merge
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
@@ -286,17 +295,19 @@ def main():
     if (args.merge, args.merge_keys) == ("closed-form", "rope"):
         context = key_context(args.key_context, calibrated["positions"])
         print(f"keys    merged for contexts of up to {context} tokens")
-    compute_device = models.pick_device(args.device)
-    grams_of = partial(inputs.calibration.grams, compute_device)
+    grams_of = partial(inputs.calibration.grams, models.pick_device(args.device))
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
-    merges = choose_merges(args, grams_of, inputs.groups, rotations, context)
+    lost = []
+    merges = choose_merges(args, grams_of, inputs.groups, rotations, context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
         figures = check_aligned(inputs, logits, open_layers(aligned, args))
         # from aligned/ as stored, because stage 5 blends the two
         figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
-        figures["perplexity_merged"] = perplexity_of(open_layers(merged, args).logits(tokens), tokens)
+        predicted = open_layers(merged, args).logits(tokens)
+        figures |= {"perplexity_merged": perplexity_of(predicted, tokens),
+                    "kl_merged": mean_kl(logits["source"], predicted), "energy_lost": lost or None}
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
@@ -309,7 +320,8 @@ def main():
     print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
           f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
           f"{', refitted' if args.refit else ''}) without training {figures['perplexity_merged']:.3f} "
-          f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")
+          f"(KL {figures['kl_merged']:.4f}) in {started.clock()} s, "
+          f"peak host memory {summary['peak_memory_gib']} GiB")
 
 
 if __name__ == "__main__":

@@ -26,16 +26,16 @@ whatever the config says. Before the first step and every --heldout-every steps 
 compared on held-out text and questions.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
-on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the whole head.
---masks off trains merged/ directly, without masks or L0 term: the shorter way, and at a rate that suits the
-start no worse where both were measured (bench/RESULTS.md).
+on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the entire head.
+--masks off trains merged/ directly, without masks or L0 term: the shorter way, and at a learning rate that
+suits the initial model no worse where both were measured (bench/RESULTS.md).
 
-Several trainings can stand in one run directory: --name NAME writes RUN/train-NAME/ instead. To train a
+One run directory can hold several trainings: --name NAME writes RUN/train-NAME/ instead. To train a
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM,
-Ctrl-C, a terminal that hangs up or output that is closed it finishes the step, saves and exits with 75
+Ctrl-C, a terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75
 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
 --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
 starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
@@ -77,7 +77,7 @@ from common.training.students import MASKS, STAGE, Masks, Pair, Run, frozen, mas
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
-# The flags of this stage, one a row: kind, help, default, and whether it must be the same to go on with a
+# The flags of this stage, one an entry: kind, help, default, and whether it must be the same to go on with a
 # training. A default in brackets is [published, with --tasks none, for the demo model].
 FLAGS = {
     "data": [
@@ -111,9 +111,9 @@ FLAGS = {
              "gradients and no optimizer state", "all", resumed=True),
     ],
     "length of training": [
-        Flag("teacher-epochs", cli.passes, "SFT epochs over samples with answers (published: 2)"),
+        Flag("teacher-epochs", cli.epochs, "SFT epochs over samples with answers (published: 2)"),
         Flag("teacher-steps", cli.positive, "instead of --teacher-epochs"),
-        Flag("epochs", cli.passes, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
+        Flag("epochs", cli.epochs, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
              "other group sizes need this flag or --steps; 1 with --tasks none)"),
         Flag("steps", cli.positive, "instead of --epochs"),
     ],
@@ -178,7 +178,7 @@ DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 RESUMED = [flag.attribute for flags in FLAGS.values() for flag in flags if flag.resumed]
-# what --force knows its own training by, beside the samples and where it starts
+# how --force recognizes the training that it started, with the samples and the initial checkpoints
 FORCED_BY = [*RESUMED, *(flag.attribute for title in ("length of training", "optimization")
                          for flag in FLAGS[title] if not flag.resumed)]
 
@@ -209,7 +209,7 @@ def defaults_of(pair: Pair, tasks: str | None) -> dict:
 
 
 def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.Namespace:
-    """A copy of the flags with each that was left out, but for those that depend on the number of samples.
+    """A copy of the flags with each that was left out, except those that depend on the number of samples.
 
     defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
     or this machine.
@@ -225,7 +225,7 @@ def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.
     filled.chat = choose_chats(args.chat, filled.text, pair.model["path"])
     if args.heldout_text is None:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
-    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ stands beside DIR, not in DIR/
+    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
     filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
     filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
     if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
@@ -279,7 +279,7 @@ def masked_step(step: Step, masks: Masks, teacher, args) -> None:
     """Eq. 31: Eq. 30 for the student that the masks blend, plus the L0 term, which closes them."""
     student = step.job.trainee
     drawn = masks.draw(step.number)  # z of Eq. 27, 28 [layers, kv heads], the same on every rank
-    z = drawn.detach().requires_grad_()  # a leaf: all rows of all ranks add up their dL/dz in it
+    z = drawn.detach().requires_grad_()  # a leaf: all packed rows of all ranks add up their dL/dz in it
     set_masks(student.net, z)
     distill(step, teacher, args)
     sum_over_ranks([z])
@@ -329,7 +329,7 @@ def train_gqa(run: Run, args, schedule: Schedule, teacher, saved: str | None, sw
     """The last 20 % of the steps, or all with --masks off: the student is a plain GQA model.
 
     saved: the checkpoint to resume from; switched: it is the masked student's last, whose masks are all set
-    to 0 by reading the shared projections alone, and what no mask blends. Returns False if a signal stopped
+    to 0 by reading only the shared projections and what no mask blends. Returns False if a signal stopped
     it.
     """
     pair = run.pair
@@ -495,7 +495,7 @@ def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
 
 
 def what_force_began(run: Run, args) -> dict:
-    """By what --force knows its own training again: flags, samples, aligned/ and merged/."""
+    """How --force recognizes the training that it started: by flags, samples, aligned/ and merged/."""
     flags = {name: getattr(args, name) for name in FORCED_BY}
     starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
     return json.loads(json.dumps(flags | run.pool.description() | starts))

@@ -13,9 +13,9 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation to an end of sequence, of 512 tokens at most,
-stripped, equals the text of the right answer (in eval.jsonl an answer ends where it can no longer do so).
+stripped, equals the text of the right answer (in eval.jsonl an answer ends where it can no longer equal it).
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
-questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how near a
+questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how close a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
 (top-1 agreement). Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to
 text (--bos, --no-bos).
@@ -55,7 +55,7 @@ from common.reporting.tables import answers_section, caption, results_table, sum
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
-TABLE, OUTCOMES = "eval.md", "eval.jsonl"  # beside eval.json
+TABLE, OUTCOMES = "eval.md", "eval.jsonl"  # next to eval.json
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
 
 
@@ -249,7 +249,7 @@ def read_prompts(path: str | None) -> list[str]:
 
 
 def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference, args):
-    """All figures of one checkpoint, one outcome per question, and its predictions for the text.
+    """All metrics of one checkpoint, one outcome per question, and its predictions for the text.
 
     checkpoint: from models.describe. reference: the first checkpoint's predictions, None for that one.
     """

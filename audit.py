@@ -1,15 +1,16 @@
-"""Compare a run with the paper's equations as printed, row by row.
+"""Compare a run with the paper's equations as printed, one by one.
 
     python audit.py --run runs/demo                     # 10 seconds; `make audit` makes the demo first
     python audit.py --run runs/llama2-7b --layer 0 7    # of a 7B model: half a minute and 4 GiB a layer
 
-On one side are the equations of paper.py, on the other what the stages left in RUN and what their functions
-compute of the same numbers: similarities and alignments of the vectors in calibration/, heads in aligned/ and
-merged/, steps of stage 5. A row is a claim, for the worst layer; the table is written to RUN/paper.md, too.
+On one side are the equations of paper.py, on the other the stages' files in RUN and what their functions
+compute from the same numbers: similarities and alignments of the vectors in calibration/, heads in aligned/
+and merged/, steps of stage 5. A table row is a claim, for the worst layer; the table is written to
+RUN/paper.md, too.
 
-A difference is that of the worst number, relative to the largest; of a search, the share of the objective by
-which the printed one is ahead. Of two numbers as printed the second is what the stages mean to compute, for
-reasons in AUDIT.md. Exit code: 0, 1 if a row is off, 2 for bad input.
+A difference is that of the worst number, relative to the largest; for a search it is the share of the
+objective by which the printed one is ahead. Of two numbers as printed the second is what the stages mean to
+compute, for reasons in AUDIT.md. Exit code: 0, 1 if a row is off, 2 for bad input.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -42,7 +43,7 @@ from pipelines.audit_training import FLOAT32, recorded_rows, step_rows
 
 CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
 BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: local optima differ by as much
-ROUNDS, GAIN, STARTS = 50, 1e-6, 10  # of Algorithm 1; of Algorithm 2, whose 200 starts take minutes
+ROUNDS, GAIN, STARTS = 50, 1e-6, 10  # of Algorithm 1; of Algorithm 2, whose 200 restarts take minutes
 SMALL = 2e7  # layers x (heads x head_dim)^2 of models whose layers take less than a minute together
 
 HEADER = "equation", "as printed", "what the stages computed", "difference", "allowed", "ok"

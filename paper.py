@@ -1,10 +1,10 @@
 """The paper's equations and algorithms as printed.
 
 Jin et al., "Align Attention Heads Before Merging Them" (EMNLP 2025): Eq. 1 to 31 and Algorithms 1 and 2 in
-the paper's order and notation, on the vectors themselves, a head at a time, the slow obvious way. Vectors are
-columns: K_i and V_i are [d_H, N], W_K_i is [d_H, d]. Heads and groups count from 1 in formulas, from 0 in
-lists. transformers stores RoPE pair p at (p, p + d_H / 2). Where the stages mean another formula than the
-printed one, it follows that one, and AUDIT.md says why. audit.py compares a run with all of them.
+the paper's order and notation, on the vectors themselves, a head at a time, in the slow and obvious way.
+Vectors are columns: K_i and V_i are [d_H, N], W_K_i is [d_H, d]. Heads and groups count from 1 in formulas,
+from 0 in lists. transformers stores RoPE pair p at (p, p + d_H / 2). Where the stages mean another formula
+than the printed one, that one follows it, and AUDIT.md says why. audit.py compares a run with all of them.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 
 def eq_1(K: Tensor, H: int) -> list[Tensor]:
-    """K = [K_1; ...; K_H]: the cache of a block [d, N] -> its heads [d_H, N]. V likewise."""
+    """K = [K_1; ...; K_H]: the cache of a block [d, N] -> its heads [d_H, N]. The same for V."""
     return list(K.chunk(H))
 
 
@@ -144,7 +144,7 @@ def rotation_2d(Phi: Tensor, Psi: Tensor) -> Tensor:
 
 
 def key_rotation(K_i: Tensor, K_j: Tensor) -> Tensor:
-    """R_Kj of Eq. 14 that brings K_j nearest to K_i: Procrustes analysis in every two dimensions."""
+    """R_Kj of Eq. 14 that brings K_j closest to K_i: Procrustes analysis in every two dimensions."""
     Phi, _, Psi = eq_5(pairs(K_j), pairs(K_i))
     return eq_14(rotation_2d(Phi, Psi))
 

@@ -44,7 +44,7 @@ def read_questions() -> dict[str, list[str]]:
 
 
 def is_right(answer: str, words: list[str]) -> bool:
-    """Whether one of the words stands in the answer, by itself and in any case."""
+    """Whether one of the words occurs in the answer, by itself and in any case."""
     return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE) for word in words)
 
 

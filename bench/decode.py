@@ -4,8 +4,8 @@
     python -m bench.decode --model runs/demo-model/model runs/demo/gqa --contexts 256
     python -m bench.decode --model DIR DIR --device cuda --dtype bfloat16 --contexts 2048 8192 --batches 1 16
 
-Without --model, two random Llamas of the given shape: MHA, and GQA with --kv-heads heads. One prefill of
-random tokens fills the cache, then --steps tokens are decoded one by one. Attention and cache are
+Without --model, the pair is two random Llamas of the given shape: MHA, and GQA with --kv-heads heads. One
+prefill of random tokens fills the cache, then --steps tokens are decoded one by one. Attention and cache are
 transformers' own, as generate() uses them: the cache is copied as it grows. The two models alternate; rates
 are medians, speed-ups are medians of paired rounds. Bytes are those of the tensors in the cache after
 prefill. The last line is JSON.

@@ -4,7 +4,7 @@
     python -m bench.gpu report runs/gpu    # bench/RESULTS-<GPU>.md and runs/gpu/results.json from the logs
     GPU_TESTS_ON=cpu python -m bench.gpu report runs/gpu    # of the same on a CPU: runs/gpu/report.md
 
-Exits with 1 if a row failed. Reported are ratios measured side by side in one run, model FLOPs utilization
+Exits with 1 if a row failed. The report has ratios measured side by side in one run, model FLOPs utilization
 (MFU), and the memory and time that 05_prune_train.py --plan expects against what was measured.
 """
 

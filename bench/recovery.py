@@ -10,7 +10,7 @@ text, RUN/text/calibration.txt, which stages 1 and 4 have seen too, or on --text
 agreement with the source are stage 5's own on held-out text after the last step, by default on sequences of
 the second half. A budget is a run of its own: the learning rate falls to zero within it. Writes
 OUT/recovery.json after every run, then recovery.md: means over the seeds, which change the order of samples
-and the noise of masks. What is measured already is kept.
+and the noise of masks. Existing measurements are kept.
 """
 
 import itertools
@@ -62,8 +62,8 @@ def parse():
 def training_flags(args, steps: int, seed: int) -> list[str]:
     """Flags of stage 5."""
     text = os.path.join(args.run, "text")
-    # printed masks travel 15 units of log alpha at mask-lr a step, so a short budget needs a larger rate;
-    # the released ones have the published rate and weight at any number of steps
+    # printed masks travel 15 units of log alpha at mask-lr a step, so a short budget needs a larger mask-lr;
+    # the released ones have the published mask-lr and weight at any number of steps
     rate, weight = (max(0.5, 20 / steps), 30.0) if args.masks == "l0" else (1e-2, 1.0)
     flags = {
         "tasks": "none", "text-length": args.length, "steps": steps, "batch": args.batch, "seed": seed,

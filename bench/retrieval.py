@@ -3,7 +3,7 @@
     python -m bench.retrieval --source DIR --models merged=RUN/merged trained=RUN/gqa --text heldout.txt
     python -m bench.retrieval --source DIR --models ... --text heldout.txt --lengths 512 1024 --samples 3
 
-Somewhere in a text stands a line, "The red pass key is 48213."; the text ends with "The red pass key is". A
+Somewhere in a text is a line, "The red pass key is 48213."; the text ends with "The red pass key is". A
 key is recalled if every token of the number is the most likely one, so that greedy decoding would write it.
 Each length is tried at ten depths, with that key alone and with seven of other colours in between. Every
 model reads the same texts. Writes OUT/retrieval.md, the share recalled by length; the last line is JSON, with

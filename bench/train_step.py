@@ -6,12 +6,12 @@
 
 The floor is the least that distillation needs, in plain transformers on the same packed rows: the teacher's
 forward pass, forward and backward of the unpatched model with cross-entropy, and the optimizer step. Ours is
-the whole step: sampling masks, blended projections, KL + BiLD, gradients of masks and weights, clipping, and
-the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
+the complete step: sampling masks, blended projections, KL + BiLD, gradients of masks and weights, clipping,
+and the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
 training. Samples are as long as the paper's, 126 tokens on average. packed_over_single compares samples/s;
-of the samples, --singles run alone in a row. Then one masked step runs under torch's profiler, whose table
-says where its time goes. On a GPU its memory and time are compared with --plan's. The last line is JSON:
-medians of paired steps.
+of the samples, --singles run alone in a packed row. Then one masked step runs under torch's profiler, whose
+table says where its time goes. On a GPU its memory and time are compared with --plan's. The last line is
+JSON: medians of paired steps.
 """
 
 import bisect
@@ -139,12 +139,12 @@ class Models:
                      for trainee, optimizer in optimizers.items()}
 
     def masked_step(self, rows: list, samples: list[Sample]) -> None:
-        """A whole step with masks."""
+        """A complete step with masks."""
         step = Step(self.jobs[self.masked], self.schedule, rows, samples)
         stage5.masked_step(step, self.masks, self.teacher, self.options)
 
     def gqa_step(self, rows: list, samples: list[Sample]) -> None:
-        """A whole step after the switch."""
+        """A complete step after the switch."""
         step = Step(self.jobs[self.gqa], self.schedule, rows, samples)
         stage5.gqa_step(step, self.teacher, self.options)
 

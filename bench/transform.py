@@ -4,15 +4,15 @@
     python -m bench.transform --device cuda --tokens 65536 --head-pairs 20 --calibrate-tokens 8192 --layers 4
 
 The direct way is paper.py on every head's vectors, [d, N] float32: Eq. 2, 3, 7-10 and 18-22 for each two
-heads; Algorithm 2 with the whole score summed anew at each swap, one start after another; --rounds rounds of
-Algorithm 1 on the vectors of each group, which real values need ten times over. Ours begins with the Grams,
-does all pairs, all starts and all groups at once, and aligns until it has settled.
+heads; Algorithm 2 with the entire score summed again at each swap, one restart after another; --rounds rounds
+of Algorithm 1 on the vectors of each group, which real values need ten times over. Ours begins with the
+Grams, does all pairs, all restarts and all groups at once, and aligns until it has settled.
 
 The paper's 128 x 2048 tokens are out of the direct way's reach in a minute. It is timed on --tokens tokens,
---head-pairs pairs of heads, one start and one round of one group, and scaled linearly to all pairs, starts,
-groups and rounds; work on vectors is scaled to the paper's tokens as well, decompositions of d x d matrices
-are not. transform_speedup is that ratio; ..._at_measured_tokens scales no tokens; ..._with_grams counts
-making the Grams as ours.
+--head-pairs pairs of heads, one restart and one round of one group, and scaled linearly to all pairs,
+restarts, groups and rounds; work on vectors is scaled to the paper's tokens as well, decompositions of d x d
+matrices are not. transform_speedup is that ratio; ..._at_measured_tokens scales no tokens; ..._with_grams
+counts making the Grams as ours.
 
 align_speedup: seconds to align until settled, of the printed update on vectors with the layer's Grams over
 ours on these; it stops at 500 rounds or when a round gains no more than 1e-10 of the objective sum_n |sum_i
@@ -63,7 +63,7 @@ def parse():
     flags.add_argument("--kv-heads", type=int, default=8)
     # the search and the alignment, both ways
     flags.add_argument("--restarts", type=int, default=200)
-    flags.add_argument("--iterations", type=int, default=3000, help="swaps proposed per start")
+    flags.add_argument("--iterations", type=int, default=3000, help="swaps proposed per restart")
     flags.add_argument("--rounds", type=int, default=50, help="of the direct way's Algorithm 1")
     # the part of the direct way that is timed
     flags.add_argument("--tokens", type=int, default=8192)
@@ -239,7 +239,7 @@ def transform(args) -> dict:
     passes = passes[1:]  # the first is not counted
     medians = {step: statistics.median(seconds[step] for seconds, _ in passes) for step in ours.seconds}
     factor = PAPER_TOKENS / args.tokens
-    print(f"direct way: timed on {len(head_pairs(args))} pairs of heads, 1 of {args.restarts} starts, 1 of "
+    print(f"direct way: timed on {len(head_pairs(args))} pairs of heads, 1 of {args.restarts} restarts, 1 of "
           f"{args.rounds} rounds of 1 of {args.kv_heads} groups; scaled to a layer")
     print(table(args, medians, passes))
     print(f"not in ours: making the Grams, {grams_seconds:.1f} s for {args.tokens} tokens, "

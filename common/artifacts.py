@@ -1,4 +1,4 @@
-"""Artifacts, which stages exchange: a directory, or X.json and files beside it, each with one record.
+"""Artifacts, which stages exchange: a directory, or X.json and files next to it, each with one record.
 
 The record is stage.json in a directory, else X.json itself. It has the command and inputs that made the
 artifact (common/records.py specifies the fields) and the sha256 of each of its files. So it answers: is the
@@ -43,7 +43,7 @@ class Claim:
     stage: str
     args: object
     flags: dict
-    inputs: dict[str, str]  # from input_digests, before they were read: what lies there since may be another
+    inputs: dict[str, str]  # from input_digests, before they were read: files may have been replaced since
     clock: Clock
 
     def record(self, model: dict, summary: dict) -> dict:
@@ -118,7 +118,7 @@ def refuse_other(started: Claim, outputs, update: bool, known: bool) -> None:
 
 
 def difference(started: Claim, output: str) -> str | None:
-    """How what `started` would make differs from what its output is, by its record; None if it does not."""
+    """How the output `started` would make differs from the existing one's record; None if it does not."""
     record = read_json(record_path(output))
     if find_fault(record, started.stage):
         return f"with a record that is not one of {started.stage}"
@@ -134,7 +134,7 @@ def difference(started: Claim, output: str) -> str | None:
 
 
 def find_fault_of_files(output: str) -> tuple[str, str] | None:
-    """("missing" or "modified", path) of the first such file of an artifact; None if it is whole."""
+    """("missing" or "modified", path) of the first such file of an artifact; None if it is complete."""
     record = record_path(output)
     missing = None if os.path.isfile(record) else ("missing", record)
     for name, expected in named_files(record).items():
@@ -271,7 +271,7 @@ def source_commit() -> str | None:
 
 @contextlib.contextmanager
 def write_beside(path: str):
-    """Context manager: an empty directory to fill with X.json, by write_record, and the files beside it.
+    """Context manager: an empty directory to fill with X.json, by write_record, and the files next to it.
 
     path: that of X.json, which takes its name first: if the process is killed then, X.json says which files
     are ours. Files that an earlier X.json named, and this one does not, are removed.

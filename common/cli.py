@@ -73,7 +73,7 @@ positive = number_type(int, "a whole number from 1 to 2^31 - 1", at_least=1, at_
 non_negative = number_type(int, "a whole number from 0 to 2^31 - 1", at_least=0, at_most=LARGEST)
 seed = number_type(int, "a random seed from 0 to 2^63 - 1", at_least=0, at_most=2**63 - 1)
 real = number_type(float, "a finite number")
-passes = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
+epochs = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
 rate = number_type(float, "a learning rate from 1e-9 to 100", at_least=1e-9, at_most=100)
 factor = number_type(float, "a number from 0.001 to 1000", at_least=1e-3, at_most=1e3)
 positive_float = number_type(float, "a finite number above 0", above=0)
@@ -298,6 +298,11 @@ def run_stage(main) -> None:
     except Exception:
         if Failures().cause:
             raise
+        code = 2
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust, as of tokenizers
+            raise
+        Failures().report(UserError(f"a library failed on this model or text: {error}"))
         code = 2
     finally:
         cleanup.close()

@@ -1,7 +1,7 @@
-"""The files beside a checkpoint's weights, as its source has them: config, generation config, tokenizer.
+"""The files next to a checkpoint's weights, as its source has them: config, generation config, tokenizer.
 
 A conversion changes the number of key/value heads and perhaps the dtype. All else stays as the source wrote
-it, so that what can load the source can load what was made of it. Keys that releases of transformers before 5
+it, so that any program that loads the source can load the result. Keys that releases of transformers before 5
 and programs built on them read are added where the source has only the newer ones.
 """
 
@@ -21,7 +21,7 @@ SCALED_LAYERS = "full_attention"  # of OLMo 3, whose older releases scale the Ro
 
 
 def write(directory: str, config, source: str) -> None:
-    """Write the files beside the weights of a model that was made from the checkpoint `source`.
+    """Write the files next to the weights of a model that was made from the checkpoint `source`.
 
     config: the model's, of the source's class. Raises UserError for a generation config that cannot be read.
     """

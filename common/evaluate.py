@@ -62,7 +62,7 @@ def perplexity(model, tokens: torch.Tensor) -> float:
 
 
 class Predictions:
-    """A model's predictions for a text, at a fraction of the logits' size: the head and what it reads."""
+    """A model's predictions for a text, at a fraction of the logits' size: the head and its inputs."""
 
     def __init__(self, head):
         self.head, self.hidden = head, []  # [1, T, hidden] per row of tokens
@@ -120,9 +120,9 @@ def batches_by_length(lengths: list[int], batch: int) -> list[list[int]]:
 
 
 def can_become(text: str, answer: str) -> bool:
-    """Whether a text may equal the answer, both stripped, once more is written: blanks do not count here.
+    """Whether a text, stripped, may equal the stripped answer once more is written. Blanks do not count here.
 
-    Bytes of a character that is not whole yet are shown as replacement characters at the end.
+    Bytes of a character that is not complete yet are shown as replacement characters at the end.
     """
     return "".join(answer.split()).startswith("".join(text.rstrip("\ufffd").split()))
 
@@ -148,7 +148,7 @@ def decoded(tokenizer, ids) -> str:
 def greedy(model, tokenizer, longest: int):
     """Context manager: a GenerationConfig of plain greedy decoding, of at most `longest` tokens.
 
-    Of what the checkpoint says about generation only the tokens count that end an answer: the tokenizer's,
+    Of the checkpoint's generation settings only the tokens that end an answer count: the tokenizer's,
     the config's and the generation config's.
     """
     own = model.generation_config
@@ -290,7 +290,7 @@ def judge(example, answer: str, scores: list[float]) -> dict:
 
 
 def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
-    """Figures of one task: questions, chance, exact_match and likelihood with standard errors."""
+    """Metrics of one task: questions, chance, exact_match and likelihood with standard errors."""
     figures = {"questions": len(examples)}
     figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
     exact = [verdict["exact"] for verdict in verdicts]
@@ -303,7 +303,7 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
 def answer_questions(
     name: str, model, tokenizer, tasks: dict, samples: dict, batch: int
 ) -> tuple[dict, list[dict]]:
-    """Figures of each task, as by `rates`, and one outcome per question.
+    """Metrics of each task, as by `rates`, and one outcome per question.
 
     name: the checkpoint's. tasks: task -> index -> question (common/data/tasks.py). samples: task -> question
     -> tokenized choices. Raises UserError unless all likelihoods are finite.

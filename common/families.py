@@ -92,9 +92,14 @@ def require_convertible(path: str, config) -> None:
                         "nothing to merge")
 
 
+def allowed_kv_heads(source_kv_heads: int) -> list[int]:
+    """The proper divisors of source_kv_heads, ascending."""
+    return [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
+
+
 def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
     """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
-    allowed = [n for n in range(1, source_kv_heads) if source_kv_heads % n == 0]
+    allowed = allowed_kv_heads(source_kv_heads)
     if kv_heads not in allowed:
         raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
                         f"found {kv_heads}")
@@ -199,9 +204,14 @@ def rope_frequencies(rotary, attention) -> torch.Tensor:
     return getattr(rotary, f"{prefix}inv_freq").double().cpu()
 
 
+def adds_attention(layer) -> bool:
+    """Whether a decoder layer adds its attention's output as it is: its norm comes before, not after it."""
+    return hasattr(layer, "input_layernorm")
+
+
 def attention_input(layer, hidden: torch.Tensor) -> torch.Tensor:
     """What a decoder layer's attention reads: its normalized input, or the input where norms come after."""
-    return layer.input_layernorm(hidden) if hasattr(layer, "input_layernorm") else hidden
+    return layer.input_layernorm(hidden) if adds_attention(layer) else hidden
 
 
 def restore_buffers(model, device) -> None:

@@ -1,4 +1,4 @@
-"""Files and directories, written whole or not at all and never over something else; their sha256."""
+"""Files and directories, written completely or not at all and never over something else; their sha256."""
 
 import contextlib
 import errno
@@ -63,11 +63,13 @@ def refuse_overwrite(path: str, force: bool) -> None:
 
 @contextlib.contextmanager
 def unfinished(path: str):
-    """Context manager: a free name in a new directory beside `path`, to be renamed to it.
+    """Context manager: a free name in a new directory next to `path`, to be renamed to it.
 
-    The directory is removed at the end, and so are those that killed processes left for this path.
+    The directory is removed at the end, and so are those that killed processes left for this path, and the
+    one around them if it was made here and nothing got its name.
     """
     home, name = os.path.split(os.path.abspath(path))
+    created = not os.path.isdir(home)
     os.makedirs(home, exist_ok=True)
     prefix, suffix = f".{name}.", ".unfinished"
     for entry in os.listdir(home):
@@ -84,6 +86,9 @@ def unfinished(path: str):
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        if created:
+            with contextlib.suppress(OSError):  # not empty: something did
+                os.rmdir(home)
 
 
 def remove_abandoned(directory: str) -> None:
@@ -119,7 +124,7 @@ def open_text(path: str):
         try:
             yield file
         except UnicodeDecodeError as error:
-            place = file.buffer.tell() - len(error.object) + error.start  # what it failed on ends there
+            place = file.buffer.tell() - len(error.object) + error.start  # the invalid bytes end there
             raise UserError(f"{path}: not UTF-8: {error.reason} at byte {place + 1}") from error
 
 
@@ -130,13 +135,13 @@ def read_text(path: str) -> str:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, completely or not at all."""
     with write_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: str, value: dict) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, completely or not at all."""
     write_text(path, json.dumps(value, indent=1))
 
 
@@ -185,7 +190,7 @@ def write_directory(path: str):
 
 
 def named_files(path: str) -> dict[str, str]:
-    """File name -> sha256 of the files beside it that a record names; none if `path` has no record."""
+    """File name -> sha256 of the files next to it that a record names; none if `path` has no record."""
     record = read_json(path)
     files = record.get("files") if isinstance(record, dict) else None
     return files if isinstance(files, dict) else {}

@@ -1,8 +1,8 @@
 """GGUF files as source models: llama.cpp's format, dequantized once into an ordinary float32 checkpoint.
 
-float32, because dequantized values (scale x integer + offset) do not lie on a 16-bit grid. transformers reads
-the file, with the packages gguf and accelerate; what it would drop is refused here. Memory: the float32 model
-and copies of its largest tensor (1.1 GiB at most for SmolLM2-135M, whose weights are 0.5, its embedding 0.1).
+It is float32 because dequantized values (scale x integer + offset) do not lie on a 16-bit grid. transformers
+reads the file, with the packages gguf and accelerate; what it would drop is refused here. Memory holds the
+float32 model and copies of its largest tensor (1.1 GiB at most for SmolLM2-135M: weights 0.5, embedding 0.1).
 """
 
 import json
@@ -27,7 +27,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral mod
 KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
          "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
          "attention.layer_norm_rms_epsilon", "rope.freq_base", "tensor_data_layout")
-# and what changes nothing at this value
+# and metadata that change nothing at these values
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
            "rope.scaling.type": "none"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

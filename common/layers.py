@@ -1,6 +1,6 @@
 """Running a model layer by layer: all sequences pass through one decoder layer before the next.
 
-Either the whole model is in memory, or, if layerwise, only the current layer, with hidden states on disk:
+Either the entire model is in memory, or, if layerwise, only the current layer, with hidden states on disk:
 a 7B model then needs the memory of one layer. Both do the same operations in the same order and give the same
 bytes. CheckpointWriter writes a model one part at a time.
 """

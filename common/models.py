@@ -30,7 +30,7 @@ WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the 
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
 DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "*.bin", "README.md")
-# of models, whatever a config says; no dropout, because a resumed training could not repeat its draws
+# of all models, whatever a config says; no dropout, because a resumed training could not repeat its draws
 OUTPUTS = {"output_attentions": False, "return_dict": True} | dict.fromkeys(
     ("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",

@@ -73,14 +73,16 @@ FIELDS = {
     "date": STRING,
     "summary": {STRING: object},
 }
-FILES = {FILE_NAME: DIGEST}  # of an artifact, beside its record
+FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
 REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
          "attention": Optional(POSITIVE)}
+LOST = {"keys": NUMBER, "values": NUMBER}
 # one item per layer
-PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers"}
+PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers",
+             "energy_lost"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 TOKENS = "tokens.safetensors"  # in a calibration: what was read
 MERGES = ("mean", "first", "closed-form")
@@ -114,7 +116,8 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
                     "calibration_tokens": COUNT, "within_group_cosine": [COSINES],
                     "max_logit_difference": POSITIVE, "kl": NUMBER, "perplexity_source": POSITIVE,
-                    "perplexity_aligned": POSITIVE, "perplexity_merged": POSITIVE},
+                    "perplexity_aligned": POSITIVE, "perplexity_merged": POSITIVE,
+                    "kl_merged": Optional(NUMBER), "energy_lost": Optional([LOST])},
     },
     "05_prune_train.py": {"files": FILES, "summary": TRAINED, "arguments": {
         "tasks": STRING, "only": [STRING], "text": Optional([STRING]), "chat": Optional([STRING]),

@@ -1,6 +1,6 @@
 """Import this before torch: OpenMP's threads then sleep while they wait, unless the user chose otherwise.
 
-By default they spin, which on a core that other processes want takes the time of those they wait for.
+By default they spin, which on a core that other processes want slows down the threads they wait for.
 """
 
 import os

@@ -26,10 +26,10 @@ def weight_files(directory: str) -> list[str]:
     """Names of the files from which transformers reads a checkpoint's weights; an index, if any, comes first.
 
     Raises UserError if there are none, if the index cannot be read or names files elsewhere, and for an
-    adapter beside them.
+    adapter next to them.
     """
     adapter = os.path.join(directory, "adapter_config.json")
-    if os.path.exists(adapter):  # transformers would apply it to the weights beside it
+    if os.path.exists(adapter):  # transformers would apply it to the weights next to it
         raise UserError(f"{adapter}: expected a model without an adapter; merge it first (peft's "
                         "merge_and_unload), or move the file away")
     present = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(directory, name))]

@@ -29,7 +29,7 @@ stage5 = importlib.import_module("05_prune_train")
 
 FLOAT32 = 1e-5  # sums of float32 products and float32 forward passes, relative to the largest number
 STEPS, TAKEN = 100, range(10, 13)  # steps of a training, and those compared: at the first T = 2/3
-MASK_LR = 0.1  # ten times the published rate, whose steps hardly show
+MASK_LR = 0.1  # ten times the published learning rate, whose steps hardly show
 SCHEDULE = stage5.Schedule(steps=STEPS, batch=3, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=40,
                            save_steps=None, save_minutes=0.0, print_every=1)
 FLAGS = {"temperature": 1.0, "loss_chunk": 16, "l0_weight": 1.0}

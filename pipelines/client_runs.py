@@ -1,7 +1,7 @@
 """Run a checkpoint in a client, by its own interpreter: python pipelines/client_runs.py CLIENT REQUEST.
 
 REQUEST is a JSON file: checkpoint, work (an empty directory), prompts (token ids; null: those of the texts),
-texts, chat (messages or nothing), count. What comes back is pickled in REQUEST.answer: logits of every token
+texts, chat (messages or nothing), count. The result is pickled in REQUEST.answer: logits of every token
 of every prompt [tokens, vocab] float32, greedy (at most count ids after each prompt), tokenized (ids of each
 text, and of the chat), log_probabilities where the logits are normalized; or refusal, a line, alone.
 """

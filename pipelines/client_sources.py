@@ -45,7 +45,7 @@ LlamaTokenizerFast(directory + "/tokenizer.model", add_prefix_space=True).save_p
 
 
 def write_byte_level(directory: str, kind: str, special: list[str]) -> None:
-    """tokenizer.json of a byte-level BPE, and vocab.json and merges.txt, which hub models have beside it."""
+    """tokenizer.json of a byte-level BPE, and vocab.json and merges.txt, which hub models have next to it."""
     tokenizer = Tokenizer(models.BPE())
     words = [] if kind == "llama" else [pre_tokenizers.Split(Regex(WORDS), "isolated")]
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)

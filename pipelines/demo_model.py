@@ -3,10 +3,10 @@
     python -m pipelines.demo_model --out DIR      # minutes on two cores; another CPU rounds differently
 
 At this size, ordinary pre-training from random weights does not learn such lookup within a few minutes. Hence
-three departures. The attention is initialized near an induction circuit (see `initialise`). In addition to
-the text, the first third of the steps trains on drills: a few facts stated twice, in different orders, with
-the loss on what the second statement can copy from the first. The remaining steps train on samples from the
-tasks' train splits instead, with the loss on their answers.
+three departures. The attention is initialized close to an induction circuit (see `initialise`). In addition
+to the text, the first third of the steps trains on drills: a few facts stated twice, in different orders,
+with the loss on what the second statement can copy from the first. The remaining steps train on samples from
+the tasks' train splits instead, with the loss on their answers.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def initialise(model, generator: torch.Generator) -> None:
-    """Initialize the attention near an induction circuit, in place.
+    """Initialize the attention close to an induction circuit, in place.
 
     Embedding coordinate 0 is the same for all tokens. From it, layer 0's queries and keys form a score that,
     through RoPE, peaks at offset h + 1 for head h. Each layer's output matrix is its transposed value matrix,
@@ -79,7 +79,7 @@ def initialise(model, generator: torch.Generator) -> None:
     """
     width, size = model.config.hidden_size, model.config.head_dim
     embedding = model.model.embed_tokens.weight.normal_(generator=generator)  # [vocabulary, width]
-    embedding[:, 0] = 4.0  # large beside the other coordinates' 1, small beside the norm of them all
+    embedding[:, 0] = 4.0  # large next to the other coordinates' 1, small next to the norm of them all
     model.lm_head.weight.copy_(0.05 * embedding)  # small logits at the start
     attentions = [layer.self_attn for layer in model.model.layers]
     for attention in attentions:

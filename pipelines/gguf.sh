@@ -38,7 +38,7 @@ if [ ! -d "$engine/installed" ]; then
   tar -xzf "$engine.tar.gz" -C "$home/.gguf"
   # skip the helpers of llama.cpp's command-line programs, which nothing here calls
   sed -i.orig 's/LLAMA_BUILD_COMMON ON/LLAMA_BUILD_COMMON OFF/' "$engine/CMakeLists.txt"
-  # installed beside the interpreter's packages; the dependencies that they lack are named, for --no-deps
+  # installed next to the interpreter's packages; the dependencies that they lack are named, for --no-deps
   CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install -q --no-deps \
     --target "$engine/unfinished" "$engine" diskcache==5.6.3 sentencepiece==0.2.1
   mv "$engine/unfinished" "$engine/installed"

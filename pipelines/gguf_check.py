@@ -2,10 +2,10 @@
 
 Both read the token ids of the checkpoint's own tokenizer, keep keys and values in float32 and decode
 greedily; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first
-that differs, and logits are compared as far as both have read the same tokens. Printed beside them is the
-smallest lead of transformers' likeliest token over its second: where it is no larger than the difference of
-the logits, rounding decides between the two. --text adds the perplexity of both. llama.cpp reads a
-Mistral's whole context, whatever its sliding window: keep prompts within the window.
+that differs, and logits are compared as far as both have read the same tokens. The smallest lead of
+transformers' likeliest token over its second is printed, too: where that is no larger than the difference of
+the logits, rounding decides between the two. --text adds the perplexity of both. llama.cpp reads a Mistral's
+entire context, whatever its sliding window: keep prompts within the window.
 
 Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, if it tokenizes a prompt
 otherwise, or if a token of an f32 file differs.

@@ -1,9 +1,9 @@
-"""Size of the cache and speed of decoding in llama.cpp, a source beside its export.
+"""Size of the cache and speed of decoding in llama.cpp, of a source and of its export.
 
     python -m pipelines.gguf_speed SOURCE.gguf EXPORT.gguf
     python -m pipelines.gguf_speed A.gguf B.gguf --shape 16 2048 32 8192 4096 --kv-heads 32 8   # random ones
 
-Both stay loaded and take turns, so that what else the machine does slows both; the ratio is the median of the
+Both stay loaded and take turns, so that other work of the machine slows both; the ratio is the median of the
 turns', the export's tokens per second over the source's. The cache is full but for CHUNK tokens: CHUNK random
 ones, read once, and copies of their keys and values. Flash attention, which slows CPUs down, is on for the
 quantized cache, which needs it. llama.cpp is the one that gguf.sh has built. Prints a table in Markdown.

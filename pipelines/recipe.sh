@@ -8,7 +8,7 @@
 #   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
 #   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" has masks move
 #            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" shared projections train at
-#            the rate of the released code. They are part of RUN's default name
+#            the learning rate of the released code. They are part of RUN's default name
 #   TEACHER  fine-tuned teacher, made if it is not there (RUN/teacher); share it between FLAGS
 #   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it;
 #            SHORTEN=500 trains students for a 500th of the published steps
@@ -53,7 +53,7 @@ on_first_node() {
   if [ "${NODE:-0}" = 0 ]; then "${@:2}"; else until [ -e "$1" ]; do sleep 1; done; fi
 }
 
-# Stages 1 and 2, shared by all rows.
+# Stages 1 and 2, shared by all table rows.
 calibrate() {
   on_first_node "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
   on_first_node "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"

@@ -45,7 +45,7 @@ def parse():
 
 
 def manual() -> str:
-    """Python's reference manual as help() shows it, each paragraph once: topics share whole sections."""
+    """Python's reference manual as help() shows it, each paragraph once: topics share entire sections."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -83,7 +83,7 @@ def measure(path: str, tokens: torch.Tensor) -> dict[str, float]:
 
 
 def measure_all(args, source: str) -> dict[str, dict]:
-    """Figures of the source and of every start in the run directory, also printed as they come."""
+    """Metrics of the source and of every merged model in the run directory, also printed as they come."""
     text = os.path.join(args.run, "text", "heldout.txt")
     tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length)
     print(f"reads   {description}; {tokens.numel()} tokens")

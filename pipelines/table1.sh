@@ -6,7 +6,7 @@
 #   KV=8 bash pipelines/table1.sh       # some of the blocks: KV="16 8 4"
 #   V1=1 bash pipelines/table1.sh       # with the epochs of the paper's version 1: 5, 15 and 20
 #   FLAGS="--masks l0 --kl-on all" bash pipelines/table1.sh      # masks by Eq. 29 alone, KL on every token
-#   FLAGS="--merged-lr-factor 2" bash pipelines/table1.sh        # shared projections' rate as released
+#   FLAGS="--merged-lr-factor 2" bash pipelines/table1.sh        # shared projections' released learning rate
 #   SMALL=1 bash pipelines/table1.sh    # the same on the demo model, on two cores
 #
 # baseline merges adjacent heads as they are, default after alignment; key and value group heads by that

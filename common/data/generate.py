@@ -1,8 +1,8 @@
 """Text and chats from the source model itself: a conversion then needs no data set.
 
 `generated` is text from the begin-of-sequence token on; `generated:FILE` continues the first 32 to 64 tokens
-of FILE's documents after it. Of chats, the model writes the user's turn and then the answer, in its
-tokenizer's template. Temperature 1, no token excluded.
+of FILE's documents after it. For chats, the model writes the user's turn and then the answer, in its
+tokenizer's template. It samples at temperature 1 and excludes no token.
 """
 
 import collections
@@ -55,7 +55,7 @@ ADVICE = "--chat none generates no chats"  # where a chat template does not serv
 
 @dataclass(frozen=True)
 class Origin:
-    """What generates: a checkpoint directory, on a device; and the run directory that gets the tokens."""
+    """The generating model's checkpoint directory and device; and the run directory that gets the tokens."""
 
     model: str
     run: str
@@ -93,7 +93,7 @@ def text_row(begin: list[int]):
 
 
 def chat_row(opening: list[int], endings: list, end: int):
-    """Likewise of chats of two turns, in the form that chat_form gives; tokens of answers as ~token.
+    """The same for chats of two turns, in the form that chat_form gives; tokens of answers as ~token.
 
     A turn ends with its marker, or with the end-of-sequence token, in whose place comes all that ends it.
     """
@@ -248,7 +248,7 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
 def from_the_last(source: str) -> Iterator[str]:
     """Yield a file's documents from the last one to the first.
 
-    In memory are eight times as many as are taken: it is read again for more.
+    Eight times as many as are taken are in memory: the file is read again for more.
     """
     taken, kept = 0, 64
     while True:
@@ -310,9 +310,9 @@ def read_unread(calibration: dict, read: torch.Tensor, origin: Origin, sequences
                 length: int) -> tuple[torch.Tensor, str]:
     """[sequences, length] token ids of the calibration's text that it has not read, and what was read.
 
-    calibration: its record; read: its tokens. Of text with a held-out part (c4, demo, generated) that part;
-    of files what follows the calibration's sequences, or, where they have too little, the beginning, which
-    the description then says.
+    calibration: its record; read: its tokens. They are the held-out part of text that has one (c4, demo,
+    generated), and of files what follows the calibration's sequences, or, where that is too little, the
+    beginning, which the description then says.
     """
     arguments, calibrated = calibration["arguments"], calibration["summary"]["length"]
     text, chat, bos = arguments["text"], arguments.get("chat"), arguments.get("bos") is True

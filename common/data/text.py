@@ -175,7 +175,7 @@ def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, t
     """Write the tokens of the sources to a .npy file (int32), for TextSamples. Returns a line per source.
 
     sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by
-    end-of-sequence; what remains after the last whole sequence of `length` tokens is dropped. tokens: how
+    end-of-sequence; what remains after the last complete sequence of `length` tokens is dropped. tokens: how
     many to take from each source; None takes all. Memory is constant. Raises UserError for too few tokens and
     for text that cannot be read.
     """
@@ -321,7 +321,7 @@ def token_lists(file, tokenizer) -> Iterator[list[int]]:
     """Yield all tokens of an open text file in order, in lists, without special tokens.
 
     The file is read as far as they are taken. Where pieces cannot be joined they become one, and so does the
-    whole text for a slow tokenizer, which does not say where its tokens are.
+    entire text for a slow tokenizer, which does not say where its tokens are.
     """
     piece, more = file.read(PIECE), file.read(PIECE)
     if more and not tokenizer.is_fast:
@@ -356,7 +356,7 @@ def find_joint(before: list, after: list, start: int, overlap: str) -> tuple[int
 
     before, after: their located_tokens. The overlap is what the next piece begins with, and the first one has
     from character `start` on. Blanks alone do not count: what follows a run of them may decide how all of it
-    is split. Of several places it is the one nearest to the middle; None if there is none.
+    is split. Of several places it is the one closest to the middle; None if there is none.
     """
     skipped = bisect_left(before, (start,))
     before = [(first - start, last - start, token) for first, last, token in before[skipped:]]

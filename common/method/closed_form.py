@@ -1,7 +1,7 @@
 """The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
 
-Notation: G groups of D heads of size d, P = d/2. Values are merged by common/method/low_rank.py; keys pair by
-pair, likewise, or, given a context in tokens, with RoPE in mind (common/method/rope_merge.py).
+Notation: G groups of D heads of size d, P = d/2. common/method/low_rank.py merges values, and keys pair by
+pair; given a context in tokens, keys are merged with RoPE in mind (common/method/rope_merge.py).
 """
 
 from dataclasses import replace
@@ -33,8 +33,6 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: t
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
     tokens over which keys are merged with RoPE in mind; None merges them pair by pair.
     """
-    value = rotated(group_blocks(grams.value("raw"), groups), value_rotation)
-    output = value_rotation @ grams.output[groups] @ value_rotation.mT
     rotation = to_matrix(key_rotation)
     if context is not None:
         key_merge = merge_rope_keys(key_fit(grams, groups, rotation, context))
@@ -42,13 +40,36 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: t
         key = rotated(group_blocks(grams.rope_key, groups), rotation)
         weights = key_weights(pair_products(grams.query).real)
         key_merge = map(to_matrix, merge_keys(pair_products(key), weights[groups]))
-    merge = Merge(*merge_values(value, output), *key_merge)
-    return before_norms(merge, grams, groups, key_rotation) if grams.head_norms else merge
+    return Merge(*merge_values(*value_blocks(grams, groups, value_rotation)), *key_merge)
 
 
 def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Q_i C[i, j] Q_j^T from C [G, D, D, d, d] and Q [G, D, d, d]."""
     return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
+
+
+def value_blocks(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The Gram [G, D, D, d, d] of the groups' Q v, and their Q W_O^T W_O Q^T [G, D, d, d]."""
+    gram = rotated(group_blocks(grams.value("raw"), groups), rotation)
+    return gram, rotation @ grams.output[groups] @ rotation.mT
+
+
+def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                key_rotation: torch.Tensor, context: int) -> dict[str, float]:
+    """What a merge loses of a layer's "keys" and "values", as shares of what there is.
+
+    Of keys it is the loss of common/method/rope_merge.py, of values sum_i |W_O,i (v_i - value_out_i v~)|^2.
+    What norms of single heads cost (before_norms) is not among it. Other arguments: as for closed_form_layer.
+    """
+
+    def lost(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> float:
+        return float(share(fit.loss(combine, read).sum(), (fit.query * fit.variance).sum()))
+
+    keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
+    gram, output = value_blocks(grams, groups, value_rotation)
+    still = Turns(0 * grams.frequencies, log_uniform(context))  # RoPE leaves values, and softmax their mean
+    values = KeyFit(gram, 0 * gram[:, :, 0, 0], output, still)
+    return {"keys": keys, "values": lost(values, merge.value_in, merge.value_out)}
 
 
 def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,

@@ -90,9 +90,9 @@ def align_values(gram: torch.Tensor, sweeps: int = MAX_SWEEPS,
 
     gram: C [..., D, D, d, d] over the D heads of each group; leading axes are a batch. Algorithm 1 moves all
     heads at once towards a mean that contains them, which may take hundreds of rounds. Here the heads take
-    turns, each turning towards the sum of the others, from two starts, and the better result is kept. The
-    first head of a group keeps its coordinates. For two heads, one sweep finds the optimum: the polar factor
-    of C[0, 1].
+    turns, each turning towards the sum of the others, from two initializations, and the better result is
+    kept. The first head of a group keeps its coordinates. For two heads, one sweep finds the optimum: the
+    polar factor of C[0, 1].
     """
     *lead, members, _, size, _ = gram.shape
     gram = gram.reshape(-1, members, members, size, size)
@@ -110,7 +110,7 @@ def align_values(gram: torch.Tensor, sweeps: int = MAX_SWEEPS,
 
 
 def relaxed_starts(gram: torch.Tensor, between: torch.Tensor) -> list[torch.Tensor]:
-    """Two starts Q [G, D, d, d] near good local optima, from C [G, D, D, d, d] with and without blocks i = j.
+    """Two initial Q [G, D, d, d] close to good optima, from C [G, D, D, d, d] with and without blocks i = j.
 
     Rotations are relaxed to maps into RELAXED * d dimensions with orthonormal columns: what is a local
     optimum in d dimensions often is none there. After a few sweeps from random maps (the same in every call),

@@ -1,8 +1,10 @@
 """Refit a merged model to its source, layer by layer, on text.
 
 Layers are refitted in order: A(x) is the attention output (of o_proj) of the merged layer, given the merged
-and refitted layers before it, y that of the source's layer for the same tokens. The error is sum |y - A(x)|^2
-/ sum |y|^2 on held-out text.
+and refitted layers before it. Its target y is that of the source's layer for the same tokens, plus DRIFT of
+the difference by which the merged model's residual stream has already drifted from the source's: what is
+added to the stream here can take back what was lost before. The error is sum |y - A(x)|^2 / sum |y|^2 on
+held-out text.
 
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
@@ -15,7 +17,7 @@ the scale of merged keys and values is arbitrary.
 
 Muon (Jordan et al., 2024): a head's gradient, averaged over steps, is replaced by the nearest matrix with
 singular values of about 1, so that no direction waits for its turn. Head by head that costs a fraction of
-what it does for the whole matrix, whose products with itself cost more than the layer, and gets further
+what it does for the complete matrix, whose products with itself cost more than the layer, and gets further
 (docs/LOG.md). float32, unlike torch.optim.Muon, which multiplies in bfloat16: without instructions for it a
 layer's refit takes over ten times as long.
 """
@@ -25,12 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common.families import attention_input, merged_parameters
+from common.families import adds_attention, attention_input, merged_parameters
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
-RATE = 0.03  # learning rate at the start, relative to a tensor's root mean square; a cosine takes it to 0
+RATE = 0.03  # initial learning rate, relative to a tensor's root mean square; a cosine takes it to 0
+DRIFT = 0.5  # of the difference between residual streams; 0 leaves a KL 8 to 10 % higher (docs/LOG.md)
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1
 ITERATIONS = 5
@@ -111,11 +114,13 @@ class Refit:
             batches[number] = self.run(layer, batches[number])
 
     def _outputs(self, original):
-        """Yield the original's attention output for each batch, and advance its text."""
-        tap = Tap(original.self_attn.o_proj)
+        """Yield the target of the attention output for each batch, and advance the original's text."""
+        tap, added = Tap(original.self_attn.o_proj), adds_attention(original)
         for number in range(len(self.targets)):
-            self.targets[number] = self.run(original, self.targets[number])
-            yield tap.output
+            before = self.targets[number]
+            drift = before - self.inputs[number]
+            self.targets[number] = self.run(original, before)
+            yield tap.output + DRIFT * drift if added else tap.output
         tap.handle.remove()
 
     def _attend(self, merged, number: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def unit_phase(number: torch.Tensor) -> torch.Tensor:
 
 
 def quarter_phase(number: torch.Tensor) -> torch.Tensor:
-    """The nearest of 1, 1j, -1 and -1j, complex; 1 where the number is 0."""
+    """The closest of 1, 1j, -1 and -1j, complex; 1 where the number is 0."""
     across = number.imag.abs() > number.real.abs()
     real, imaginary = (1 - 2 * (part < 0).to(part.dtype) for part in (number.real, number.imag))
     return torch.complex(real * ~across, imaginary * across)

@@ -10,8 +10,8 @@ all keys, so what merging loses is the variance of the score's error over keys a
 Queries, keys and distances count as independent. Distances are log-uniform up to the context, because
 attention is mostly local. With K = E[k k^T] over the group's stacked heads, mu = E[k] and Sigma_i =
 E[q_i q_i^T], the loss is quadratic in A for fixed B and in B for fixed A, and averages over distances are
-elementwise factors on RoPE pairs (`Turns`). The two halves alternate, from two starts: pair by pair, and with
-the pairs that hardly turn within the context merged like values.
+elementwise factors on RoPE pairs (`Turns`). The two halves alternate, from two initializations: pair by pair,
+and with the pairs that hardly turn within the context merged like values.
 
 Notation: G groups of D heads, d = head_dim, P = d/2; all float64. A, B and Sigma are [G, D, d, d]; a matrix
 over stacked heads is [G, D d, D d].
@@ -225,7 +225,7 @@ def alternate(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor, rounds: in
 
 
 def merge_rope_keys(fit: KeyFit, rounds: int = ROUNDS) -> Maps:
-    """combine A and read B, [G, D, d, d]: from the better of the two starts for each group."""
+    """combine A and read B, [G, D, d, d]: from the better initialization for each group."""
     by_pairs = start_by_pairs(fit)
     combine, read, loss = alternate(fit, *by_pairs, rounds)
     band_combine, band_read, band_loss = alternate(fit, *start_by_band(fit, *by_pairs), rounds)

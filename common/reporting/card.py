@@ -64,11 +64,18 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
 
 
 def _source_card(path: str) -> dict:
-    """The metadata of the source's own model card; {} if it has none, or none that can be read."""
+    """The metadata of the source's own model card that is text; {} if it has none that can be read."""
     try:
-        return ModelCard.load(os.path.join(path, "README.md"), ignore_metadata_errors=True).data.to_dict()
+        data = ModelCard.load(os.path.join(path, "README.md"), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # missing, or whatever a parser makes of it
         return {}
+    return {name: value for name, value in data.items()
+            if all(map(_is_text, value if isinstance(value, list) else [value]))}
+
+
+def _is_text(value) -> bool:
+    """Whether it is a string that can be written; YAML may hold lone surrogates, and lists of its own."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _model(source: dict, exported: dict) -> dict[str, str]:

@@ -15,7 +15,7 @@ def drawing(figure_of):
     """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
     If matplotlib is missing or the file cannot be written, draw() prints one line and returns. The file is
-    written whole or not at all. figure_of is available as draw.__wrapped__.
+    written completely or not at all. figure_of is available as draw.__wrapped__.
     """
 
     @functools.wraps(figure_of)
@@ -118,7 +118,7 @@ def curves(
 ):
     """Training curves: losses; target and size of the masks; mean mask per layer (the paper's Figure 3).
 
-    Held-out figures, if any, get three more panels. Without masks there are none for masks. All panels have
+    Held-out metrics, if any, get three more panels. Without masks there are none for masks. All panels have
     the same steps.
     """
     masked = [record for record in records if "mask_mean" in record]

@@ -1,4 +1,4 @@
-"""One page that summarizes a run directory from its records: settings, figures and pictures of every stage.
+"""One page that summarizes a run directory from its records: settings, metrics and pictures of every stage.
 
     python -m common.reporting.report --run RUN     # writes RUN/report.html
 

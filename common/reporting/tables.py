@@ -1,5 +1,5 @@
 """Tables: Markdown, of which this is the one writer; the scores of 07_eval.py, for its file and a model card;
-and the figures of any record, for report.html.
+and the metrics of any record, for report.html.
 """
 
 import math
@@ -14,8 +14,8 @@ from common.files import read_text, write_text
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
-MOST_COLUMNS = 6  # checkpoints beside each other; with more, lines are too long to read and each gets a row
-# record fields that are not figures
+MOST_COLUMNS = 6  # checkpoints side by side; with more, lines are too long to read and each gets a row
+# record fields that are not metrics
 PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
               "summary", "files", "results", "prompts")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
@@ -72,7 +72,7 @@ def results_table(results: dict[str, dict]) -> str:
 
 
 def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
-    """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's figures."""
+    """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's metrics."""
     sections, kinds = {}, {"exact_match": "exact match, %", "likelihood": "likelihood, %"}
     for kind, title in kinds.items() if any(column["tasks"] for column in columns) else ():
         rows = [rate_row(task, [column["tasks"][task] for column in columns], kind, "chance")
@@ -96,7 +96,7 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def number(column: dict, key: str, digits: int) -> str:
-    """A figure, or "-" if it was not measured."""
+    """A metric, or "-" if it was not measured."""
     return f"{column[key]:.{digits}f}" if key in column else "-"
 
 
@@ -122,9 +122,9 @@ def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
 
 def caption(reference: dict, source: str, limit: int | None, seed: int | None, hardware: str,
             bos: bool) -> str:
-    """One line that says what the figures are and how they were measured.
+    """One line that says what the metrics are and how they were measured.
 
-    reference: the first checkpoint's figures. source: where the questions come from. limit, seed: how they
+    reference: the first checkpoint's metrics. source: where the questions come from. limit, seed: how they
     were selected. hardware: device and dtype. bos: whether prompts and text had a begin-of-sequence token.
     """
     text = f" Perplexity of {file_name(reference['perplexity_text'])}." if "perplexity" in reference else ""
@@ -191,7 +191,7 @@ def is_number(value) -> bool:
 
 
 def label(name: str) -> str:
-    """A figure's name in words: "heldout_task_kl" -> "held-out task KL"."""
+    """A metric's name in words: "heldout_task_kl" -> "held-out task KL"."""
     return " ".join(WORDS.get(word, word) for word in re.split("[._]", name))
 
 
@@ -253,9 +253,9 @@ def figure_tables(figures: dict, layers: int) -> list[Table]:
 
 
 def score_tables(results: dict[str, dict], prompts) -> list[Table]:
-    """One table per kind of score, tasks by checkpoints, then one of all other figures, and the answers.
+    """One table per kind of score, tasks by checkpoints, then one of all other metrics, and the answers.
 
-    results: checkpoint -> figures. prompts: the list that the checkpoints answered; any other has no table.
+    results: checkpoint -> metrics. prompts: the list that the checkpoints answered; any other has no table.
     """
     by_model = {}  # checkpoint -> task -> scores
     for name, figures in results.items():

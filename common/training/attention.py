@@ -23,7 +23,7 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     return one_by_one(module, (query, key, value), lengths or query.shape[2], sliding_window, options), None
 
 
-@torch.compiler.disable  # it would be compiled anew for every row: the lengths are Python numbers
+@torch.compiler.disable  # it would be recompiled for every packed row: the lengths are Python numbers
 def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
     """packed_attention's result from one call of sdpa per sample."""
     alone = []

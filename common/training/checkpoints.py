@@ -2,7 +2,7 @@
 
 A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
 state, in safetensors files that each rank writes by itself. Learning rates and the like follow from the step
-and are not stored. Kept are the last two checkpoints and, of a GQA student, the one with the lowest held-out
+and are not stored. The last two checkpoints are kept and, of a GQA student, the one with the lowest held-out
 KL.
 """
 
@@ -30,7 +30,7 @@ KEPT = 2
 DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
-FORCED = "forced.json"  # beside the settings: what began the training with --force
+FORCED = "forced.json"  # next to the settings: what began the training with --force
 # all names that training gives in its directory
 OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -310,8 +310,8 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
 class TrainedWeights:
     """The weights of a checkpoint, unsharded, read a few tensors at a time.
 
-    part: "net" for the language model, "replicated" for the parameters that every rank holds whole. Raises
-    UserError if the checkpoint is damaged.
+    part: "net" for the language model, "replicated" for the parameters that every rank holds unsharded.
+    Raises UserError if the checkpoint is damaged.
     """
 
     def __init__(self, path: str, part: str = "net"):

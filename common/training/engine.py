@@ -1,6 +1,6 @@
-"""The training loop around a step: rows, learning rate, clipping, metrics, checkpoints, signals.
+"""The training loop around a step: packed rows, learning rate, clipping, metrics, checkpoints, signals.
 
-What is in a step is the caller's: `for step in steps(job, ...)`, as in 05_prune_train.py.
+The body of a step is the caller's: `for step in steps(job, ...)`, as in 05_prune_train.py.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Schedule:
 
 
 def published_epochs(group_size: int) -> int:
-    """The paper's passes over the training sets. Raises UserError for a group size it does not cover."""
+    """The paper's epochs over the training sets. Raises UserError for a group size it does not cover."""
     if group_size not in EPOCHS:
         raise UserError(f"--epochs: no published value for groups of {group_size} kv heads (published: "
                         f"groups of {', '.join(map(str, EPOCHS))}); pass --epochs or --steps")
@@ -73,7 +73,7 @@ def warmup_for(default: int, steps: int, share: int = 10) -> int:
 
 
 def epochs_to_steps(epochs: float, samples: int, batch: int) -> int:
-    """Steps of `batch` samples in this many passes over the training sets; at least 1."""
+    """Steps of `batch` samples in this many epochs over the training sets; at least 1."""
     return max(1, math.ceil(epochs * samples / batch))
 
 
@@ -125,7 +125,7 @@ class Step:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """This rank's packed samples, a row at a time, on its device."""
+        """This rank's packed samples, a packed row at a time, on its device."""
         for number, row in enumerate(self._rows, 1):
             last, every_row = number == len(self._rows), self.schedule.reduce == "row"
             reduce_gradients(self.job.trainee, last, every_row)

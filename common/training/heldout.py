@@ -20,9 +20,9 @@ from common.models import load_config, load_tokenizer
 from common.training.packing import rows_of_step
 
 QUESTIONS = 16  # of each task, where it has a validation split
-TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of figures
-START = "start"  # prefix of the figures before the first step
-COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # figures of a set of samples
+TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of metrics
+START = "start"  # prefix of the metrics before the first step
+COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # metrics of a set of samples
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Heldout:
         return bool(self.sets) and (step in (1, steps) or step % self.every == 0)
 
     def measure_start(self, step, teacher, chunk: int) -> None:
-        """Add the untrained student's figures, named START_NAME, to the first engine.Step, whose time begins
+        """Add the untrained student's metrics, named START_NAME, to the first engine.Step, whose time begins
         after this measurement.
         """
         if self.sets and step.number == 0:
@@ -63,7 +63,7 @@ class Heldout:
         return bool(self.sets) * (steps // self.every + len(ends))
 
     def measure(self, step, teacher, chunk: int) -> None:
-        """Add the figures to those of an engine.Step after which they are due."""
+        """Add the metrics to those of an engine.Step after which they are due."""
         if self.due(step.number + 1, step.schedule.steps):
             step.figures |= self.figures(step.job, teacher, step.schedule, chunk)
 
@@ -73,7 +73,7 @@ class Heldout:
 
         kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
         of positions at which both predict the same token. job: the student's; chunk: tokens whose logits are
-        in memory at a time. All ranks call this, each for its share of the samples, and get the same figures.
+        in memory at a time. All ranks call this, each for its share of the samples, and get the same metrics.
         The next training step is the same with and without it.
         """
         began, figures, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
@@ -102,7 +102,7 @@ def compare(
     positions: torch.Tensor,  # [n] of the row's tokens that predict one
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> torch.Tensor:
-    """[5] float64: n, and sums over these positions of the figures in COMPARED."""
+    """[5] float64: n, and sums over these positions of the metrics in COMPARED."""
     teacher_hidden, teacher_head = teacher(row), teacher.net.lm_head
 
     def sums_of(hidden, lm_head):

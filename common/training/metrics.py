@@ -16,10 +16,10 @@ from common.training.plan import peak_flops
 
 METRICS = "metrics.jsonl"
 CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of a held-out set
-# figure -> its name in TensorBoard, which groups by what is before the slash
+# metric -> its name in TensorBoard, which groups by what is before the slash
 TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}
 SHOWN = {"loss": "loss", "kl": "kl", "bild": "bild", "mask_expected": "mask", "mask_target": "target",
-         "grad_norm": "gradient"}  # figure -> its name on the printed line
+         "grad_norm": "gradient"}  # metric -> its name on the printed line
 
 
 class Metrics:
@@ -54,7 +54,7 @@ class Metrics:
             self.ranks.say(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all")
 
     def write(self, figures: dict) -> None:
-        """Write a step's figures to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
+        """Write a step's metrics to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
         if not self.ranks.first:
             return
         if figures["step"] == self.start + 1:  # the ETA does not count what was measured around this step
@@ -77,7 +77,7 @@ class Metrics:
             self.show(figures)
 
     def show(self, figures: dict) -> None:
-        """Print a step's figures on one line, and a line for each held-out set measured after it."""
+        """Print a step's metrics on one line, and a line for each held-out set measured after it."""
         step, seconds = figures["step"], time.perf_counter() - self.began
         left = seconds / (step - self.start) * (self.schedule.steps - step)
         columns = [f"step {step:5d}/{self.schedule.steps}"]
@@ -121,7 +121,7 @@ def read_metrics(path: str) -> list[dict]:
 
 
 def summarize(lines: list[dict]) -> dict:
-    """The last loss and held-out figures of a phase and its tokens, from the lines of its metrics.jsonl.
+    """The last loss and held-out metrics of a phase and its tokens, from the lines of its metrics.jsonl.
 
     Raises UserError if there are no lines, or one lacks loss or tokens.
     """

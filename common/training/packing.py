@@ -1,6 +1,6 @@
 """Batches: the samples of each step, packed into rows, each token's weight in the loss, and the losses.
 
-Rows are a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
+Packed rows are a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
 """
 
 import functools
@@ -145,7 +145,7 @@ def idle_row(sample: Sample) -> Row:
 
 
 def rows_ahead(samples: list[Sample], steps: range, schedule, ranks):
-    """Yield rows_of_step for each of these steps. A thread builds the next step's rows meanwhile.
+    """Yield rows_of_step for each of these steps. A thread builds the next step's packed rows meanwhile.
 
     For a GPU they are pinned. Closing the generator ends the thread.
     """

@@ -56,7 +56,7 @@ CPU = "CPU"  # the device of --plan that is this machine's processor, shared by 
 def processor(ranks: int) -> Hardware:
     """A rank's share of this machine: the float32 FLOP/s of a large product, measured, and the memory.
 
-    Ranks exchange data through memory, which is no limit beside that.
+    Ranks exchange data through memory, which is no limit compared with that.
     """
     matrix, fastest = torch.ones(1024, 1024), math.inf
     for _ in range(5):
@@ -302,7 +302,7 @@ def seconds(flops: float, traffic: float, network: float, cluster: Cluster, laun
     """Expected seconds per step: the longest of four that overlap.
 
     They are compute at EFFICIENCY of peak, the bytes per rank within a node and between nodes at REACHED of
-    the links' rates, and the host's launches of a layer's pass at HOST each.
+    the links' bandwidth, and the host's launches of a layer's pass at HOST each.
     """
     device = cluster.device
     compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)

@@ -24,7 +24,7 @@ from common.weights import open_checkpoint
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
 # One that dies is noticed by torchrun at once.
 PATIENCE = datetime.timedelta(hours=2)
-AT_WORK = datetime.timedelta(days=2)  # likewise, while others tokenize or generate text
+AT_WORK = datetime.timedelta(days=2)  # the same, while others tokenize or generate text
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def joined_ranks():
 
 
 class Trainee(nn.Module):
-    """The root that FSDP shards: a causal language model, and parameters that every rank holds whole.
+    """The root that FSDP shards: a causal language model, and parameters that every rank holds unsharded.
 
     replicated: name -> a small float32 parameter, such as the masks' log_alpha. Its gradient is summed over
     ranks by sum_over_ranks; in optimizers and checkpoints its name is replicated.NAME.
@@ -178,7 +178,7 @@ class Trainee(nn.Module):
 
 
 def sum_over_ranks(leaves) -> None:
-    """Sum the gradients of tensors that every rank holds whole; those without a gradient are skipped.
+    """Sum the gradients of tensors that every rank holds unsharded; those without a gradient are skipped.
 
     Row losses are scaled by the number of ranks because FSDP averages: that factor is divided out here.
     """
@@ -191,8 +191,8 @@ def sum_over_ranks(leaves) -> None:
 def reduce_gradients(trainee: Trainee, last: bool, every_row: bool) -> None:
     """Say how the next backward pass reduces gradients over ranks. last: of the step.
 
-    Once a step moves the fewest bytes, but each rank holds the sums over its rows whole, in float32. With
-    every_row they stay sharded: reduced within a node after every row, and between nodes once a step.
+    Once a step moves the fewest bytes, but each rank holds the unsharded sums over its rows, in float32.
+    With every_row they stay sharded: reduced within a node after every row, and between nodes once a step.
     """
     if every_row:
         trainee.set_requires_all_reduce(last)
@@ -205,7 +205,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
 
     sources(name) -> (checkpoint directory, tensor name) for each parameter of the model; without it, the
     parameters stay uninitialized until checkpoints.load. prepare(model) changes the modules before sharding.
-    replicated: name -> initial value of each parameter that every rank holds whole.
+    replicated: name -> initial value of each parameter that every rank holds unsharded.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

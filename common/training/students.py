@@ -68,7 +68,7 @@ class Masks:
 
     @torch.no_grad()
     def noiseless(self) -> torch.Tensor:
-        """z without noise: of the model that the masks stand for now, not of a random one near it."""
+        """z without noise: of the model that the masks stand for now, not of a random one close to it."""
         return self.kind.deterministic(self.log_alpha)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def computation(self) -> dict:
-        """What must match on resume because it changes the figures."""
+        """What must match on resume because it changes the metrics."""
         return {"dtype": str(self.execution.compute), "attention": self.execution.attention}
 
 

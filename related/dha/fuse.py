@@ -3,7 +3,7 @@
 Reads   RUN/searched/
 Writes  RUN/fusion/   training checkpoints and metrics.jsonl
         RUN/fused/    the DHA checkpoint, which holds the fused heads alone
-        RUN/cka-fused.png   their similarity, to be held against RUN/cka.png (Figures 9, 13)
+        RUN/cka-fused.png   their similarity, to compare with RUN/cka.png (Figures 9, 13)
 
     python -m related.dha.fuse                                                  # after related/dha/search.py
     torchrun --nproc-per-node 8 -m related.dha.fuse --run-dir runs/dha-7b --steps 1000 --margin-steps 200 \\

@@ -29,7 +29,7 @@ def accepts(gain: float, temperature: float, draw: random.Random) -> bool:
 
 
 def walk(losses: list[list[float]], count: int, draw: random.Random) -> tuple[float, list[list[int]]]:
-    """Algorithm 4 once, from a random start: the loss of the best grouping visited, and that grouping.
+    """Algorithm 4 once, from a random grouping: the loss of the best grouping visited, and that grouping.
 
     Each step proposes to swap two heads of different groups.
     """

@@ -20,7 +20,7 @@ DATA_FLAGS = {  # flags of search that hold for everything that is compared
 DATA = DATA_FLAGS | {"tokens_sha256": DIGEST}
 CHOICE = {"source_heads": [COUNT], "heads": [COUNT]}  # of keys or values, a number per layer
 PHASE = {"steps": COUNT, "data": DATA}
-STAGES.update({  # what records hold beside the fields of every record
+STAGES.update({  # what records hold besides the fields of every record
     SEARCH: {"files": FILES, "groups": {"key": [[[SIZE]]], "value": [[[SIZE]]]},
              "summary": PHASE | {"steps_so_far": COUNT, "kv_heads": COUNT, "key": CHOICE, "value": CHOICE}},
     FUSE: {"files": FILES, "summary": PHASE | {"steps_so_far": COUNT, "fusion_loss": POSITIVE,

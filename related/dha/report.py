@@ -1,4 +1,4 @@
-"""DHA, with and without fusion, beside GQA with as large a cache: held-out loss over tokens, or before any.
+"""DHA, with and without fusion, and GQA with as large a cache: held-out loss over tokens, or before any.
 
 Reads   RUN/searched/, RUN/search/, RUN/fusion/, RUN/fused/, and the rows of pretrain.py: RUN/NAME/
 Writes  RUN/compare.json, compare.md, compare.png; with --models RUN/starts.json, starts.md
@@ -11,7 +11,7 @@ has the cache of its source; that part of its curve is dashed. Rows that differ 
 learning rate or cache size are refused.
 
 With --models, checkpoints are compared before any training. The table has the key and value heads by layer,
-the cache, the next-token loss on the held-out sequences, what that is above the source's, with the standard
+the cache, the next-token loss on the held-out sequences, its excess over the source's, with the standard
 error of the paired differences over the sequences, and the KL from the source; all in nats per token.
 """
 
@@ -42,7 +42,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
     parser.add_argument("--names", nargs="+", type=row_name, default=list(ROWS), metavar="NAME",
-                        help="rows; source, the uncompressed model trained on, may have a larger cache")
+                        help="rows; source, the uncompressed model trained further, may have a larger cache")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=DIR",
                         help="rows of the table before any training, which is written instead")
     args = parser.parse_args()
@@ -100,7 +100,7 @@ def read_rows(run: str, names: list[str]) -> dict[str, dict]:
 
 
 def loss_at(row: dict, share: float) -> str:
-    """A row's held-out loss after that share of all tokens; empty if it has none near there."""
+    """A row's held-out loss after that share of all tokens; empty if it has none close to that."""
     wanted = share * row["tokens"]
     tokens, loss = min(row["heldout"], key=lambda point: abs(point[0] - wanted))
     return f"{loss:.3f}" if abs(tokens - wanted) <= NEAR * row["tokens"] else ""
@@ -146,7 +146,7 @@ def compare_trained(args, search: dict) -> tuple[str, dict, str]:
 
 @torch.no_grad()
 def measure(path: str, tokens: torch.Tensor, source: list[torch.Tensor]) -> dict:
-    """The figures of one checkpoint. source: the source's logits on `tokens`."""
+    """The metrics of one checkpoint. source: the source's logits on `tokens`."""
     model = load_model(path)
     logits = training.all_logits(model, tokens)
     lost = [mean_nll([ours], row[None]) - mean_nll([theirs], row[None])
@@ -176,7 +176,7 @@ def compare_starts(args, search: dict) -> tuple[str, dict, str]:
         lines.append((name, *heads, f"{row['cache_bytes_per_token']:.0f}", f"{row['loss']:.3f}",
                       f"{row['lost']:.3f} ± {row['lost_stderr']:.3f}", f"{row['kl']:.3f}"))
     nearest = min((name for name in rows if name != SOURCE), key=lambda name: rows[name]["lost"])
-    closing = f"nearest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
+    closing = f"closest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
     return table(header, lines) + "\n", {"rows": rows}, closing
 
 

@@ -15,9 +15,9 @@ Writes  RUN/search/         training checkpoints and metrics.jsonl
 Every head starts to read a mixture of all heads of its layer, through factors that change nothing at first;
 the language-model loss trains factors and weights. Two heads whose factors stay close share a head (Algorithm
 4), and a layer whose factors spread keeps more heads (Algorithm 5), for keys and values separately. The
-defaults suit the demo model; published are 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights
-and 1e-2 for factors, as in the last command. The second one halves again what fuse.py left of a first halving
-(Appendix B.2); the steps behind that checkpoint count. Run the same command again to resume.
+defaults suit the demo model; the paper has 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights
+and 1e-2 for factors, as in the last command. The second command halves again what fuse.py wrote after a first
+halving (Appendix B.2); the steps behind that checkpoint count. Run the same command again to resume.
 """
 
 import os
@@ -107,7 +107,7 @@ def check_texts(args, positions: int) -> None:
 
 
 def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
-    """Key and value groups of every layer from the operators after search, and the figures behind them."""
+    """Key and value groups of every layer from the operators after search, and the numbers behind them."""
     groups, figures = {}, {}
     for kind in fusion.PROJECTIONS:
         layers = [operators[f"{layer}_{kind}"].double() for layer in range(len(operators) // 2)]

@@ -1,7 +1,7 @@
 """Starts without fusion: heads merged in groups, for pretrain.py, or aligned with each other, for fuse.py.
 
 Reads   RUN/searched/ and the model it was made from, RUN/calibration/ of that or RUN/rotated/calibration/
-Writes  RUN/start-NAME/         a checkpoint, untrained but for --refit
+Writes  RUN/start-NAME/         a checkpoint, untrained except by --refit
         RUN/rotated/searched/   of --merge none: the function and the groups of RUN/searched/
 
     python -m related.dha.start                            # RUN/start-cold/: means of the source's heads
@@ -19,8 +19,8 @@ The closed form of stage 4 replaces keys through W_Q and values through W_O, ind
 each may have its own groups. --counts says how many heads a layer keeps: every layer as many (uniform), as
 search found (Algorithm 5), or as measured: the KL from the source on --sequences training sequences, with one
 layer's keys or values merged to each number of heads. Of all numbers with the same cache, those with the
-least sum of these KLs are chosen. What takes neither groups nor counts from search does not cost its steps,
-which pretrain.py counts.
+least sum of these KLs are chosen. A model that takes neither groups nor counts from search does not cost its
+steps, which pretrain.py counts.
 """
 
 import itertools
@@ -53,7 +53,7 @@ from related.dha.records import SEARCH, START, read, row_name
 from related.dha.training import all_logits, relative_difference
 
 KINDS = tuple(fusion.PROJECTIONS)
-NAMES = {"source": "cold", "searched": "unfused"}  # of means: --weights -> name of the start
+NAMES = {"source": "cold", "searched": "unfused"}  # of means: --weights -> name of the model
 RESTARTS, SWAPS = 50, 1000  # of Algorithm 2, whose scores are those of pairs
 CHECKED = 4, 64  # random sequences and their tokens whose logits rotations must not change
 
@@ -165,7 +165,7 @@ class Source:
 
     @torch.no_grad()
     def refit(self, model, tokens: torch.Tensor, attention: bool) -> list[dict]:
-        """Refit a merged model in place, a layer at a time; returns the figures of the layers."""
+        """Refit a merged model in place, a layer at a time; returns the metrics of the layers."""
         targets, inputs = (self.layers.embed(tokens.split(1), None) for _ in range(2))
         fit = Refit(self.layers.run, targets, inputs, attention=attention)
         pairs = zip(self.layers.model.model.layers, model.model.layers, strict=True)
@@ -210,7 +210,7 @@ def measure_counts(source: Source, losses: dict, ladder: list[int], total: int, 
 
 
 def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> tuple[dict, dict]:
-    """Groups of every layer by kind, and the figures behind them."""
+    """Groups of every layer by kind, and the numbers behind them."""
     if args.groups == "search":
         return search["groups"], {}
     layers, heads = search["model"]["layers"], search["model"]["heads"]
@@ -231,7 +231,7 @@ def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> t
 
 
 def averaged(args, path: str, search: dict, grams_of) -> tuple:
-    """The model whose key (value) heads are the means of their groups, and its figures."""
+    """The model whose key (value) heads are the means of their groups, and its metrics."""
     source, groups = load_model(path), search["groups"]
     operators = fusion.starting_operators(groups, source.config.head_dim)
     model = fusion.fused_model(source.config, source.state_dict(), groups, operators)
@@ -239,7 +239,7 @@ def averaged(args, path: str, search: dict, grams_of) -> tuple:
 
 
 def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
-    """The model of heads merged in closed form, and its figures."""
+    """The model of heads merged in closed form, and its metrics."""
     data, tokenizer = search["summary"]["data"], load_tokenizer(path)
     tokens, text = load_tokens(data["text"], tokenizer, args.sequences, data["length"])
     print(f"reads   {text}")
@@ -257,7 +257,7 @@ def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
 
 
 def aligned(args, path: str, search: dict, grams_of) -> tuple:
-    """The model after search with its heads rotated towards those of their groups, and its figures."""
+    """The model after search with its heads rotated towards those of their groups, and its metrics."""
     model, groups = load_model(path), search["groups"]
     tokens = torch.randint(model.config.vocab_size, CHECKED, generator=torch.Generator().manual_seed(0))
     expected = all_logits(model, tokens)

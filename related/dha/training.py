@@ -1,7 +1,7 @@
 """Shared by search, fusion and continued pre-training: data, the steps of training, and resuming.
 
-The operators and the multiplier lambda are replicated parameters of the trainee: every rank holds them whole.
-The training loop is common/training/engine.py's.
+The operators and the multiplier lambda are replicated parameters of the trainee: every rank holds them
+unsharded. The training loop is common/training/engine.py's.
 """
 
 import shutil

@@ -3,10 +3,10 @@
     cache = KeyChannelCache(model, ratio=0.5)
     model.generate(**inputs, past_key_values=cache)
 
-The first forward pass is the prompt and is computed with whole keys. After it each layer chooses channels per
-sample and key head (channels.py) and drops the others from all keys but the last `recent`. Those, and every
-later key (a second prompt's included), stay whole. Values are not touched. Prompts in a batch are padded on
-the left, and padding does not influence the choice.
+The first forward pass is the prompt and is computed with complete keys. After it each layer chooses channels
+per sample and key head (channels.py) and drops the others from all keys but the last `recent`. Those, and
+every later key (a second prompt's included), stay complete. Values are not touched. Prompts in a batch are
+padded on the left, and padding does not influence the choice.
 
 A prompt in chunks (prefill_chunk_size) needs `prompt`, its number of tokens, and ends with the pass that
 reaches it. A second prompt right after the first, which looks like a next chunk, needs it too. Decoding that
@@ -36,9 +36,9 @@ class KeyChannelLayer(DynamicLayer):
     """One layer's keys and values.
 
     pruned [B, G, L - recent, d'] are the prompt's keys in the kept channels [B, G, d'] (int16), keys [B, G,
-    n, d] the whole keys after them, values [B, G, L - recent + n, d]. Before the prompt is pruned, and where
-    there is nothing to prune, channels is None and keys holds every key. Between chunks of the prompt queries
-    [B, H, n, d] holds its last ones so far, at most `observed`.
+    n, d] the complete keys after them, values [B, G, L - recent + n, d]. Before the prompt is pruned, and
+    where there is nothing to prune, channels is None and keys holds every key. Between chunks of the prompt
+    queries [B, H, n, d] holds its last ones so far, at most `observed`.
     """
 
     is_croppable = False
@@ -68,7 +68,7 @@ class KeyChannelLayer(DynamicLayer):
         if self.queries is not None:
             queries = torch.cat((self.queries, queries), -2)
         if self.get_seq_length() < (self.prompt or 1):
-            self.queries = queries[:, :, -self.observed :].clone()  # a view would keep the whole chunk
+            self.queries = queries[:, :, -self.observed :].clone()  # a view would keep the entire chunk
             return
         self.queries = None
         self.prune(queries, real)
@@ -94,7 +94,7 @@ class KeyChannelLayer(DynamicLayer):
         observed = by_key_head(queries[:, :, -self.observed :], keys)
         channels = kept_channels(self.select, observed, keys, self.recent, count)
         self.pruned = self.keys[:, :, :old].gather(-1, channels[:, :, None].expand(-1, -1, old, -1))
-        self.keys = self.keys[:, :, old:].clone()  # a view would keep the whole prompt in memory
+        self.keys = self.keys[:, :, old:].clone()  # a view would keep the entire prompt in memory
         self.channels = channels.to(torch.int16)
 
     def attend(self, query, value, mask, scaling: float) -> torch.Tensor:
@@ -146,7 +146,7 @@ class KeyChannelCache(DynamicCache):
         model,  # any transformers model with attention through the registry
         ratio: float,  # lambda, the share of channels to remove, in [0, 1)
         select: str = "greedy+swap",  # one of SELECTORS
-        recent: int = 32,  # last keys of the prompt that stay whole
+        recent: int = 32,  # last keys of the prompt that stay complete
         observed: int = 32,  # last queries of the prompt that represent those to come
         prompt: int | None = None,  # tokens of the prompt, padding included; None: those of the first pass
     ):

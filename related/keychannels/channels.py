@@ -9,7 +9,7 @@ scores by
 where S is the identity with zeros at B and o is the elementwise product. The selectors, of which think is
 published, align is its successor GCJCP's, a draft that ends before its algorithm, and the next two are ours:
 
-  think        smallest W[i, i], with K the whole prompt
+  think        smallest W[i, i], with K the entire prompt
   align        the same, with K only what will really be pruned: the prompt without its last `recent` keys
   greedy       grow B by the channel with the smallest W[i, i] + 2 sum_{j in B} W[i, j]; K as for align
   greedy+swap  from the best of those three, swap a removed and a kept channel while that lowers the cost
@@ -90,7 +90,7 @@ def greedy_and_swap(pruned: torch.Tensor, whole: torch.Tensor, count: int) -> to
     return swap(pruned, sets.take_along_dim(best[None, ..., None], 0)[0])
 
 
-SELECTORS = {  # of W of the keys that will be pruned, W of the whole prompt, and how many channels to remove
+SELECTORS = {  # of W of the keys that will be pruned, W of the entire prompt, and how many channels to remove
     "think": lambda pruned, whole, count: cheapest_alone(whole, count),
     "align": lambda pruned, whole, count: cheapest_alone(pruned, count),
     "greedy": lambda pruned, whole, count: greedy(pruned, count),
@@ -107,7 +107,7 @@ def removed_count(ratio: float, size: int) -> int:
 def kept_channels(
     select: str,  # one of SELECTORS
     queries: torch.Tensor,  # [..., n, d]: the observed ones
-    keys: torch.Tensor,  # [..., L, d]: those of the whole prompt
+    keys: torch.Tensor,  # [..., L, d]: those of the entire prompt
     recent: int,  # how many of the last keys will not be pruned
     count: int,  # channels to remove
 ) -> torch.Tensor:

@@ -9,18 +9,18 @@ Writes  RUN/keychannels.json, keychannels.md and keychannels.png, or RUN/premise
     python -m related.keychannels.measure --premises --model runs/smollm2/source --text FILE.txt --prompt 2048
 
 Each text is a prompt and its continuation. For every lambda and selector (think and --select, channels.py) a
-share lambda of the prompt's key channels is removed. Measured are the objective on the pruned keys, relative
-to the squared scores; the error of the attention output for the continuation's queries, layer by layer in the
-unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity, the bytes in
-the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one sequence. At
-lambda = 0 the logits must equal the plain cache's bit for bit.
+share lambda of the prompt's key channels is removed. The command measures the objective on the pruned keys,
+relative to the squared scores; the error of the attention output for the continuation's queries, layer by
+layer in the unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity,
+the bytes in the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one
+sequence. At lambda = 0 the logits must equal the plain cache's bit for bit.
 
 --premises measures instead, by key head in the unpruned model: whether few channels are large, by the share
 of the keys' energy |k_i|^2 and of the scores' |q_i|^2 |k_i|^2 in the largest tenth, quarter and half of them;
-and whether the window, the last --observed queries of the prompt, stands for later queries (SnapKV). That is
-by the share of these queries' attention to the positions before the window in the tenth that it attends to
-most, in the tenth that they choose themselves and in the last tenth; and by the relative error of their
-scores without half of the channels, chosen by the window (greedy+swap) or by themselves.
+and whether the window, the last --observed queries of the prompt, represents later queries (SnapKV),
+judged by the share of these queries' attention to the positions before the window in the tenth that it
+attends to most, in the tenth that they choose themselves and in the last tenth; and by the relative error of
+their scores without half of the channels, chosen by the window (greedy+swap) or by themselves.
 """
 
 import itertools
@@ -76,8 +76,8 @@ def parse():
     parser.add_argument("--ratios", type=probability, nargs="+", default=(0.3, 0.4, 0.5, 0.6, 0.7),
                         help="lambda: shares of the channels to remove")
     parser.add_argument("--select", nargs="+", default=("align", "greedy", "greedy+swap"), choices=OTHERS,
-                        metavar="NAME", help=f"selectors beside think: {', '.join(OTHERS)}")
-    parser.add_argument("--recent", type=non_negative, default=32, help="last keys of the prompt, left whole")
+                        metavar="NAME", help=f"selectors besides think: {', '.join(OTHERS)}")
+    parser.add_argument("--recent", type=non_negative, default=32, help="last keys of the prompt, not pruned")
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
@@ -144,7 +144,7 @@ def watch_attention(model, tokens: torch.Tensor, function) -> None:
 
 
 def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tuple, dict]:
-    """Figures of each choice (lambda, selector) in one layer, from what watch_attention passes.
+    """Metrics of each choice (lambda, selector) in one layer, from what watch_attention passes.
 
     "objective" [n, G] is over the squared scores, "error" and "output" [] are the squared error and norm of
     the attention output on the continuation. (lambda, "exact") has the best objective, for small heads.
@@ -173,7 +173,7 @@ def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tu
 
 
 def summarize(args, effects: list[dict]) -> dict[tuple[float, str], dict]:
-    """(lambda, selector) -> figures over all heads. effects: head_effects of each layer and batch."""
+    """(lambda, selector) -> metrics over all heads. effects: head_effects of each layer and batch."""
 
     def joined(ratio: float, select: str, name: str) -> torch.Tensor:
         return torch.cat([layer[ratio, select][name].flatten().cpu() for layer in effects])
@@ -214,7 +214,7 @@ def continue_prompt(args, model, tokens, choice) -> tuple[torch.Tensor, torch.Te
 
 
 def compare_losses(loss: torch.Tensor, plain: torch.Tensor, think: torch.Tensor) -> dict[str, float]:
-    """Figures of a choice's losses [texts], beside the plain cache's and those of think at its lambda."""
+    """Metrics of a choice's losses [texts], against the plain cache's and those of think at its lambda."""
     over = loss - plain
     return {"loss_over_plain": float(over.mean()),
             "loss_over_plain_stderr": float(over.std() / len(over) ** 0.5),
@@ -238,7 +238,7 @@ def fastest_times(args, model, row: torch.Tensor) -> dict:
 
 
 def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
-    """Figures of every choice for one checkpoint. tokens: [texts, prompt + continuation]."""
+    """Metrics of every choice for one checkpoint. tokens: [texts, prompt + continuation]."""
     effects, losses, sizes, same, rows = [], {}, {}, True, []
     for batch in Progress(tokens.split(args.batch), desc=os.path.basename(path), unit="batch", leave=False):
         watch_attention(model, batch, lambda *states: effects.append(head_effects(args, *states)))
@@ -350,7 +350,7 @@ def chosen_share(attention: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def head_premises(args, queries, keys, scaling: float) -> dict[str, dict[str, torch.Tensor]]:
-    """Figures of one layer and text, each [G]. queries: [H, T, d]; keys: [G, T, d]; after RoPE."""
+    """Metrics of one layer and text, each [G]. queries: [H, T, d]; keys: [G, T, d]; after RoPE."""
     prompt, window = args.prompt, args.prompt - args.observed
     before, queries, keys = keys[:, :window].double(), queries.double(), keys.double()
     observed, later = queries[:, window:prompt], queries[:, prompt:]
@@ -423,7 +423,7 @@ def main():
     record = started.record(describe(paths[0]), {}) | {"device": device, "results": results}
     with write_beside(output + ".json") as aside:
         if not args.premises:
-            prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} whole"
+            prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} unpruned"
             title = f"key channels removed from {prompt}"
             picture(os.path.join(aside, f"{name}.png"), results, title)
         write_text(os.path.join(aside, f"{name}.md"), shown + "\n")

@@ -221,7 +221,7 @@ def head_counts(heads: int) -> dict[str, int]:
 def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
     """Lines of the exactness table, condition numbers before and after training, lines of the sweep.
 
-    Raises UserError unless the two trained models are there, whole, and of the same shape.
+    Raises UserError unless the two trained models are there, complete, and of the same shape.
     """
     paths = {kind: train.model_path(args.run, kind == "parallel") for kind in KINDS}
     recorded, trained, skipless = read_record(paths["serial"], train.STAGE)["model"], {}, {}

@@ -219,7 +219,7 @@ def parse():
 
 
 def folded_model(args, model, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
-    """The model with args.remove folded away, and the figures for its record.
+    """The model with args.remove folded away, and the numbers for its record.
 
     Raises UserError where that is impossible, saves nothing, or is not equivalent.
     """

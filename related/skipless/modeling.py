@@ -15,7 +15,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 
 @strict
 class SkiplessConfig(LlamaConfig):
-    """LlamaConfig plus parallel (attention beside the FFN) and removed (names of absent projections).
+    """LlamaConfig plus parallel (attention next to the FFN) and removed (names of absent projections).
 
     gated: Llama's FFN, down(act(gate(x)) * up(x)); otherwise down(act(up(x))), as in Pythia.
     """

@@ -5,15 +5,15 @@ Writes  RUN/serial/, RUN/parallel/, or with --without q RUN/serial-trained-witho
         RUN/seed-N/, RUN/variants.json, variants.md   with --variants: all of them, and their held-out losses
 
     python -m related.skipless.train                 # a minute on two cores: the demo model's shape and text
-    python -m related.skipless.train --without k     # the paper's Figure 1(c) from the start: no K and no P
-    python -m related.skipless.train --variants 3    # three of each, beside the full model; half an hour
+    python -m related.skipless.train --without k     # the paper's Figure 1(c) from scratch: no K and no P
+    python -m related.skipless.train --variants 3    # three of each, and of the full model; half an hour
     torchrun --nproc-per-node 2 -m related.skipless.train --run-dir runs/skipless --parallel
 
-Without skip connections and norms signals vanish or explode from block to block. So every block starts near
-the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends mostly to itself; a gate
+Without skip connections and norms signals vanish or explode from block to block. So every block starts close
+to the identity: orthogonal matrices; K equal to Q and sharp, so that a token attends mostly to itself; a gate
 whose bias keeps it open, before an FFN that undoes its own expansion; each block's output scaled to mean
 square 1 on the text. A training that was stopped by a signal exits with 75 (torchrun: 1) and resumes when
-called again with the same flags; --force begins anew. With --variants the models that exist are kept.
+called again with the same flags; --force starts over. With --variants the models that exist are kept.
 """
 
 import math
@@ -72,7 +72,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
     parser.add_argument("--model", default=demo.DEMO, help="checkpoint that gives shape and tokenizer")
-    parser.add_argument("--parallel", action="store_true", help="attention beside the FFN, not before it")
+    parser.add_argument("--parallel", action="store_true", help="attention next to the FFN, not before it")
     parser.add_argument("--without", choices=("q", "k", "v"),
                         help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
     parser.add_argument("--variants", type=positive, default=None,
@@ -80,7 +80,7 @@ def parse():
     parser.section("training")
     parser.add_argument("--text", default=demo.DEMO,
                         help="c4, demo, a .txt, .jsonl, .json.gz or .parquet file")
-    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, likewise")
+    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, as for --text")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
@@ -120,7 +120,7 @@ def skipless_config(source, parallel: bool, kv_heads: int | None = None, **chang
 
 @torch.no_grad()
 def initialise(model, ids: torch.Tensor, seed: int) -> None:
-    """Start every block near the identity, in place. model: with biases in its FFN; ids: [n, T] of text."""
+    """Start every block close to the identity, in place. model: its FFN has biases; ids: [n, T] of text."""
     generator = torch.Generator().manual_seed(seed)
     model.model.embed_tokens.weight.normal_(generator=generator)
     model.lm_head.weight.normal_(std=0.02, generator=generator)  # small logits

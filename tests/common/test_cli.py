@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +140,7 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "integer": ("-3 0 7", "0.5 x nan inf 1e3"),
     "positive": (f"1 7 {2**31 - 1}", f"0 -1 1.0 nan inf {2**31} {10**400}"),
     "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
-    "passes": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
+    "epochs": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
     "real": ("-3.5 0 1e-300 7", "nan inf -inf 1e999 x"),
     "positive_float": ("1e-300 0.5 7", "0 -0.5 nan inf"),
@@ -211,13 +210,11 @@ def test_an_error_of_all_ranks_is_printed_once(fail_as):
 
 
 def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
-    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=20))
+    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(minutes=5))
     host = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     agent = TCPStore(host["MASTER_ADDR"], int(host["MASTER_PORT"]), is_master=False)
-    began = time.monotonic()
     threading.Timer(1, lambda: agent.set("failures 0/printed on node 0", "")).start()
-    assert fail_as(1, cli.UserError("x")) == (2, "")
-    assert 0.9 < time.monotonic() - began < 15
+    assert fail_as(1, cli.UserError("x")) == (2, "")  # else it would print the error itself
 
 
 @pytest.mark.parametrize("error", [cli.UserError("x"), OSError("x"), MemoryError("x")])
@@ -229,6 +226,15 @@ def test_an_error_of_one_rank_names_it(fail_as, error):
 def test_ranks_that_another_one_stops_are_silent(fail_as):
     assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
     assert fail_as(1, BROKEN) == (2, "") and fail_as(0, KeyboardInterrupt()) == (130, "")
+
+
+class PanicException(BaseException):
+    """What a library in Rust raises; that of pyo3 cannot be imported."""
+
+
+def test_a_failure_within_a_library_in_rust_is_one_line(fail_as):
+    line = "error: a library failed on this model or text: retry-limit-in-match over\n"
+    assert fail_as(0, PanicException("retry-limit-in-match over")) == (2, line)
 
 
 def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):

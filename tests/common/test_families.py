@@ -493,7 +493,8 @@ def test_whole_run(name, inputs, tmp_path):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == tied
     assert (exported.lm_head.weight is embedding) == tied
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]
-    assert config_without_kv_heads(home / "gqa") == config_without_kv_heads(model)
+    configs = [config_without_kv_heads(directory) for directory in (model, home / "gqa")]
+    assert configs[0].items() <= configs[1].items()  # keys that older releases read are added
     assert exported.config.num_key_value_heads == 2
     heads = head_parameters(exported.model.layers[0].self_attn)
     assert len(heads["k_proj.weight"]) == 2 * geometry(exported.config).head_dim

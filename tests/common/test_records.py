@@ -17,6 +17,7 @@ MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
 GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
 REFIT = {"ridge": 0.1, "merged": 0.3, "output": 0.2, "attention": 0.1}
 COSINES = {"key_before": 0.1, "key_after": 0.2, "value_before": -0.1, "value_after": 0.2}
+LOST = {"keys": 0.4, "values": 0.2}
 STUDENT = {"kv_heads": 2, "masks": "l0", "merge": "mean"}
 TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
@@ -46,7 +47,8 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
                     "calibration_tokens": 64,
                     "within_group_cosine": [COSINES, COSINES],
                     "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
-                    "perplexity_aligned": 9.0, "perplexity_merged": 12.0},
+                    "perplexity_aligned": 9.0, "perplexity_merged": 12.0,
+                    "kl_merged": 0.5, "energy_lost": [LOST, LOST]},
     },
     "05_prune_train.py": {
         "arguments": {"tasks": "hub", "only": ["piqa"], "seed": 0},
@@ -149,7 +151,8 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
-OPTIONAL = {"flags", "score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention"}
+OPTIONAL = {"flags", "score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention",
+            "kl_merged", "energy_lost"}
 FREE = {("inputs", "calibration"), ("results", "gqa"),
         *(("files", name) for fields in FIELDS.values() for name in fields["files"])}
 CONTENTS = {
@@ -230,9 +233,10 @@ GROUP_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["score_default", "score_found", "score_optimum", "within_group_cosine"])
+@pytest.mark.parametrize("name", ["score_default", "score_found", "score_optimum", "within_group_cosine",
+                                  "energy_lost"])
 def test_figures_per_layer_are_as_many_as_layers(name):
-    stage = "04_align.py" if name == "within_group_cosine" else "03_group.py"
+    stage = "03_group.py" if name.startswith("score") else "04_align.py"
     items = valid(stage)["summary"][name]
     for wrong in (items[:1], [*items, items[0]], []):
         fault = find_fault(changed(valid(stage), ("summary", name), wrong), stage)

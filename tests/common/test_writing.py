@@ -113,6 +113,14 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["x.json"]
 
 
+def test_a_file_that_fails_leaves_no_new_directory(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for home in ("new", "empty"):
+        with pytest.raises(UserError), files.write_file(str(tmp_path / home / "file")):
+            raise UserError("bad input")
+    assert os.listdir(tmp_path) == ["empty"]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
     """Also those that safetensors writes, with 0600."""

@@ -16,7 +16,7 @@ from common import layers
 from common.artifacts import check_input, digest, read_record
 from common.cli import UserError
 from common.method import merge as fuse
-from common.method.closed_form import closed_form_layer
+from common.method.closed_form import closed_form_layer, energy_lost
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit
@@ -122,18 +122,21 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     record = read_record(str(home / "groups.json"), "03_group.py")
     groups = torch.tensor(record["groups"])
-    source, merges = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), []
+    source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(calibrated_layer(home / "calibration", index), 8)
-        value_rotation, key_rotation = align_layer(grams, groups[index], criterion)
+        value_rotation, key_rotation = rotation = align_layer(grams, groups[index], criterion)
         order = groups[index].flatten().tolist()
         fuse.fuse_layer(layer.self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
-        merges.append(closed_form_layer(grams, groups[index], value_rotation, key_rotation, context))
+        merges.append(closed_form_layer(grams, groups[index], *rotation, context))
+        if context:
+            lost.append(energy_lost(merges[-1], grams, groups[index], *rotation, context))
     aligned = weights(home / "aligned")
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
     merged = weights(home / "merged")
-    assert read_record(str(home / "merged"), "04_align.py")["summary"]["key_context"] == context
+    summary = read_record(str(home / "merged"), "04_align.py")["summary"]
+    assert summary["key_context"] == context and summary["energy_lost"] == (lost or None)
     assert merged.keys() == aligned.keys()
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"

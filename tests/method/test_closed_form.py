@@ -11,17 +11,20 @@ from common.method.closed_form import (
     RIDGE,
     before_norms,
     closed_form_layer,
+    energy_lost,
     key_fit,
     merging_loss,
     with_energies,
 )
 from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
-from common.method.rope_merge import alternate, start_by_pairs
+from common.method.rope_merge import alternate, log_uniform, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
 from conftest import tiny_model
 from students import merge_model
+from test_rope_merge import rotations
 
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -59,6 +62,16 @@ def statistics(model) -> list[LayerGrams]:
     frequencies = {"rope.frequencies": model.model.rotary_emb.inv_freq.double()}
     return [LayerGrams(stats.tensors() | frequencies | {"output.gram": output}, source_kv_heads)
             for stats, output in layers]
+
+
+def grams_of(values, keys, queries, outputs) -> LayerGrams:
+    """Those of six heads of eight coordinates: [n, 6, 8], and outputs [6, hidden, 8]."""
+    stats = LayerStats(6, 8)
+    stats.update_values(values)
+    stats.update_keys(keys)
+    stats.update_queries(queries)
+    tensors = {"output.gram": outputs.mT @ outputs, "rope.frequencies": FREQUENCIES}
+    return LayerGrams(stats.tensors() | tensors, 6)
 
 
 def unrotated_merge(grams: LayerGrams, groups: torch.Tensor, context: int | None = None) -> Merge:
@@ -263,15 +276,6 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     values, keys = values + normal(50, 6, 8, seed=3), keys + normal(50, 6, 8, seed=4)
     queries, outputs = normal(50, 6, 8, seed=5) * torch.arange(1, 9), normal(6, 20, 8, seed=6)
 
-    def grams_of(values, keys, queries, outputs):
-        stats = LayerStats(6, 8)
-        stats.update_values(values)
-        stats.update_keys(keys)
-        stats.update_queries(queries)
-        frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
-        tensors = {"output.gram": outputs.mT @ outputs, "rope.frequencies": frequencies}
-        return LayerGrams(stats.tensors() | tensors, 6)
-
     grams = grams_of(values, keys, queries, outputs)
     value_rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
     key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
@@ -333,3 +337,29 @@ def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behin
     torch.testing.assert_close(found.query_energy, mapped.square().mean(0), **close)
     fit = key_fit(grams, groups, None, 64)  # what all keys share counts
     assert not fit.mean.any()
+
+
+def test_the_energy_lost_is_the_relative_squared_error_of_what_outputs_read_and_of_scores():
+    """Of any merge, here a random one of rotated heads, written out over tokens, queries and distances."""
+    values, keys, queries = (normal(50, 6, 8, seed=seed) + seed for seed in range(3))
+    outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
+    rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
+    key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
+    merge, turns = Merge(*normal(4, 2, 3, 8, 8, seed=9) / 5), rotations(FREQUENCIES, log_uniform(64))
+    grams = grams_of(values, keys, queries, outputs)
+    lost = energy_lost(merge, grams, groups, rotation, key_rotation, 64)
+
+    value = torch.einsum("giab,ngib->ngia", rotation, values[:, groups])
+    shared = torch.einsum("giab,ngib->nga", merge.value_in, value)
+    rest = value - torch.einsum("giab,ngb->ngia", merge.value_out, shared)
+    read = [torch.einsum("gioa,ngia->ngio", outputs[groups] @ rotation.mT, part) for part in (rest, value)]
+    assert lost["values"] == pytest.approx(float(read[0].square().sum() / read[1].square().sum()), rel=1e-4)
+
+    query, key = (torch.einsum("giab,ngib->ngia", to_matrix(key_rotation), heads[:, groups])
+                  for heads in (queries, keys))
+    shared = torch.einsum("tab,ngb->tnga", turns, torch.einsum("giab,ngib->nga", merge.key_in, key))
+    key = torch.einsum("tab,ngib->tngia", turns, key)
+    rest = key - torch.einsum("giab,tngb->tngia", merge.key_out, shared)
+    scores = [torch.einsum("qgia,tngia->giqtn", query, part).flatten(3) for part in (rest, key)]
+    error, whole = (part.var(-1, correction=0).mean(2).sum() for part in scores)
+    assert lost["keys"] == pytest.approx(float(error / whole), rel=1e-4)

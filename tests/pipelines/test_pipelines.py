@@ -243,15 +243,50 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
+    several = "error: KV_HEADS: expected a positive number, found "
     expected = "error: TEXT, CHAT: expected generated, c4, none or files, found "
     cases = (({}, "error: MODEL: expected a directory"),
              ({"MODEL": "demo", "KV_HEADS": 0}, "error: KV_HEADS: expected a positive number, found 0\n"),
+             ({"MODEL": "demo", "KV_HEADS": "4 2"}, f"{several}4 2\n"),
+             ({"MODEL": "demo", "KV_HEADS": "4 x", "PLAN": "choose"}, f"{several}4 x\n"),
              ({"MODEL": "demo", "NPROC": "two"}, "error: NPROC: expected a positive number, found two\n"),
              ({"MODEL": "demo", "CHAT": "generated gone.jsonl"}, f"{expected}gone.jsonl\n"),
              ({"MODEL": "demo", "TEXT": "generated:gone.txt"}, f"{expected}generated:gone.txt"))
     for settings, line in cases:
         done = recipe("convert.sh", PYTHON="true", **settings)
         assert done.returncode == 2 and done.stderr.startswith(line)
+
+
+def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
+    run = f"{tmp_path}/it's a [1] run *"
+    settings = CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
+    _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
+    assert all(after("--run", words) == run for words in (calibration, similarity, table))
+    assert "--energy" in similarity and "common.reporting.choose" in table
+    inputs = ["--similarity", f"{run}/similarity.safetensors"], ["--calibration", f"{run}/calibration"]
+    flags = ["--by", "energy", "--kv-heads"], ["--merge", "closed-form", "--refit", "output"]
+    homes = [[heads, "--run", f"{run}/kv{heads}"] for heads in ("16", "8", "4")]
+    assert stages == [["03_group.py", *home, *inputs[0], *flags[0], heads] for heads, *home in homes] + [
+        ["04_align.py", *home, *inputs[1], *flags[1]] for _, *home in homes]
+
+
+@pytest.mark.slow
+def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
+    run = tmp_path / "a run"
+    settings = {"MODEL": save_tiny(tmp_path / "model", num_key_value_heads=4), "RUN": run,
+                "SEQUENCES": 8, "LENGTH": 64}
+    done = recipe("convert.sh", PLAN="choose", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (run / "choose.md").read_text()
+    first = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert first == ["kv heads", "4", "2", "1"] and done.stdout.endswith(table)
+    made = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+    again = recipe("convert.sh", PLAN="choose", **settings)
+    assert again.stdout.endswith(table) and again.stdout.count(": complete") == 6
+    assert made == {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+    planned = recipe("convert.sh", PLAN="1xCPU", KV_HEADS=2, **settings)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert planned.stdout.count(": complete") == 2 and (run / "merged").is_dir()
 
 
 @pytest.mark.slow

@@ -148,5 +148,6 @@ def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records)
     assert "Its license is the source's (apache-2.0)." in words(card)
     data = ModelCard.load(tmp_path / "README.md").data.to_dict()
     assert (data["license"], data["base_model"]) == ("apache-2.0", "some/Base")
-    (source / "README.md").write_text("---\n[\n---\n")
-    assert "which came without a card" in words(write(tmp_path, records))
+    for unusable in ("[", 'license: "\\ud800"', "license: &endless [*endless]"):
+        (source / "README.md").write_text(f"---\n{unusable}\n---\n")
+        assert "which came without a card" in words(write(tmp_path, records))

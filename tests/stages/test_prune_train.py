@@ -1,5 +1,6 @@
 """Stage 5 in one process: resuming, signals, settings, refusals, and what a finished run has recorded."""
 
+import datetime
 import gc
 import json
 import os
@@ -72,6 +73,7 @@ def test_deterministic_kernels_are_chosen_on_request(start_stage):
 
 def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=0.1))  # no other rank will print it
 
     def fill_up(args, started, ranks):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total")

@@ -144,6 +144,17 @@ def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
     assert os.path.isdir(path) and not mark.exists()
 
 
+def test_ranks_share_the_files_that_they_check(saved):
+    """Each damaged file is one rank's to find."""
+    _, path = saved
+    for file in (checkpoints.ORIGIN, *checkpoints.read_json(os.path.join(path, checkpoints.DIGESTS))):
+        content = Path(path, file).read_bytes()
+        Path(path, file).write_bytes(content + b" ")
+        faults = [fault for rank in range(2) if (fault := checkpoints.damage(path, rank, world=2))]
+        assert len(faults) == 1 and file in faults[0]
+        Path(path, file).write_bytes(content)
+
+
 def test_files_of_tensors_beside_the_recorded_ones_are_damage(saved):
     """They would be read, too."""
     _, path = saved

@@ -146,6 +146,7 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
         student = make_student(group_of_one, tmp_path, name)
         torch.manual_seed(0)
         assert student.train(heldout)
+        assert student.job.trainee.training  # or layers would no longer be recomputed
         lines.append(read_metrics(str(tmp_path / name / METRICS)))
         weights.append(whole_weights(saved_checkpoints(student.job.directory)[-1]))
     steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
