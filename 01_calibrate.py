@@ -3,8 +3,9 @@
 Reads   a checkpoint of a supported family (docs/families.md) with at least two key/value heads, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
-        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging; and
-        the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly; and the tokens
+        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging, of
+        Qwen3 behind their norms, too; and the raw head vectors of --sample-tokens tokens, to recompute
+        Eq. 2-22 directly; and the tokens
 
     python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -81,7 +82,8 @@ class Collector:
     def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the entire text
-        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device)
+        self.head_norms = family(self.attention.config).norm == "head"
+        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
         self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
                         "v": self.stats.update_values}
         self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
@@ -97,6 +99,10 @@ class Collector:
         heads = vectors.detach().unflatten(-1, (-1, self.shape.head_dim)).flatten(0, -3)
         if not torch.isfinite(heads.sum(dtype=torch.float32)):
             raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
+        if self.head_norms and letter == "k":
+            self.stats.update_normed_keys(heads, self.attention.k_norm(heads))
+        elif self.head_norms and letter == "q":
+            heads = self.attention.q_norm(heads)
         self.updates[letter](heads)
         if letter in self.samples:
             self.samples[letter].append(heads[self.sampled_rows].float().cpu())

@@ -42,7 +42,7 @@ from common.evaluate import max_difference, mean_kl, perplexity_of, require_clos
 from common.families import family, key_context
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
-from common.method.closed_form import closed_form_layer, energy_lost, with_energies
+from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.method.refit import ERRORS, Refit
@@ -116,9 +116,10 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     path, by = source["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    if args.merge == "closed-form" and family(config).norm == "head":
-        raise UserError(f"{path}: expected --merge mean, found closed-form: q_norm and k_norm "
-                        "would undo the scale folded into the queries")
+    normed = family(config).norm != "head" or "key.normed" in calibration.layer(0)
+    if args.merge == "closed-form" and not normed:
+        raise UserError(f"{calibration_path}: expected keys behind k_norm, found none; "
+                        "run 01_calibrate.py --force")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated, default = calibration.summary, max(2, min(512, calibration.summary["length"]))
@@ -237,7 +238,11 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
                 lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
         else:
             merge = PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
-        yield with_energies(merge, grams, layer_groups, rotation[1], closed) if grams.joint_norm else merge
+        if grams.joint_norm:
+            merge = with_energies(merge, grams, layer_groups, rotation[1], closed)
+        elif grams.head_norms and closed:
+            merge = before_norms(merge, grams, layer_groups, rotation[1])
+        yield merge
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:

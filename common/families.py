@@ -134,10 +134,14 @@ def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
 
 
 def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
-    """The modules of an attention layer that merging changes: of keys and values, or of the whole head."""
+    """The modules of an attention layer that merging changes: of keys and values, or of the whole head.
+
+    Means leave the norms of single heads, which all heads share, as they are.
+    """
     if family(config).fused:
         return ("qkv_proj", "o_proj") if whole_head else ("qkv_proj",)
-    norms = ("k_norm", "q_norm")[: 1 + whole_head] if family(config).norm == "joint" else ()
+    known = {"joint": ("k_norm", "q_norm")[: 1 + whole_head], "head": ("k_norm", "q_norm") * whole_head}
+    norms = known.get(family(config).norm, ())
     return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
 
 

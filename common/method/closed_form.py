@@ -11,10 +11,19 @@ import torch
 from common.method.low_rank import key_weights, merge_keys, merge_values, share, value_loss
 from common.method.merge import Merge
 from common.method.rope import pair_products, to_matrix
-from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys, start_by_pairs
+from common.method.rope_merge import (
+    KeyFit,
+    Turns,
+    alternate,
+    damped_solve,
+    log_uniform,
+    merge_rope_keys,
+    start_by_pairs,
+)
 from common.method.stats import LayerGrams, group_blocks
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
+RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as well
 
 
 def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
@@ -28,7 +37,7 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: t
     if context is not None:
         key_merge = merge_rope_keys(key_fit(grams, groups, rotation, context))
     else:
-        key = rotated(group_blocks(grams.full_key, groups), rotation)
+        key = rotated(group_blocks(grams.rope_key, groups), rotation)
         weights = key_weights(pair_products(grams.query).real)
         key_merge = map(to_matrix, merge_keys(pair_products(key), weights[groups]))
     return Merge(*merge_values(*value_blocks(grams, groups, value_rotation)), *key_merge)
@@ -50,7 +59,7 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
     """What a merge loses of a layer's "keys" and "values", as shares of what there is.
 
     Of keys it is the loss of common/method/rope_merge.py, of values sum_i |W_O,i (v_i - value_out_i v~)|^2.
-    Other arguments: as for closed_form_layer.
+    What norms of single heads cost (before_norms) is not among it. Other arguments: as for closed_form_layer.
     """
 
     def lost(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> float:
@@ -78,10 +87,34 @@ def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rot
     return replace(merge, key_energy=key_energy, query_energy=query_energy if queries else None)
 
 
+def before_norms(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor) -> Merge:
+    """The merge of keys before norms of single heads that is best for one of the keys behind them.
+
+    Each shared key is regressed on its group's keys, which are over one number per token, the layer's level.
+    Other arguments: as for closed_form_layer.
+    """
+    heads, rotation, gram = grams.source_kv_heads, to_matrix(key_rotation), grams.normed() / grams.tokens
+    source, cross = (rotated(group_blocks(gram[rows, heads:], groups), rotation).transpose(2, 3).flatten(3)
+                     .flatten(1, 2) for rows in (slice(heads, None), slice(heads)))  # [G, D d, D d]
+    energies, products = (torch.diagonal(matrix, dim1=-2, dim2=-1) for matrix in (source, cross))
+    target = merge.key_in.transpose(1, 2).flatten(2)
+    combine = target * share(products, energies)[:, None]  # each coordinate by itself
+    residual = (target @ cross - combine @ source).mT
+    combine = combine + damped_solve(source, residual, damping=RIDGE).mT  # [G, d, D d]
+    spread = energies.unflatten(1, (groups.shape[1], -1)).mean(-1)
+    key_in = combine.unflatten(2, merge.key_in.shape[1:3]).transpose(1, 2)
+    variance = (key_in.square().sum(-1) * spread[..., None]).sum(1).mean(0)  # the groups share the norm
+    energy = (combine @ source * combine).sum(-1)
+    merge = with_energies(merge, grams, groups, key_rotation, queries=True)
+    return replace(merge, key_in=key_in, key_energy=energy, key_variance=variance)
+
+
 def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | None, context: int) -> KeyFit:
     """The least squares for merging the keys of `groups` [G, D] after rotation by [G, D, d, d] or none."""
-    key, mean = group_blocks(grams.full_key, groups) / grams.tokens, grams.key_mean[groups]
+    key, mean = group_blocks(grams.rope_key, groups) / grams.tokens, grams.key_mean[groups]
     query = grams.query[groups] / grams.tokens
+    if grams.head_norms:  # what is the same for all keys no longer is behind another norm: it counts, too
+        mean = torch.zeros_like(mean)
     if rotation is not None:
         key, mean = rotated(key, rotation), torch.einsum("giab,gib->gia", rotation, mean)
         query = rotation @ query @ rotation.mT

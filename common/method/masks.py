@@ -80,7 +80,8 @@ class BlendedProjection(nn.Module):
 
     k_proj and v_proj: W~ has G heads, each shared by a group. q_proj and o_proj, if merging changed them: W~
     has as many heads as W; a head of o_proj is a block of columns. Of qkv_proj (Phi-3) all rows are blended,
-    `queries` of them W_Q. Norms over all heads, k_norm and q_norm, are blended like k_proj and q_proj.
+    `queries` of them W_Q. Norms over all heads, k_norm and q_norm, are blended like k_proj and q_proj; norms
+    of single heads, which share their weights, for each head by its mask.
     Blending weights instead of activations takes one matrix product per call. `z`, [key/value heads of the
     source], is set before each forward pass; a query head uses the mask of its key/value head.
     """
@@ -117,7 +118,10 @@ class BlendedProjection(nn.Module):
         """x: [..., in] -> [..., out] with the blended weight and bias."""
         original, merged = self.original, self.merged
         if not isinstance(original, nn.Linear):
-            return functional_call(original, {"weight": self.blend(original.weight, merged.weight)}, (x,))
+            single = len(original.weight) == self.head_dim
+            weights = [norm.weight.repeat(x.shape[-2] if single else 1) for norm in (original, merged)]
+            weight = self.blend(*weights).view(x.shape[-2:] if single else x.shape[-1:])
+            return functional_call(original, {"weight": weight}, (x,))
         if original.bias is None:
             bias = merged.bias
         else:
@@ -132,7 +136,9 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
         for name in names:
             original = getattr(attention, name)
             queries = attention.o_proj.in_features if name == "qkv_proj" else 0
-            rows = kv_heads * attention.head_dim if name[0] in "kv" else len(original.weight)
+            rows = len(original.weight)
+            if name[0] in "kv":  # unless it is the norm of single heads
+                rows = min(rows, kv_heads * attention.head_dim)
             if queries:
                 rows = queries + 2 * kv_heads * attention.head_dim
             merged = copy.deepcopy(original)

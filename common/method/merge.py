@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.families import as_stored, head_parameters
+from common.families import as_stored, family, head_parameters
 from common.method.rope import rotate_pairs
 
 
@@ -24,7 +24,9 @@ class Merge:
     k~ = sum_j key_in_j k_j before RoPE, and query i reads it by key_out_i (key_out_i^T is folded into W_Q,i).
     All [G, D, d, d] float64. Behind a norm over all heads, k and q are what the norm gives, and the norm of
     the merged layer needs E[k~^2] [G, d] and E[(key_out_i^T q_i)^2] [G, D, d] of its coordinates, the latter
-    summed over query heads; None leaves its scale, or W_Q and its norm, as they are.
+    summed over query heads; None leaves its scale, or W_Q and its norm, as they are. With norms of single
+    heads, q is what they give, k is before them, and key_variance [d] is what E[k~^2] would be if the
+    coordinates of k were uncorrelated, averaged over groups; None leaves these norms alone and q before them.
     """
 
     value_in: torch.Tensor
@@ -33,6 +35,7 @@ class Merge:
     key_out: torch.Tensor
     key_energy: torch.Tensor | None = None
     query_energy: torch.Tensor | None = None
+    key_variance: torch.Tensor | None = None
 
 
 def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
@@ -67,7 +70,10 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
 
     parameters, merged = head_parameters(attention), {}
     key_in, key_out = per_kv_head(merge.key_in), per_query_head(merge.key_out.mT)
+    single = family(attention.config).norm == "head"  # one norm, which the heads share
     norms = {name[0]: head_rows(parameters[name], size) for name in parameters if "_norm." in name}
+    if single:
+        norms = {} if merge.key_variance is None else {"q": norms["q"]}
     for name, parameter in parameters.items():
         projection = name.partition(".")[0]
         if projection == "q_proj":
@@ -80,9 +86,12 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
             columns = head_columns(parameter, size)
             merged[name] = torch.einsum("oia,iab->oib", columns, per_query_head(merge.value_out))
     if norms:
-        behind_norm(merged, "k", group_sum(key_in.square() @ norms["k"].square()), merge.key_energy)
+        variance = (merge.key_variance[:, None].to(device) if single
+                    else group_sum(key_in.square() @ norms["k"].square()))
+        behind_norm(merged, "k", variance, merge.key_energy)
         spread = (key_out.square() @ norms["q"].square()).view(groups * members, repeats, size, 1)
         spread, energy = spread.mean(1).repeat_interleave(repeats, 0), merge.query_energy
+        spread = spread.mean(0) if single else spread
         behind_norm(merged, "q", spread, None if energy is None else per_query_head(energy) / repeats)
         if energy is None:
             merged = {name: blocks for name, blocks in merged.items() if name[0] != "q"}
@@ -161,7 +170,7 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
             store(parameter, torch.einsum("ohb,hab->oha", columns, output_rotation))  # W_O Q^T
         elif name.startswith("v_proj."):
             store(parameter, value_rotation @ head_rows(parameter, size)[order])
-        else:
+        elif len(parameter) > size:  # norms of single heads are one for all of them
             heads, rotation = turns[name[0]]
             turn = exchange_pairs if "_norm." in name else rotate_pairs
             store(parameter, turn(head_rows(parameter, size)[heads], rotation))

@@ -9,7 +9,7 @@ held-out text.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
-Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and norms over all heads are trained to
+Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
 of the output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head,
 trains the matrices, AdamW the rest. Learning rates are relative to each tensor's root mean square, because

@@ -167,9 +167,10 @@ def mean_diagonal(matrix: torch.Tensor) -> torch.Tensor:
     return mean.where(mean > 0, 1)
 
 
-def damped_solve(system: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | float = 0) -> torch.Tensor:
-    """Solve (system + extra + DAMPING times the mean diagonal of system) x = right."""
-    damped = system + extra + DAMPING * mean_diagonal(system) * identity_like(system)
+def damped_solve(system: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | float = 0,
+                 damping: float = DAMPING) -> torch.Tensor:
+    """Solve (system + extra + damping times the mean diagonal of system) x = right."""
+    damped = system + extra + damping * mean_diagonal(system) * identity_like(system)
     return solve_each(damped, right)
 
 

@@ -15,7 +15,10 @@ also needs
   query Gram     sum_n q_i q_i^T    [d, d], before RoPE
   output Gram    W_O,i^T W_O,i      [d, d], for each head's columns of o_proj
 
-the last two summed over the query heads that share a key/value head.
+the last two summed over the query heads that share a key/value head. Behind norms of single heads (Qwen3),
+queries are those that enter RoPE, and there is a Gram of what enters RoPE as keys and of the keys before it:
+
+  normed Gram  sum_n x_i x_j^T   [d, d], over 2H vectors: norm(k_i), then k_i over the layer's rms of all keys
 """
 
 import torch
@@ -108,7 +111,7 @@ def group_blocks(gram: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class LayerStats:
     """Running sums for one layer: products within a batch in float32, sums over batches in float64."""
 
-    def __init__(self, source_kv_heads: int, head_dim: int, device: str = "cpu"):
+    def __init__(self, source_kv_heads: int, head_dim: int, device: str = "cpu", head_norms: bool = False):
         self.source_kv_heads = source_kv_heads
 
         def zeros(*shape, dtype=torch.float64):
@@ -124,6 +127,8 @@ class LayerStats:
             "key.sum": zeros(source_kv_heads, head_dim),
             "query.gram": zeros(source_kv_heads, head_dim, head_dim),
         }
+        if head_norms:
+            self.sums["key.normed"] = zeros(source_kv_heads * (2 * source_kv_heads + 1), head_dim, head_dim)
 
     def update_values(self, values: torch.Tensor) -> None:
         """Add the output of v_proj, [n, H, d]."""
@@ -136,6 +141,11 @@ class LayerStats:
         self.sums["key.raw"] += raw_gram(keys)
         self.sums["key.unit"] += key_gram(to_unit(keys.float()))
         self.sums["key.sum"] += keys.sum(0, dtype=torch.float64)
+
+    def update_normed_keys(self, keys: torch.Tensor, normed: torch.Tensor) -> None:
+        """Add the output of k_proj and what norms of single heads make of it, [n, H, d]."""
+        level = to_unit(keys.float().flatten(1)).view_as(keys) * keys[0].numel() ** 0.5
+        self.sums["key.normed"] += raw_gram(torch.cat((normed.float(), level), dim=1))
 
     def update_queries(self, queries: torch.Tensor) -> None:
         """Add the output of q_proj (before RoPE), [n, query heads, d]."""
@@ -160,6 +170,7 @@ class LayerGrams:
         self.output = tensors.get("output.gram")  # W_O,i^T W_O,i, [H, d, d]
         self.free = tensors.get("key.free")  # rope.free_pairs, [d/2] bool
         self.joint_norm = bool(tensors.get("key.joint_norm", False))  # families.Family.norm
+        self.head_norms = "key.normed" in tensors
         self.frequencies = tensors.get("rope.frequencies")  # [d/2]: radians per position of each RoPE pair
 
     def value(self, kind: str) -> torch.Tensor:
@@ -176,6 +187,16 @@ class LayerGrams:
     def full_key(self) -> torch.Tensor:
         """sum_n k_i k_j^T, [H, H, d, d]."""
         return unpack_half(self.tensors["key.raw"], self.source_kv_heads)
+
+    def normed(self) -> torch.Tensor:
+        """The normed Gram, [2H, 2H, d, d]."""
+        return unpack_half(self.tensors["key.normed"], 2 * self.source_kv_heads)
+
+    @property
+    def rope_key(self) -> torch.Tensor:
+        """full_key of the keys that enter RoPE, also behind norms of single heads, [H, H, d, d]."""
+        heads = self.source_kv_heads
+        return self.normed()[:heads, :heads] if self.head_norms else self.full_key
 
     @property
     def key_mean(self) -> torch.Tensor:

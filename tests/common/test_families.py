@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.calibration import Calibration
 from common.families import family, geometry, head_parameters, merged_modules, watch_heads
 from common.layers import Layers, run_layer
 from common.method import masks
@@ -304,6 +305,23 @@ def test_masks_blend_norms_over_all_heads(whole_head):
 
 
 @torch.no_grad()
+def test_masks_blend_norms_of_single_heads():
+    """By the mask of each key/value head, also for the query heads that read it; means leave them alone."""
+    model = tiny_model(model_type="qwen3", num_key_value_heads=4)
+    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head=True)
+    assert names[4:] == ("k_norm", "q_norm") and merged_modules(model.config) == ("k_proj", "v_proj")
+    for name in names[4:]:
+        getattr(merged.model.layers[1].self_attn, name).weight.add_(0.3 * torch.randn(8))
+    student, z, x = blended(model, merged, names), torch.rand(4), torch.randn(2, 5, 8, 8)
+    for name, masked in (("k_norm", z), ("q_norm", z.repeat_interleave(2))):
+        norm, heads = getattr(student.model.layers[1].self_attn, name), x[..., : len(masked), :]
+        norm.z = z
+        weight = masked[:, None] * norm.original.weight + (1 - masked[:, None]) * norm.merged.weight
+        expected = weight * heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(norm(heads), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_fused_projection_is_blended_by_its_parts():
     """Of a Phi-3 that is GQA already: rows of q, k and v, each by the mask of its key/value head."""
     model = tiny_model(model_type="phi3", num_key_value_heads=4)
@@ -460,9 +478,8 @@ def test_whole_run(name, inputs, tmp_path):
         assert cosines["key_after"] >= cosines["key_before"]
         assert cosines["value_after"] > cosines["value_before"]
 
-    merge = "mean" if changes.get("model_type") == "qwen3" else "closed-form"
     run("04_align.py", "--run", tmp_path / "refitted", "--calibration", home / "calibration", "--groups",
-        home / "groups.json", "--merge", merge, "--refit", "attention", "--dtype", "float32")
+        home / "groups.json", "--merge", "closed-form", "--refit", "attention", "--dtype", "float32")
     summary = json.loads((tmp_path / "refitted" / "merged" / "stage.json").read_text())["summary"]
     merged, output, trained = (sum(layer[name] for layer in summary["refit_layers"]) for name in ERRORS)
     assert trained < output < merged
@@ -485,12 +502,33 @@ def test_whole_run(name, inputs, tmp_path):
     assert ids.shape[1] > 5
 
 
-def test_closed_form_is_refused_where_norms_undo_it(inputs, tmp_path):
-    model, home = save_tiny(tmp_path / "model", model_type="qwen3"), tmp_path / "run"
+@torch.no_grad()
+def test_keys_and_queries_of_qwen3_are_calibrated_behind_their_norms_too(inputs, tmp_path, monkeypatch):
+    """Against hooks on the norms; a calibration from before there were such Grams is not merged."""
+    path, home = save_tiny(tmp_path / "model", model_type="qwen3", num_key_value_heads=4), tmp_path / "run"
     text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
-    run("01_calibrate.py", "--run", home, "--model", model, *text)
-    run("02_similarity.py", "--run", home, "--energy")
-    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "energy", "--restarts", 1, "--iterations", 1)
-    expect_error("expected --merge mean, found closed-form: q_norm and k_norm",
+    run("01_calibrate.py", "--run", home, "--model", path, *text)
+    calibration, watched = Calibration(str(home / "calibration")), {}
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name in ("q_norm", "k_norm", "k_proj"):
+        def hook(module, inputs, output, name=name):
+            watched[name] = output.double().view(128, -1, 8)
+
+        getattr(model.model.layers[1].self_attn, name).register_forward_hook(hook)
+    model(calibration.tokens())
+    keys, close = watched["k_proj"], {"rtol": 1e-4, "atol": 1e-3}
+    vectors = torch.cat((watched["k_norm"], keys / keys.square().mean((1, 2), keepdim=True).sqrt()), dim=1)
+    grams = calibration.grams("cpu", 1)
+    torch.testing.assert_close(grams.normed(), torch.einsum("nia,njb->ijab", vectors, vectors), **close)
+    torch.testing.assert_close(grams.full_key, torch.einsum("nia,njb->ijab", keys, keys), **close)
+    queries = watched["q_norm"].view(128, 4, 2, 8)
+    torch.testing.assert_close(grams.query, torch.einsum("nira,nirb->iab", queries, queries), **close)
+
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2, "--restarts", 1, "--iterations", 1)
+    whole = Calibration.layer
+    monkeypatch.setattr(Calibration, "layer", lambda self, index: {
+        name: tensor for name, tensor in whole(self, index).items() if name != "key.normed"})
+    expect_error("expected keys behind k_norm, found none; run 01_calibrate.py --force",
                  "04_align.py", "--run", home, "--merge", "closed-form")
     assert not list(home.glob("merged*"))

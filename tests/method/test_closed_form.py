@@ -1,14 +1,22 @@
 """Closed-form merging by definition: exact where possible, a singular value decomposition elsewhere."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 
 from common.method import low_rank
-from common.method.closed_form import closed_form_layer, energy_lost, key_fit, merging_loss, with_energies
-from common.method.merge import Merge
+from common.method.closed_form import (
+    RIDGE,
+    before_norms,
+    closed_form_layer,
+    energy_lost,
+    key_fit,
+    merging_loss,
+    with_energies,
+)
+from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, log_uniform, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
@@ -32,19 +40,25 @@ def doubled(**options):
 def statistics(model) -> list[LayerGrams]:
     """Every layer's Grams on TOKENS, as stage 1 makes them."""
     source_kv_heads, layers = model.config.num_key_value_heads, []
+    normed = hasattr(model.model.layers[0].self_attn, "k_norm")
     for layer in model.model.layers:
-        stats = LayerStats(source_kv_heads, 8)
-        for name, update in (("q_proj", stats.update_queries), ("k_proj", stats.update_keys),
-                             ("v_proj", stats.update_values)):
+        stats = LayerStats(source_kv_heads, 8, head_norms=normed)
+        updates = {"q_proj": stats.update_queries, "k_proj": stats.update_keys, "v_proj": stats.update_values}
+        if normed:
+            updates["q_norm"] = updates.pop("q_proj")
+            layer.self_attn.k_norm.register_forward_hook(
+                lambda module, inputs, output, update=stats.update_normed_keys: update(
+                    *(keys.view(-1, source_kv_heads, 8) for keys in (*inputs, output))))
+        for name, update in updates.items():
             def hook(module, inputs, output, update=update):
-                update(output.view(-1, output.shape[-1] // 8, 8))
+                update(output.reshape(output.shape[0] * output.shape[1], -1, 8))
 
             getattr(layer.self_attn, name).register_forward_hook(hook)
         layers.append((stats, output_gram(layer.self_attn.o_proj.weight, source_kv_heads, 8)))
     model.model(input_ids=TOKENS, use_cache=False)
     for layer in model.model.layers:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(layer.self_attn, name)._forward_hooks.clear()
+        for module in layer.self_attn.children():
+            module._forward_hooks.clear()
     frequencies = {"rope.frequencies": model.model.rotary_emb.inv_freq.double()}
     return [LayerGrams(stats.tensors() | frequencies | {"output.gram": output}, source_kv_heads)
             for stats, output in layers]
@@ -111,6 +125,25 @@ def test_heads_that_share_what_they_can_share_are_merged_exactly(kv_heads, conte
     share_heads(model, kv_heads)
     merged = merged_by(model, kv_heads, context)
     assert difference(model, merged) < 1e-4 < 1e-1 < difference(model, merge_model(model, kv_heads))
+
+
+@torch.no_grad()
+def test_keys_that_are_equal_behind_norms_of_single_heads_lose_nothing_before_them():
+    """Up to a factor, of either sign, before them; the shared key is the mean of what they then are."""
+    model, factors = doubled(model_type="qwen3"), torch.tensor([1, -2, 0.5, -1, 3, 1, -0.7, 2]).double()
+    for layer in model.model.layers:
+        for parameter in layer.self_attn.k_proj.parameters():
+            heads = parameter.view(8, 8, -1)
+            heads.copy_(factors[:, None, None] * heads[:1].clone())
+        for parameter in layer.self_attn.v_proj.parameters():
+            heads = parameter.view(2, 4, 8, -1)
+            heads.copy_(heads[:, :1].clone().expand_as(heads))
+    mean, signs = mean_merge(8, 2, 8), factors.sign().view(2, 4, 1, 1)
+    flipped = replace(mean, key_in=signs * mean.key_in, key_out=signs * mean.key_out)
+    groups, unturned = torch.arange(8).view(2, 4), torch.ones(2, 4, 4, dtype=torch.complex128)
+    merges = [before_norms(flipped, grams, groups, unturned) for grams in statistics(model)]
+    merged = merge_model(model, 2, merges)
+    assert difference(model, merged) < 2e-3 < 1e-1 < difference(model, merge_model(model, 2))
 
 
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
@@ -267,6 +300,43 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     mapped = torch.einsum("giba,ngib->ngia", merge.key_out, queries)
     torch.testing.assert_close(energies.query_energy, mapped.square().mean(0), **close)
     assert with_energies(merge, grams, groups, key_rotation, queries=False).query_energy is None
+
+
+def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behind_them():
+    """Ridge regressions on keys over their level, around each coordinate's own, group by group."""
+    keys = normal(60, 4, 8) * (1 + normal(60, 1, 1, seed=1).abs()) @ normal(8, 8, seed=2)
+    queries, weight = normal(60, 4, 8, seed=4), normal(8, seed=3)
+    normed = weight * keys / keys.square().mean(-1, keepdim=True).sqrt()
+    stats = LayerStats(4, 8, head_norms=True)
+    for part in zip(keys.split(25), normed.split(25), strict=True):
+        stats.update_keys(part[0])
+        stats.update_normed_keys(*part)
+    stats.update_queries(queries)
+    groups, signs = torch.tensor([[2, 0], [1, 3]]), normal(2, 2, 4, seed=5).sign()
+    merge = Merge(*normal(4, 2, 2, 8, 8, seed=6))
+    grams = LayerGrams(stats.tensors() | {"rope.frequencies": torch.ones(4).double()}, 4)
+    expected = torch.einsum("nia,njb->ijab", normed, normed)
+    torch.testing.assert_close(grams.rope_key, expected, rtol=1e-5, atol=1e-3)
+    found = before_norms(merge, grams, groups, signs.to(torch.complex128))
+    level = keys / keys.square().mean((1, 2), keepdim=True).sqrt()
+    flip, close = torch.cat((signs, signs), -1), {"rtol": 1e-4, "atol": 1e-4}
+    source, behind, query = (flip * vectors[:, groups] for vectors in (level, normed, queries))
+    own = (behind * source).sum(0) / source.square().sum(0)
+    for group in range(2):
+        x = source[:, group].flatten(1)
+        goal = torch.einsum("jab,njb->na", merge.key_in[group], behind[:, group])
+        start = torch.cat([*(merge.key_in[group] * own[group, :, None])], -1)
+        ridge = RIDGE * x.square().sum(0).mean() * torch.eye(16).double()
+        best = start + torch.linalg.solve(x.T @ x + ridge, x.T @ (goal - x @ start.T)).T
+        torch.testing.assert_close(torch.cat([*found.key_in[group]], -1), best, **close)
+        torch.testing.assert_close(found.key_energy[group], (x @ best.T).square().mean(0), **close)
+    spread = source.square().mean((0, 3))[..., None, None]
+    variance = (found.key_in.square() * spread).sum((1, 3)).mean(0)
+    torch.testing.assert_close(found.key_variance, variance, **close)
+    mapped = torch.einsum("giba,ngib->ngia", merge.key_out, query)
+    torch.testing.assert_close(found.query_energy, mapped.square().mean(0), **close)
+    fit = key_fit(grams, groups, None, 64)  # what all keys share counts
+    assert not fit.mean.any()
 
 
 def test_the_energy_lost_is_the_relative_squared_error_of_what_outputs_read_and_of_scores():

@@ -98,6 +98,29 @@ def test_norms_over_all_heads_get_the_scale_of_uncorrelated_rows():
     assert not [name for name in alone if name.startswith("q")]
 
 
+@torch.no_grad()
+def test_norms_of_single_heads_get_one_scale_for_all_of_them():
+    """Of keys before the norm and queries behind it; plain merges leave both as they are."""
+    attention = tiny_model(model_type="qwen3", num_key_value_heads=4).double().model.layers[0].self_attn
+    maps, variance = torch.randn(4, 2, 2, 8, 8).double(), torch.rand(8).double() + 1
+    key_energy, query_energy = torch.rand(2, 8).double() + 1, torch.rand(2, 2, 8).double() + 1
+    state = merged_state(attention, Merge(*maps, key_energy, query_energy, variance))
+    scale = ((key_energy / variance).mean() * variance).sqrt()
+    torch.testing.assert_close(state["k_norm.weight"], scale)
+    keys = (maps[2] @ attention.k_proj.weight.view(2, 2, 8, -1)).sum(1) / scale[:, None]
+    torch.testing.assert_close(state["k_proj.weight"], keys.flatten(0, 1))
+    weight, read = attention.q_norm.weight, maps[3].flatten(0, 1).mT
+    variance = (read.square() @ weight.square()).mean(0)
+    scale = ((query_energy.flatten(0, 1) / 2 / variance).mean() * variance).sqrt()  # two queries a key
+    torch.testing.assert_close(state["q_norm.weight"], scale)
+    queries = weight[:, None] * attention.q_proj.weight.view(4, 2, 8, -1)
+    queries = read[:, None] @ queries / scale[:, None]
+    torch.testing.assert_close(state["q_proj.weight"], queries.flatten(0, 2))
+    plain = merged_state(attention, mean_merge(4, 2, 8))
+    assert not [name for name in plain if "norm" in name]
+    assert torch.equal(plain["q_proj.weight"], attention.q_proj.weight)
+
+
 def test_shared_keys_of_zero_stay_zero_behind_a_norm():
     merged = {"k_proj.weight": torch.zeros(2, 8, 5)}
     behind_norm(merged, "k", torch.zeros(2, 8, 1), None)
