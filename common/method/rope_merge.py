@@ -168,8 +168,9 @@ def mean_diagonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def damped_solve(system: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | float = 0,
-                 damping: float = DAMPING) -> torch.Tensor:
-    """Solve (system + extra + damping times the mean diagonal of system) x = right."""
+                 damping: float | None = None) -> torch.Tensor:
+    """Solve (system + extra + damping times the mean diagonal of system) x = right; by default DAMPING."""
+    damping = DAMPING if damping is None else damping
     damped = system + extra + damping * mean_diagonal(system) * identity_like(system)
     return solve_each(damped, right)
 
