@@ -20,7 +20,7 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
 
 Training samples come from the eight tasks, as in the paper, from chats and from texts, in one shuffled pool.
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
-tokens KL, texts included. Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
+tokens KL, texts included; with --tasks none answers get both (--kl-on all). Texts and tasks' prompts begin with the begin-of-sequence token if the tokenizer
 adds it to text (--bos, --no-bos). With --tasks none the teacher is the untouched source. Dropout is off,
 whatever the config says. Before the first step and every --heldout-every steps student and teacher are
 compared on held-out text and questions.
@@ -137,7 +137,7 @@ FLAGS = {
              "have none", [1e-4, 1e-4, 0.0], resumed=True),
         Flag("clip", cli.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
         Flag("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
-             "answers, too", "prompt", resumed=True),
+             "answers, too", ["prompt", "all", "prompt"], resumed=True),
         Flag("temperature", cli.factor, "of the KL term", 1.0, resumed=True),
         Flag("seed", cli.seed, "random seed for batches and mask noise", 0, resumed=True),
     ],

@@ -30,8 +30,10 @@ def test_published_numbers():
     """Appendix A and Table 3; AdamW and masks are those of the authors' code."""
     published = {"lr": 1e-5, "mask_lr": 1e-2, "l0_weight": 1.0, "batch": 64, "warmup": 32,
                  "teacher_lr": 1e-5, "teacher_batch": 128, "teacher_warmup": 16}
-    released = {"beta2": 0.95, "weight_decay": 1e-4, "rest_lr_factor": 1.0, "masks": "l0-released"}
+    released = {"beta2": 0.95, "weight_decay": 1e-4, "rest_lr_factor": 1.0, "masks": "l0-released",
+                "kl_on": "prompt"}
     assert published | released == PUBLISHED
+    assert WITHOUT_TASKS["kl_on"] == "all"  # everything is judged by KL there
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert stage5.TEACHER_EPOCHS == 2
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
