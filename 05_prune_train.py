@@ -477,12 +477,12 @@ def prune_train(args, started: Claim, ranks) -> int:
     if args.force:
         earlier = [] if args.teacher else [teacher, teacher + ".train"]
         checkpoints.start_anew(directory, earlier, forced, ranks)
+    checkpoints.refuse_foreign(directory)  # before hours of the teacher's
     return train(run, args, schedules)
 
 
 def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
     """Train the teacher, if there is a schedule for it, then the student. Returns the exit code."""
-    checkpoints.refuse_foreign(run.directory)  # before hours of the teacher's
     if "teacher" not in schedules:
         title = "the source" if args.teacher == SOURCE else "the teacher"
         run.ranks.say(f"reads   {run.teacher}: {title}")
