@@ -13,7 +13,7 @@
 #   TASKS      directory of task files, or hub, to evaluate on, too (none)
 #   ONLY       some of the tasks, e.g. "piqa boolq" (all)
 #   PROMPTS    file of prompts, one a line (pipelines/prompts.txt)
-#   RUN        run directory (runs/NAME-KV_HEADS; runs/NAME-gqa; runs/NAME-choose); others for other settings
+#   RUN        run directory (runs/NAME-KV_HEADS, -gqa or -choose); other settings need another one
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then

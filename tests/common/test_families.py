@@ -6,27 +6,23 @@ The models are tiny and random, of the classes in conftest.CLASSES as transforme
 
 import copy
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.calibration import Calibration
 from common.families import family, geometry, head_parameters, merged_modules, watch_heads
 from common.layers import Layers, run_layer
 from common.method import masks
-from common.method.merge import Merge, fuse_layer, mean_merge, merge_layer, merged_config
-from common.method.procrustes import align_keys, key_similarity
+from common.method.merge import fuse_layer
 from common.method.refit import ERRORS
-from common.method.rope import free_pairs, quarter_phase, to_complex
-from common.method.stats import key_gram
+from common.method.rope import free_pairs, quarter_phase
 from common.models import load_config
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, Trainee, build
-from conftest import expect_error, run, save_tiny, tiny_model
+from conftest import run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples
 
@@ -135,140 +131,6 @@ def test_what_is_not_allowed_changes_the_function(fault):
     assert (logits_of(model) - before).abs().max() > 1e-4
 
 
-def test_pairs_are_free_exactly_where_the_norms_allow_it():
-    attention = tiny_model(model_type="qwen3").model.layers[0].self_attn
-    assert not free_pairs(attention).any() and free_pairs(tiny_model().model.layers[0].self_attn).all()
-    for norm in (attention.q_norm, attention.k_norm):
-        norm.weight.data[6] = norm.weight.data[2]
-    attention.q_norm.weight.data[7] = attention.q_norm.weight.data[3]  # one of the two is not enough
-    assert free_pairs(attention).tolist() == [False, False, True, False]
-    angle = torch.tensor(0.7, dtype=torch.float64)
-    cos, sin = angle.cos(), angle.sin()
-    rotation = torch.stack((cos, -sin, sin, cos)).view(2, 2)
-    rope = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
-    for pair, free in enumerate(free_pairs(attention)):  # the definition: q^T R k after rotating both
-        query = torch.diag(attention.q_norm.weight.data.double()[[pair, pair + 4]])
-        key = torch.diag(attention.k_norm.weight.data.double()[[pair, pair + 4]])
-        score, rotated = query @ rope @ key, rotation.T @ query @ rope @ key @ rotation
-        assert torch.allclose(rotated, score, rtol=0, atol=1e-12) == bool(free)
-
-
-def test_keys_that_may_only_be_flipped_are_aligned_by_flips():
-    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    keys[:, 1] = keys[:, 0] * torch.tensor([1, -1, 1, -1] * 2)  # flipped in pairs 1 and 3
-    gram, free = key_gram(keys), torch.tensor([True, False, False, False])
-    flips = align_keys(gram[None, :2, :2], free=free)[0][:, 1:]
-    assert torch.equal(flips.real, torch.tensor([[1, 1, 1], [-1, 1, -1]]).double()) and not flips.imag.any()
-    all_heads = align_keys(gram[None], free=free)[0]
-    assert torch.equal(all_heads[:, 0], align_keys(gram[None])[0][:, 0])  # a free pair is rotated as always
-    signs = torch.tensor([-1, 1], dtype=torch.float64)
-    for pair in (1, 2, 3):  # of four heads: as good as the best of all signs, tried one by one
-        products = gram[:, :, pair].real
-        trials = torch.cartesian_prod(signs, signs, signs, signs)
-        best = max(float(trial @ products @ trial) for trial in trials)
-        chosen = all_heads[:, pair].real
-        assert float(chosen @ products @ chosen) == pytest.approx(best)
-    _, after = key_similarity(gram, 200, "dist", free)
-    assert float(after[0, 1]) == pytest.approx(0, abs=1e-12)
-    distances = []
-    for trial in torch.cartesian_prod(signs, signs, signs).tolist():
-        difference = keys[:, 2] - keys[:, 3] * torch.tensor([1, *trial, 1, *trial])
-        distances.append(float(difference.square().sum()) / 200)
-    _, flipped = key_similarity(gram, 200, "dist", torch.zeros(4, dtype=torch.bool))
-    assert float(flipped[2, 3]) >= -min(distances) - 1e-12 and float(after[2, 3]) >= float(flipped[2, 3])
-
-
-def test_quarter_turns_are_the_best_of_all_that_a_norm_over_all_heads_allows():
-    """Tried one by one, for two and for four heads, in every pair; no angle in between is exact."""
-    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    gram, none = key_gram(keys), torch.zeros(4, dtype=torch.bool)
-    _, after = key_similarity(gram, 200, "dist", none, quarters=True)
-    pairs, quarters = to_complex(keys), torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
-    distances = (pairs[:, 2, :, None] - pairs[:, 3, :, None] * quarters).abs().square().sum(0).min(-1).values
-    assert float(after[2, 3]) == pytest.approx(-float(distances.sum()) / 200)
-    turns = align_keys(gram[None], none, quarters=True)[0]
-    assert {*turns.flatten().tolist()} == {*quarters.tolist()} and (turns[0] == 1).all()
-    trials = torch.cartesian_prod(*[quarters] * 4)
-    for pair in range(4):
-        products = gram[:, :, pair]
-        agreement = torch.einsum("ti,ij,tj->t", trials.conj(), products, trials).real
-        reached = torch.einsum("i,ij,j->", turns[:, pair].conj(), products, turns[:, pair]).real
-        assert float(reached) == pytest.approx(float(agreement.max()))
-    assert quarter_phase(torch.tensor([0j, -2 + 1j, 1 - 2j])).tolist() == [1, -1, -1j]
-
-
-@pytest.mark.parametrize("fault", ["an angle between quarters", "norm weights left in place"])
-def test_what_a_norm_over_all_heads_does_not_allow(fault):
-    model = tiny_model(model_type="olmo2").double()
-    attention, before = model.model.layers[1].self_attn, logits_of(model)
-    norms = copy.deepcopy((attention.q_norm, attention.k_norm))
-    angle = 1j if fault == "norm weights left in place" else (1 + 1j) / 2**0.5
-    keys, values = torch.full((8, 4), angle, dtype=torch.complex128), torch.eye(8, dtype=torch.float64)
-    fuse_layer(attention, list(range(8)), values.expand(8, 8, 8), keys)
-    if angle == 1j:
-        assert (logits_of(model) - before).abs().max() < 1e-5
-        attention.q_norm, attention.k_norm = norms
-    assert (logits_of(model) - before).abs().max() > 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kv_heads", [8, 4])
-def test_merged_heads_behind_a_norm_are_right_up_to_a_number_per_token(kv_heads):
-    """Merged queries and keys, as RoPE sees them, against the sums of their definition; the number is 1 in
-    the mean square."""
-    layer = tiny_model(model_type="olmo2", num_key_value_heads=kv_heads, bias=True).double().model.layers[1]
-    members, generator = kv_heads // 2, torch.Generator().manual_seed(4)
-    hidden = torch.randn(3, 30, 48, generator=generator, dtype=torch.float64)
-    value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, generator=generator).double()
-
-    def states(attention) -> dict:
-        """Letter -> vectors of each head before RoPE, [tokens, heads, d]."""
-        watched = {}
-        handles = watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
-        turns = (torch.ones(1, 30, 8, dtype=torch.float64), torch.zeros(1, 30, 8, dtype=torch.float64))
-        attention(hidden, position_embeddings=turns, attention_mask=None)
-        for handle in handles:
-            handle.remove()
-        return {letter: vectors.view(90, -1, 8) for letter, vectors in watched.items()}
-
-    source = states(layer.self_attn)
-    keys = torch.einsum("gjab,ngjb->nga", key_in, source["k"].view(90, 2, members, 8))
-    queries = source["q"].view(90, kv_heads, -1, 8)
-    queries = torch.einsum("kba,nkrb->nkra", key_out.flatten(0, 1), queries)
-    merge = Merge(value_in, value_out, key_in, key_out, key_energy=keys.square().mean(0),
-                  query_energy=queries.square().mean(0).sum(1).view(2, members, 8))
-    config = merged_config(layer.self_attn.config, 2)
-    attention = merge_layer(layer, 1, config, merge).self_attn
-    variance = key_in.square() @ layer.self_attn.k_norm.weight.view(2, members, 8, 1).square()
-    factor = attention.k_norm.weight.square() / variance.sum(1).flatten()  # one for all rows
-    torch.testing.assert_close(factor, factor[:1].expand_as(factor))
-    merged = states(attention)
-    for expected, found in ((keys, merged["k"]), (queries.flatten(1, 2), merged["q"])):
-        ratio = expected / found
-        token = ratio.flatten(1).median(1).values[:, None, None]
-        torch.testing.assert_close(ratio, token.expand_as(ratio), rtol=1e-3, atol=1e-3)  # eps of the norms
-        assert float(token.square().mean()) == pytest.approx(1, rel=1e-3) and token.std() > 0.01
-
-
-@torch.no_grad()
-def test_heads_that_are_equal_behind_a_norm_lose_nothing_by_merging():
-    model = tiny_model(model_type="olmo2")
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        for parameter in (attention.k_proj.weight, attention.v_proj.weight, attention.k_norm.weight):
-            blocks = parameter.data.view(2, 4, 8, -1)
-            blocks[:] = blocks[:, :1].clone()
-    energies = []
-    for layer in model.model.layers:  # of the mean of each group's keys
-        watch_heads(layer.self_attn, lambda letter, vectors: letter == "k" and energies.append(
-            vectors.view(-1, 2, 4, 8).mean(2).double().square().mean(0)))
-    expected = logits_of(model)
-    merges = [replace(mean_merge(8, 2, 8), key_energy=energy) for energy in energies]
-    merged = logits_of(merge_model(model, 2, merges))  # the eps of the norms: 1e-4 of a mean square of 0.1
-    torch.testing.assert_close(merged, expected, rtol=0, atol=2e-3)
-
-
-@torch.no_grad()
 def blended(model, merged, names: tuple):
     """A student with masks over both models' modules: open they give the source, closed the merged model."""
     student = copy.deepcopy(model)
@@ -282,43 +144,6 @@ def blended(model, merged, names: tuple):
     masks.set_masks(student, torch.zeros(shape))
     torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
     return student
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("whole_head", [False, True])
-def test_masks_blend_norms_over_all_heads(whole_head):
-    """Open masks give the source, closed ones the merged model, and others blend head by head."""
-    model = tiny_model(model_type="olmo2")
-    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head)
-    assert ("q_norm" in names) == whole_head and "k_norm" in names
-    for name in names:
-        for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    student = blended(model, merged, names)
-    z = torch.rand(8)
-    norm = student.model.layers[1].self_attn.k_norm
-    norm.z = z
-    original, shared = norm.original.weight.view(8, 8), norm.merged.weight.view(2, 8).repeat_interleave(4, 0)
-    weight, x = (z[:, None] * original + (1 - z[:, None]) * shared).flatten(), torch.randn(5, 64)
-    expected = weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_masks_blend_norms_of_single_heads():
-    """By the mask of each key/value head, also for the query heads that read it; means leave them alone."""
-    model = tiny_model(model_type="qwen3", num_key_value_heads=4)
-    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head=True)
-    assert names[4:] == ("k_norm", "q_norm") and merged_modules(model.config) == ("k_proj", "v_proj")
-    for name in names[4:]:
-        getattr(merged.model.layers[1].self_attn, name).weight.add_(0.3 * torch.randn(8))
-    student, z, x = blended(model, merged, names), torch.rand(4), torch.randn(2, 5, 8, 8)
-    for name, masked in (("k_norm", z), ("q_norm", z.repeat_interleave(2))):
-        norm, heads = getattr(student.model.layers[1].self_attn, name), x[..., : len(masked), :]
-        norm.z = z
-        weight = masked[:, None] * norm.original.weight + (1 - masked[:, None]) * norm.merged.weight
-        expected = weight * heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        torch.testing.assert_close(norm(heads), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -500,35 +325,3 @@ def test_whole_run(name, inputs, tmp_path):
     assert len(heads["k_proj.weight"]) == 2 * geometry(exported.config).head_dim
     ids = exported.generate(TOKENS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert ids.shape[1] > 5
-
-
-@torch.no_grad()
-def test_keys_and_queries_of_qwen3_are_calibrated_behind_their_norms_too(inputs, tmp_path, monkeypatch):
-    """Against hooks on the norms; a calibration from before there were such Grams is not merged."""
-    path, home = save_tiny(tmp_path / "model", model_type="qwen3", num_key_value_heads=4), tmp_path / "run"
-    text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
-    run("01_calibrate.py", "--run", home, "--model", path, *text)
-    calibration, watched = Calibration(str(home / "calibration")), {}
-    model = AutoModelForCausalLM.from_pretrained(path)
-    for name in ("q_norm", "k_norm", "k_proj"):
-        def hook(module, inputs, output, name=name):
-            watched[name] = output.double().view(128, -1, 8)
-
-        getattr(model.model.layers[1].self_attn, name).register_forward_hook(hook)
-    model(calibration.tokens())
-    keys, close = watched["k_proj"], {"rtol": 1e-4, "atol": 1e-3}
-    vectors = torch.cat((watched["k_norm"], keys / keys.square().mean((1, 2), keepdim=True).sqrt()), dim=1)
-    grams = calibration.grams("cpu", 1)
-    torch.testing.assert_close(grams.normed(), torch.einsum("nia,njb->ijab", vectors, vectors), **close)
-    torch.testing.assert_close(grams.full_key, torch.einsum("nia,njb->ijab", keys, keys), **close)
-    queries = watched["q_norm"].view(128, 4, 2, 8)
-    torch.testing.assert_close(grams.query, torch.einsum("nira,nirb->iab", queries, queries), **close)
-
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2, "--restarts", 1, "--iterations", 1)
-    whole = Calibration.layer
-    monkeypatch.setattr(Calibration, "layer", lambda self, index: {
-        name: tensor for name, tensor in whole(self, index).items() if name != "key.normed"})
-    expect_error("expected keys behind k_norm, found none; run 01_calibrate.py --force",
-                 "04_align.py", "--run", home, "--merge", "closed-form")
-    assert not list(home.glob("merged*"))

@@ -1,15 +1,9 @@
-"""Text: whole documents first, packed where they are too few, refused where too short; training tokens.
-
-Tokenized in pieces, it has the tokens of the whole.
-"""
+"""Text: whole documents first, packed where they are too few, refused where too short; training tokens."""
 
 import codecs
 import gzip
-import io
-import itertools
 import json
 import os
-import random
 import tracemalloc
 from pathlib import Path
 
@@ -17,19 +11,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from common.cli import UserError
 from common.data import text
 from common.data.rows import Sample
-from common.data.text import TextSamples, first_tokens, load_tokens, token_lists, write_text_tokens
+from common.data.text import TextSamples, load_tokens, write_text_tokens
 from conftest import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
-WORDS = "the cat sat on a mat, and it's then 1234567 that every one wasn't found; naïve Größe 東京 🙂🙃"
-LLAMA_3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 @pytest.fixture(params=["jsonl", "json", "jsonl.gz", "json.gz", "parquet"])
@@ -408,122 +398,3 @@ def test_too_few_generated_tokens_are_one_line(tmp_path):
     with pytest.raises(UserError, match=message):
         write_text_tokens([np.zeros(114, "<i4")], byte_tokenizer(), 120, None, str(tmp_path / "tokens.npy"))
     assert not list(tmp_path.iterdir())
-
-
-def unicode_text(seed: int, characters: int) -> str:
-    """Words, digits and characters of one to four bytes, with long runs of blanks, newlines and letters."""
-    draw, parts, length = random.Random(seed), [], 0
-    ranges = ((0x20, 0x7F), (0xA0, 0x3000), (0x300, 0x370), (0x4E00, 0xA000), (0x1F300, 0x1F700))
-    while length < characters:
-        run = draw.choice((1, 2, 5, 40, 300))
-        parts.append(draw.choice((
-            " " * run, "\n" * run, "".join(draw.choices(" \n\t\r\u2003", k=run)), draw.choice("aé🙂") * run,
-            "".join(draw.choices("0123456789", k=run // 3)),
-            "".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(run // 3)),
-            *4 * [" ".join(draw.choices(WORDS.split(), k=20))])))
-        length += len(parts[-1])
-    return "".join(parts)
-
-
-def trained(pre_tokenizer, normalizer=None, alphabet=()) -> PreTrainedTokenizerFast:
-    """A BPE of merges learned from such a text."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
-    tokenizer.train_from_iterator([unicode_text(0, 50_000)], trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<unk>", "<eos>"], initial_alphabet=list(alphabet),
-        max_token_length=16, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2's: a character may be several tokens, and offsets leave blanks out."""
-    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), None, BYTES)
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return tokenizer
-
-
-BYTES = pre_tokenizers.ByteLevel.alphabet()
-SPLIT = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
-PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-TOKENIZERS = {
-    "byte-level BPE": byte_level(),
-    "Llama 3's pattern": trained(pre_tokenizers.Sequence([
-        SPLIT, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), None, BYTES),
-    "Metaspace": trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
-    "Llama 2's blank before all": trained(None, PREPENDED),
-}
-
-
-@pytest.fixture
-def small(monkeypatch):
-    for name, value in (("PIECE", 2000), ("OVERLAP", 600), ("AROUND", 16)):
-        monkeypatch.setattr(text, name, value)
-
-
-def lists_of(text: str, tokenizer) -> list[list[int]]:
-    return list(token_lists(io.StringIO(text, newline=""), tokenizer))
-
-
-def whole(text: str, tokenizer) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_pieces_have_the_tokens_of_the_whole_text(small, name, seed):
-    text, tokenizer = unicode_text(seed, 40_000), TOKENIZERS[name]
-    lists = lists_of(text, tokenizer)
-    assert list(itertools.chain.from_iterable(lists)) == whole(text, tokenizer) and len(lists) > 10
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("middle", [
-    " " * 9000, "\n" * 9000, "\n" + " " * 8999 + "\n", "1234" * 2000, "a" * 9000])
-def test_what_is_longer_than_a_piece_is_not_split_differently(small, name, middle):
-    text = unicode_text(1, 5000) + " x" + middle + "x " + unicode_text(2, 5000)
-    tokens = list(itertools.chain.from_iterable(lists_of(text, TOKENIZERS[name])))
-    assert tokens == whole(text, TOKENIZERS[name])
-
-
-def test_a_place_without_enough_tokens_on_both_sides_is_no_joint(monkeypatch):
-    """Nor one between blanks: the tokens must agree around it, and do so far enough."""
-    monkeypatch.setattr(text, "AROUND", 2)
-    before = [(number, number + 1, number) for number in range(20)]
-    overlap, after = "abcdefghij", [(number, number + 1, 10 + number) for number in range(15)]
-    assert text.find_joint(before, after, 10, overlap) == (15, 5)
-    others = [(first, last, 0 if first in (3, 4, 5) else token) for first, last, token in after]
-    assert text.find_joint(before, others, 10, overlap) == (18, 8)
-    assert text.find_joint(before, others, 10, "abcdefgh  ") is None
-    assert text.find_joint(before, after, 10, "abc    hij") == (12, 2)
-    moved = [(first + 1, last + 1, token) for first, last, token in after]
-    assert text.find_joint(before, moved, 10, overlap) is None
-    assert text.find_joint(before[:12], after, 10, overlap) is None
-    assert text.find_joint([], [], 10, overlap) is None
-
-
-def test_no_more_is_read_than_the_tokens_that_are_taken_need(small):
-    class Counted(io.StringIO):
-        taken = 0
-
-        def read(self, size=-1):
-            part = super().read(size)
-            self.taken += len(part)
-            return part
-
-    text, tokenizer = unicode_text(1, 100_000), TOKENIZERS["byte-level BPE"]
-    for count in (0, 5, 2000):
-        file = Counted(text)
-        assert first_tokens(file, tokenizer, count) == whole(text, tokenizer)[:count]
-        assert file.taken < 20_000
-    assert first_tokens(Counted(text[:700]), tokenizer, 10**6) == whole(text[:700], tokenizer)
-
-
-def test_a_slow_tokenizer_has_the_whole_text_at_once(small):
-    class Slow:
-        is_fast = False
-
-        def __call__(self, text, add_special_tokens, verbose):
-            return byte_tokenizer()(text, add_special_tokens=add_special_tokens)
-
-    text = unicode_text(1, 10_000)
-    assert lists_of(text, Slow()) == [whole(text, byte_tokenizer())]
