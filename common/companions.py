@@ -41,14 +41,6 @@ def save(model, directory: str, source: str) -> None:
     copy_rest(directory, source)
 
 
-def save_new(model, tokenizer, directory: str) -> None:
-    """Write a model and a tokenizer that were made here."""
-    model.save_pretrained(directory)
-    write_settings(directory, read_json(os.path.join(directory, "config.json")))
-    tokenizer.save_pretrained(directory)
-    loadable_by_older_releases(directory)
-
-
 def copy_rest(directory: str, source: str) -> None:
     """Copy tokenizer and generation config. Raises UserError for one of the latter that cannot be read."""
     save_tokenizer(source, directory)

@@ -1,6 +1,6 @@
 """The demo model, `--model demo`: a small multi-head-attention Llama, its text and its tasks.
 
-They are part of the repository: common/data/demo_model/, made by pipelines/demo_model.py and demo_data.py. On
+They are part of the repository: common/data/demo_model/, whose README.md says how they were made. On
 first use, `build_demo` writes three directories to runs/demo-model/:
 
   model/   a LlamaForCausalLM with as many key/value heads as query heads

@@ -120,20 +120,3 @@ def test_what_quantization_changes_is_counted(outtype, share, tmp_path):
     weights = (tmp_path / "gqa" / "model.safetensors").stat().st_size
     assert (tmp_path / f"gqa.{outtype}.gguf").stat().st_size < share * weights
     assert [path.name for path in tmp_path.glob("*.gguf*")] == [f"gqa.{outtype}.gguf"]
-
-
-@pytest.mark.release
-def test_the_caches_of_two_files_beside_each_other(tmp_path):
-    """Their sizes by the formula, for random models; that llama.cpp accepts these at all."""
-    assert gguf(save_gqa(tmp_path / "gqa"), PRE="gpt-2").returncode == 0  # builds llama.cpp
-    files, layers, head_dim, kv_heads, context = (tmp_path / "a", tmp_path / "b"), 2, 64, (4, 2), 512
-    shape = (layers, 4 * head_dim, 4, 128, 300)
-    words = [*files, "--shape", *shape, "--kv-heads", *kv_heads, "--contexts", context]
-    command = [sys.executable, "-m", "pipelines.gguf_speed", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.strip("| ").split() for line in done.stdout.splitlines()[-2:]]
-    for row, cache, bytes_per_value in zip(rows, ("f16", "q8_0"), (2, 34 / 32), strict=True):
-        expected = [context * layers * 2 * count * head_dim * bytes_per_value / 2**20 for count in kv_heads]
-        assert row[0] == str(context) and row[2] == cache
-        assert [float(row[4]), float(row[6])] == pytest.approx(expected, abs=0.005)
