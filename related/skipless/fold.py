@@ -43,7 +43,7 @@ from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 STAGE = "related/skipless/fold.py"
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "p": "o_proj"}
 MAX_CONDITION = 1e5  # of an inverted matrix: with this in every layer logits still agree to 1e-9 (compare.py)
-SINGULAR = 1e16  # condition number at which float64 has no digit left
+SINGULAR = 1e14  # condition number from which the smallest singular value is float64's rounding
 LOGIT_TOLERANCE = 1e-9  # of a fold, relative to the largest logit
 
 
