@@ -272,9 +272,9 @@ def distill(step: Step, teacher, args) -> None:
     for row in step.rows:
         with torch.no_grad():
             hidden = teacher(row)  # [tokens, hidden]; logits are formed in the loss, a chunk at a time
-        loss, kl, bild = distillation_loss(
+        loss, terms = distillation_loss(
             student, row, hidden, head, args.kl_on, args.temperature, args.loss_chunk)
-        step.backward(loss, kl=kl, bild=bild)
+        step.backward(loss, **terms)
 
 
 def masked_step(step: Step, masks: Masks, teacher, args) -> None:

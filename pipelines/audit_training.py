@@ -21,8 +21,9 @@ from common.data.rows import Sample
 from common.method import masks
 from common.models import load_config
 from common.training import students
+from common.training.attention import Trainee
 from common.training.packing import rows_of_step
-from common.training.sharding import Ranks, Trainee, load_rows
+from common.training.sharding import Ranks, load_rows
 from common.weights import open_checkpoint
 
 stage5 = importlib.import_module("05_prune_train")

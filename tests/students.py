@@ -13,9 +13,10 @@ from common.method import masks
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import students
+from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
-from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.sharding import Execution, Ranks, build
 from common.training.students import Masks, Rates, frozen
 from conftest import save_tiny, tiny_model
 

@@ -22,7 +22,7 @@ START = 7.5  # initial log_alpha: E[1 - z] is 7e-4; three draws in a thousand ar
 LIMIT = START  # bound on |log_alpha|: beyond it the sigmoid is flat and a mask never recovers
 WARMUP_SHARE = 0.3  # share of the training steps over which the target T of Eq. 29 falls
 
-# modules to blend in a Llama; those of any model are models.merged_modules
+# modules to blend in a Llama; those of any model are families.merged_modules
 KEY_VALUE, WHOLE_HEAD = ("k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

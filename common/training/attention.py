@@ -1,11 +1,41 @@
-"""Attention within each sample of a packed row: transformers' attn_implementation="packed"."""
+"""A model's run over a packed row: attention within each sample, attn_implementation="packed"."""
 
 import torch
+from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.families import geometry, window_mask
+
+
+class Trainee(nn.Module):
+    """The root that FSDP shards: a causal language model, and parameters that every rank holds unsharded.
+
+    replicated: name -> a small float32 parameter, such as the masks' log_alpha. Its gradient is summed over
+    ranks by sum_over_ranks; in optimizers and checkpoints its name is replicated.NAME.
+
+    forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden],
+    lm_head), so that the loss can form logits a chunk at a time. Without head_loss it returns the hidden
+    states.
+    """
+
+    def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
+        super().__init__()
+        self.net = net
+        starts = (replicated or {}).items()
+        self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
+
+    def forward(self, row, head_loss=None):
+        # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
+        config, head = self.net.config, self.net.lm_head
+        packed = config._attn_implementation == "packed"
+        options = sample_bounds(row, config, head.weight) if packed else {}
+        output = self.net.model(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
+        )
+        hidden = output.last_hidden_state[0]
+        return hidden if head_loss is None else head_loss(hidden, head)
 
 
 def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,

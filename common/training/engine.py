@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from common.cli import UserError
 from common.training import checkpoints, sharding
+from common.training.attention import Trainee
 from common.training.metrics import Metrics
 from common.training.packing import Row, dealt, rows_ahead
-from common.training.sharding import Ranks, Trainee, reduce_gradients
+from common.training.sharding import Ranks, reduce_gradients
 
 PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> epochs over the training sets (Table 1)

@@ -193,12 +193,12 @@ def distillation_loss(
     kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
     temperature: float,  # of the KL term
     chunk: int,  # tokens whose logits are in memory at a time
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
 
     Each term is a mean over a sample's tokens, then over the batch, by the weights in the row; this is the
-    row's share. A text has no answer, so all its tokens get the KL. Returns three scalars: L, differentiable,
-    and its terms KL and BiLD, detached.
+    row's share. A text has no answer, so all its tokens get the KL. Returns L, differentiable, and its terms
+    "kl" and "bild", detached: scalars.
     """
     kl_weight = row.all_weight if kl_on == "all" else row.prompt_weight
     parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
@@ -218,4 +218,4 @@ def distillation_loss(
     pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
     pieces += [("answer", at) for at in row.answer_at.split(chunk)]
     total = student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
-    return total, parts["kl"], parts["bild"]
+    return total, parts

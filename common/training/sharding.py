@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
 from common.families import restore_buffers
-from common.training.attention import sample_bounds
+from common.training.attention import Trainee
 from common.weights import open_checkpoint
 
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
@@ -146,35 +145,6 @@ def joined_ranks():
         dist.destroy_process_group()
     finally:
         restore_signals(handlers)
-
-
-class Trainee(nn.Module):
-    """The root that FSDP shards: a causal language model, and parameters that every rank holds unsharded.
-
-    replicated: name -> a small float32 parameter, such as the masks' log_alpha. Its gradient is summed over
-    ranks by sum_over_ranks; in optimizers and checkpoints its name is replicated.NAME.
-
-    forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden],
-    lm_head), so that the loss can form logits a chunk at a time. Without head_loss it returns the hidden
-    states.
-    """
-
-    def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
-        super().__init__()
-        self.net = net
-        starts = (replicated or {}).items()
-        self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
-
-    def forward(self, row, head_loss=None):
-        # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        config, head = self.net.config, self.net.lm_head
-        packed = config._attn_implementation == "packed"
-        options = sample_bounds(row, config, head.weight) if packed else {}
-        output = self.net.model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
-        )
-        hidden = output.last_hidden_state[0]
-        return hidden if head_loss is None else head_loss(hidden, head)
 
 
 def sum_over_ranks(leaves) -> None:

@@ -18,12 +18,13 @@ from common.method import masks, released_masks
 from common.models import load_config, source_model
 from common.records import SOURCE
 from common.training import checkpoints
+from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, make_optimizer, steps
 from common.training.heldout import Heldout
 from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.packing import next_token_loss
 from common.training.plan import sft_flops
-from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.sharding import Execution, Ranks, build
 
 STAGE = "05_prune_train.py"
 UNDECAYED = r"norm\.|\.bias$"  # without weight decay; in the authors' code the student's norms decay

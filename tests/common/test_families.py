@@ -19,9 +19,10 @@ from common.method.merge import fuse_layer
 from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase
 from common.models import load_config
+from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
-from common.training.sharding import Execution, Trainee, build
+from common.training.sharding import Execution, build
 from conftest import run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples

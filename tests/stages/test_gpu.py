@@ -32,10 +32,11 @@ from common.method.procrustes import align_layer, key_overlap, polar, value_over
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
 from common.training import attention, engine
+from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
-from common.training.sharding import Execution, Trainee, init_ranks
+from common.training.sharding import Execution, init_ranks
 from conftest import (
     GROUPING,
     ROOT,

@@ -14,10 +14,11 @@ from common.cli import UserError
 from common.data.rows import Sample
 from common.method import masks
 from common.training import plan as budget
+from common.training.attention import Trainee
 from common.training.engine import Schedule
 from common.training.packing import build_row, rows_of_step
 from common.training.plan import distillation_flops, sft_flops
-from common.training.sharding import Ranks, Trainee, recompute_layers
+from common.training.sharding import Ranks, recompute_layers
 from conftest import tiny_model
 from test_packing import random_samples
 

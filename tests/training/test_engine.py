@@ -18,11 +18,12 @@ from common.cli import UserError
 from common.data.rows import Sample
 from common.models import load_config
 from common.training import checkpoints, engine, metrics
+from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.metrics import outcome
 from common.training.packing import build_row, dealt, rows_of_step
-from common.training.sharding import Execution, Ranks, Trainee, build
+from common.training.sharding import Execution, Ranks, build
 from conftest import save_tiny, tiny_model
 from students import gqa_student, half_masked_student
 

@@ -60,7 +60,7 @@ def train(student, teacher, optimizer, rows: list) -> None:
         reduce_gradients(student, last=number == len(rows), every_row=False)
         with torch.no_grad():
             hidden = teacher(row)
-        loss, _, _ = distillation_loss(student, row, hidden, teacher.net.lm_head, "prompt", 1.0, CHUNK)
+        loss, _ = distillation_loss(student, row, hidden, teacher.net.lm_head, "prompt", 1.0, CHUNK)
         loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -9,9 +9,10 @@ import torch
 from common.cli import UserError
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
+from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step
-from common.training.sharding import Ranks, Trainee
+from common.training.sharding import Ranks
 from conftest import tiny_model
 
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from common.cli import UserError
 from common.method import masks
 from common.models import load_config
 from common.training import sharding
+from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
 from common.training.sharding import (
     Execution,
     Ranks,
-    Trainee,
     build,
     first_row,
     joined_ranks,

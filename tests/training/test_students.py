@@ -9,8 +9,9 @@ from common.cli import UserError
 from common.data.corpus import Pool
 from common.method import masks, released_masks
 from common.training import checkpoints, students
+from common.training.attention import Trainee
 from common.training.engine import Job
-from common.training.sharding import Execution, Trainee
+from common.training.sharding import Execution
 from common.training.students import Masks, Pair, Rates, ReleasedMasks, Run, switch_step
 from common.weights import open_checkpoint
 from conftest import save_tiny, tiny_model

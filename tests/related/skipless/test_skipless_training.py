@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
+from common.training.attention import Trainee
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices, build_row, next_token_loss
-from common.training.sharding import Trainee
 from conftest import expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
