@@ -35,8 +35,8 @@ from common.training import plan as budget
 from common.training import plan as training_cost
 from common.training import students
 from common.training.engine import Job, Schedule, Step
+from common.training.hardware import HARDWARE, Cluster, peak_flops
 from common.training.packing import build_row, pack
-from common.training.plan import HARDWARE, Cluster, peak_flops
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 from common.training.students import Rates, frozen
 

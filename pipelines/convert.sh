@@ -35,7 +35,7 @@ number='[1-9][0-9]*'
 [[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] ||
   { echo "error: NPROC: expected a positive number, found $NPROC" >&2; exit 2; }
 [ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
-MACHINE=$("$PYTHON" -c "import torch; from common.training.plan import processor_dtype; \
+MACHINE=$("$PYTHON" -c "import torch; from common.training.hardware import processor_dtype; \
 print(torch.cuda.device_count(), processor_dtype())")
 read -r GPUS DTYPE <<< "$MACHINE"
 if [ "${GPUS:-0}" -gt 0 ]; then

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from jinja2 import sandbox
 
 from common.cli import UserError
-from common.data.rows import LINES_OF_JSON, Sample, abbreviated, column, read_rows, text_column
+from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
 from common.progress import Progress
 from common.weights import first_line
 
@@ -29,10 +29,9 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     earlier turns as the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a
     tokenizer without a template, or whose template refuses the chat.
     """
-    if not os.path.isfile(path) or not path.endswith((*LINES_OF_JSON, ".parquet")):
+    if not os.path.isfile(path) or not path.endswith(TABLES):
         state = "another name" if os.path.isfile(path) else "no such file"
-        raise UserError(f"chats {path}: expected a .jsonl, .json, .json.gz or .parquet file, "
-                        f"found {state}")
+        raise UserError(f"chats {path}: expected a {TABLE_NAMES} file, found {state}")
     template = fixed_template(tokenizer, path)
     samples, chats, cut = [], 0, 0
     for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):

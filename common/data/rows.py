@@ -14,6 +14,8 @@ from common.cli import UserError
 from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+TABLES = (*LINES_OF_JSON, ".parquet")
+TABLE_NAMES = ".jsonl, .json, .json.gz or .parquet"  # in help and errors
 ROWS = 256  # of a parquet file in memory at a time
 
 

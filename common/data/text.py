@@ -19,7 +19,7 @@ from numpy.lib.format import write_array_header_1_0
 
 from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
-from common.data.rows import LINES_OF_JSON, Sample, read_rows, text_column
+from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
 from common.files import known_sha256, open_text, write_file
 from common.models import bos_prefix
 from common.progress import Progress
@@ -32,7 +32,7 @@ C4_FILES = {  # file name, number of files
 }
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
 GENERATED = "generated"  # --text, --chat: by the source model (common/data/generate.py)
-EXPECTED = "c4, demo, or a .txt, .jsonl, .json, .json.gz or .parquet file"
+EXPECTED = f"c4, demo, or a .txt, {TABLE_NAMES} file"
 TOKEN = np.dtype("<i4")
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters tokenized at a time: some 50 MB
@@ -269,7 +269,7 @@ def check_source(source: str) -> None:
         return
     if not os.path.exists(source):
         raise UserError(f"text {source}: not found; expected {EXPECTED}")
-    if not source.endswith((".txt", *LINES_OF_JSON, ".parquet")):
+    if not source.endswith((".txt", *TABLES)):
         raise UserError(f"text {source}: expected {EXPECTED}")
 
 

@@ -48,6 +48,7 @@ PARTS = (
     Part("gqa", "06_export.py", "gqa/stage.json"),
     Part("eval", "07_eval.py", "eval.json"),
 )
+THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 DECIDED = ("groups", "aligned", "train", "gqa")  # parts whose summaries contain the target's kv_heads
 
 
@@ -254,8 +255,8 @@ def command(stage: str, arguments: dict) -> str:
     words = ["torchrun", "--nproc-per-node", "auto", stage] if distributed else ["python", stage]
     for name, value in arguments.items():
         flag = "--run-dir" if name == "run" and distributed else "--" + name.replace("_", "-")
-        if value is False and name == "recompute":  # the one switch with three states
-            words.append("--no-recompute")
+        if value is False and name in THREE_STATES:
+            words.append(f"--no-{name}")
         elif value is True:
             words.append(flag)
         elif isinstance(value, list):

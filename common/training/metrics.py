@@ -11,8 +11,8 @@ import torch
 from common.cli import UserError
 from common.data.rows import parse_object
 from common.files import write_text
+from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START, TASK_SET
-from common.training.plan import peak_flops
 
 METRICS = "metrics.jsonl"
 CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of a held-out set

@@ -1,6 +1,7 @@
 """Batches: the samples of each step, packed into rows, each token's weight in the loss, and the losses.
 
-Packed rows are a pure function of (seed, step, rank, world), so a resumed run needs no sampler state.
+Packed rows are a pure function of (seed, step, rank, world), so a resumed run needs no sampler state: it goes
+on at the step of its checkpoint.
 """
 
 import functools

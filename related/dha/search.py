@@ -28,6 +28,7 @@ from common import companions
 from common.artifacts import verify_files, write_record
 from common.cli import UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
+from common.data.text import EXPECTED
 from common.families import check_kv_heads, geometry
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
@@ -47,7 +48,7 @@ def parse():
                                                                  "(default: half, once and twice --kv-heads)")
     flag("--walks", type=positive, default=50, help="annealing walks per layer (published: 1)")
     parser.section("text, the same for everything that is compared")  # and --lr: records.DATA_FLAGS
-    flag("--text", default=DEMO, help="training text: c4, demo, or a .txt, .jsonl, .json.gz or .parquet file")
+    flag("--text", default=DEMO, help=f"training text: {EXPECTED}")
     flag("--heldout", default=DEMO, help="text whose losses are compared")
     flag("--sequences", type=positive, default=4096,
          help="training sequences; they repeat if the steps need more")

@@ -39,7 +39,7 @@ from common.artifacts import claim, write_beside, write_record
 from common.cli import UserError, non_negative, positive, probability, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import DEMO, resolve_model
-from common.data.text import load_tokens
+from common.data.text import EXPECTED, load_tokens
 from common.families import geometry
 from common.files import write_text
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
@@ -82,7 +82,7 @@ def parse():
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
     parser.add_argument("--text", default=DEMO,
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file")
+                        help=f"{EXPECTED}; of demo, its held-out part")
     parser.add_argument("--sequences", type=positive, default=32, help="number of texts, at least 2")
     parser.add_argument("--prompt", type=positive, default=192, help="tokens of each text in the prompt")
     parser.add_argument("--continuation", type=positive, default=64, help="tokens after it, at least 2")

@@ -34,7 +34,7 @@ from common import companions
 from common.artifacts import claim, write_record
 from common.cli import UserError, positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
-from common.data.text import load_tokens
+from common.data.text import EXPECTED, load_tokens
 from common.evaluate import max_difference
 from common.files import write_directory
 from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
@@ -212,7 +212,7 @@ def parse():
                         help="largest condition number of a matrix that is inverted")
     parser.section("equivalence check")
     parser.add_argument("--text", default=DEMO,
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json.gz or .parquet file")
+                        help=f"{EXPECTED}; of demo, its held-out part")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
     return parser.parse_args()

@@ -36,7 +36,7 @@ from common.data import demo
 from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
 from common.data.rows import Sample
-from common.data.text import load_tokens
+from common.data.text import EXPECTED, load_tokens
 from common.evaluate import perplexity
 from common.files import move_aside, write_directory, write_text
 from common.layers import run_layer
@@ -79,7 +79,7 @@ def parse():
                         help="train the full model and those --without Q, K and V, N seeds from --seed on")
     parser.section("training")
     parser.add_argument("--text", default=demo.DEMO,
-                        help="c4, demo, a .txt, .jsonl, .json.gz or .parquet file")
+                        help=EXPECTED)
     parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, as for --text")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")

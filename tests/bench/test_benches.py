@@ -20,7 +20,7 @@ from common.files import write_json
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training import plan as training_cost
-from common.training.plan import parse_hardware
+from common.training.hardware import parse_hardware
 from conftest import expect_error, run
 
 

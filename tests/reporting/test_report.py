@@ -1,5 +1,6 @@
 """RUN/report.html: everything that the records say, on one self-contained page."""
 
+import argparse
 import base64
 import copy
 import html
@@ -342,10 +343,11 @@ def test_the_command_reproduces_the_arguments(tmp_path):
     for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float},
                           "--refit": {"action": "store_true"}, "--steps": {"type": int},
                           "--limit": {"type": int}, "--chat": {"nargs": "+", "default": []}, "--tasks": {},
-                          "--seed": {"type": int}}.items():
+                          "--seed": {"type": int},
+                          "--bos": {"action": argparse.BooleanOptionalAction}}.items():
         parser.add_argument(name, **options)
     arguments = {"tasks": "it's <a> $text", "seed": 3, "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5,
-                 "refit": True, "steps": 0, "limit": None}
+                 "refit": True, "steps": 0, "limit": None, "bos": False}
     for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
         save(tmp_path, artifact, **arguments)
         report.write(str(tmp_path))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.training import plan as hardware
+from common.training import hardware
 from common.training.sharding import Ranks
 
 

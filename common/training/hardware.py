@@ -1,0 +1,97 @@
+"""Devices that training runs on, by the names of --plan and of CUDA, and how many of them there are."""
+
+import functools
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common.cli import UserError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator. Bytes per second are those in one direction."""
+
+    flops_per_s: float  # dense, bf16; of a CPU float32
+    memory: float  # GiB
+    link_bytes_per_s: float  # to the others of its node
+    network_bytes_per_s: float  # to other nodes
+
+
+HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a network port per device, as in DGX
+    "A100-40GB": Hardware(312e12, 40, 300e9, 25e9),
+    "A100-80GB": Hardware(312e12, 80, 300e9, 25e9),
+    "H100-80GB": Hardware(989e12, 80, 450e9, 50e9),
+    "H200-141GB": Hardware(989e12, 141, 450e9, 50e9),
+    "B200-180GB": Hardware(2250e12, 180, 900e9, 50e9),
+    "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
+    "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
+}
+CPU = "CPU"  # the device of --plan that is this machine's processor, shared by all ranks
+
+
+@functools.cache
+def processor(ranks: int) -> Hardware:
+    """A rank's share of this machine: the float32 FLOP/s of a large product, measured, and the memory.
+
+    Ranks exchange data through memory, which is no limit compared with that.
+    """
+    matrix, fastest = torch.ones(1024, 1024), math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        matrix @ matrix
+        fastest = min(fastest, time.perf_counter() - began)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return Hardware(2 * 1024**3 / fastest / ranks, memory / ranks, math.inf, math.inf)
+
+
+def on_gpus(plan: str | None, ranks) -> bool:
+    """Whether a run is on GPUs: the planned one where there is a --plan, else that of these ranks."""
+    return not plan.endswith(f"x{CPU}") if plan else ranks.device.type == "cuda"
+
+
+def processor_dtype() -> str:
+    """"bfloat16" if this machine's processor has instructions for products of it, else "float32"."""
+    instructions = torch.cpu.get_capabilities()
+    return "bfloat16" if instructions.get("avx512_bf16") or instructions.get("amx_bf16") else "float32"
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a device by its CUDA name ("NVIDIA A100-SXM4-80GB"); None if unknown."""
+    for name, hardware in HARDWARE.items():
+        if name.split("-")[0] in device_name.replace(" ", "") and "PCIe" not in device_name:
+            return hardware.flops_per_s
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that each hold all weights, sharded over `ranks_per_node` ranks with a device each."""
+
+    ranks_per_node: int
+    device: Hardware
+    nodes: int = 1
+
+
+def parse_hardware(text: str) -> Cluster:
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here.
+
+    Raises UserError for anything else.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
+    if not match or match[3] not in (*HARDWARE, CPU):
+        raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
+                        f"{', '.join(HARDWARE)}, {CPU}, found {text!r}")
+    ranks, nodes = int(match[2]), int(match[1] or 1)
+    return Cluster(ranks, processor(ranks) if match[3] == CPU else HARDWARE[match[3]], nodes)
+
+
+def cluster_of(ranks) -> Cluster:
+    """The GPUs that a sharding.Ranks trains on, of which only the memory is known."""
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    return Cluster(local, Hardware(math.nan, memory, math.nan, math.nan), ranks.world // local)
