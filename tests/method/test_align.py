@@ -178,11 +178,11 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
 
 def test_the_refit_reads_as_many_sequences_as_calibration_unless_told(inputs, tmp_path):
     home = tmp_path / "run"
-    shape = ["--text", inputs["text"], "--sequences", 130, "--length", 16]
+    shape = ["--text", inputs["text"], "--sequences", 12, "--length", 16]
     run("01_calibrate.py", "--run", home, "--model", inputs["model"], *shape)
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, *GROUPING)
-    for flags, sequences in (([], 130), (["--refit-sequences", 6], 6), (["--refit-sequences", 999], 130)):
+    for flags, sequences in (([], 12), (["--refit-sequences", 6], 6), (["--refit-sequences", 999], 12)):
         done = run("04_align.py", "--run", home, "--force", "--refit", *flags)
         assert f"; {sequences * 16} tokens, for the refit" in done.stdout
 

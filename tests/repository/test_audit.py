@@ -12,7 +12,7 @@ import re
 import pytest
 
 from conftest import ROOT
-from mutants import mutants, rows
+from mutants import rows
 
 TEXT = (ROOT / "AUDIT.md").read_text()
 
@@ -60,7 +60,3 @@ def test_every_equation_as_printed_is_named_and_exists():
     assert len(printed) > 50 and all("`" in cell or cell == "-" for cell in printed)
     assert named <= defined("paper.py")
     assert named >= {f"eq_{number}" for number in range(1, 32)} | {"algorithm_1", "algorithm_2"}
-
-
-def test_mutants_try_every_row():
-    assert {row for row, _, _ in rows()} == {row for mutant in mutants() for row in mutant.rows}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from mutants import Trial, choose, equivalents, mutants
+from mutants import Trial, choose, equivalents, mutants, rows
 from operators import edits
 
 AUDIT = "| claim | function | test |\n| add | [`module.py`] `add` | `test_module::{}` |\n"
@@ -59,8 +59,10 @@ def test_methods_and_constants_are_mutated_and_nothing_else():
     assert [text[:start].count(b"\n") for start, _, _ in edits(text, "A")] == [5, 5]
 
 
-def test_what_is_equivalent_still_is_a_mutant():
-    assert equivalents().keys() <= {(mutant.name, mutant.change()) for mutant in mutants()}
+def test_every_row_has_mutants_and_what_is_equivalent_still_is_one():
+    made = mutants()
+    assert {row for row, _, _ in rows()} == {row for mutant in made for row in mutant.rows}
+    assert equivalents().keys() <= {(mutant.name, mutant.change()) for mutant in made}
     assert all(equivalents().values())
 
 
