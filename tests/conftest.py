@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from common.calibration import Calibration
+from common.reporting import plots
 from common.training.sharding import init_ranks
 
 torch.set_num_threads(1)
@@ -226,6 +227,27 @@ def calibrate_arguments(inputs: dict[str, str]) -> list:
 
 def evaluate_arguments(inputs: dict[str, str]) -> list:
     return ["--tasks", inputs["tasks"], "--text", inputs["text"], "--length", 64, "--sequences", 4]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawings():
+    """Stages that run in this process write empty pictures: others would take longer than all they compute.
+
+    Yields the functions that draw, by name.
+    """
+    real = {name: getattr(plots, name) for name in ("heatmaps", "pairs", "curves")}
+    for name in real:
+        setattr(plots, name, plots.drawing(lambda pyplot, *_, **__: pyplot.figure(figsize=(1, 1))))
+    yield real
+    for name, draw in real.items():
+        setattr(plots, name, draw)
+
+
+@pytest.fixture
+def pictures(drawings, monkeypatch):
+    """For tests of pictures: what the functions draw."""
+    for name, draw in drawings.items():
+        monkeypatch.setattr(plots, name, draw)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pipelines import smollm2
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 pyplot.switch_backend("Agg")
+pytestmark = pytest.mark.usefixtures("pictures")
 
 
 def training_records(layers: int = 2) -> list[dict]:
