@@ -204,6 +204,14 @@ def expect_error(message: str, command: str, *arguments, **options) -> None:
     assert message in done.stderr, done.stderr
 
 
+def recipe(name: str, *arguments, **settings) -> subprocess.CompletedProcess:
+    """pipelines/NAME with these arguments and environment variables."""
+    environment = os.environ | {"PYTHON": sys.executable}
+    environment |= {key: str(value) for key, value in settings.items()}
+    command = ["bash", f"pipelines/{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
 def build_once(factory, name: str, build) -> Path:
     """A directory that build(path) makes once for all pytest-xdist workers. Nobody may change it."""
     root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from bench import decode, loss, recovery, train_step, transform
 from bench.machine import named_directories, standard_error
@@ -19,7 +18,6 @@ from common.evaluate import perplexity
 from common.files import write_json
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
-from common.training import plan as training_cost
 from common.training.hardware import parse_hardware
 from conftest import expect_error, run
 
@@ -80,7 +78,7 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     need = budget.memory(work, student, 1, longest, len(rows) > 1)["total"] / 2**30
     assert figures["memory_gib"] == pytest.approx(need, abs=0.006)
     plan = argparse.Namespace(**vars(args), reduce="step")
-    cost = training_cost.step_cost(work, student, plan, parse_hardware("1xH200-141GB"))
+    cost = budget.step_cost(work, student, plan, parse_hardware("1xH200-141GB"))
     assert figures["step_seconds"] == pytest.approx(cost.seconds, abs=1e-4)
 
 
@@ -123,13 +121,6 @@ def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
 def test_relative_difference_is_of_the_largest_element():
     actual, expected = torch.tensor([1.0, -4.5]), torch.tensor([1.0, -5.0])
     assert loss.relative_difference(actual, expected) == pytest.approx(0.1)
-
-
-def test_cache_bytes_count_keys_and_values_of_every_layer():
-    cache = DynamicCache()
-    for layer in range(3):
-        cache.update(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 8), layer)
-    assert decode.cache_bytes(cache) == 3 * 2 * (2 * 4 * 5 * 8) * 4
 
 
 @pytest.mark.parametrize("model", ["runs/x", "=runs/x", "pairs="])

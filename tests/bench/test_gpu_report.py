@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from bench import gpu
 from bench.gpu import Row
-from conftest import ROOT
+from conftest import ROOT, recipe
 
 LOG = """tests/stages/test_gpu.py::test_a[x] PASSED    [ 25%]
 FAILED tests/stages/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2
@@ -37,16 +36,11 @@ def machine(monkeypatch) -> dict[str, str]:
     return machine
 
 
-def script(**settings: str) -> subprocess.CompletedProcess:
-    options = {"cwd": ROOT, "env": os.environ | settings, "capture_output": True, "text": True}
-    return subprocess.run(["bash", "pipelines/gpu.sh"], check=False, **options)
-
-
 def test_without_a_package_there_is_one_line_and_exit_code_2(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\n[ "$*" != "-c import pytest" ]\n')
     python.chmod(0o755)
-    done = script(PYTHON=str(python), OUT=str(tmp_path / "out"))
+    done = recipe("gpu.sh", PYTHON=str(python), OUT=str(tmp_path / "out"))
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     assert (done.stdout, done.stderr) == ("", f"error: {python}: expected the package pytest, found none\n")
 
@@ -61,7 +55,7 @@ def pretended(tmp_path):
     out = tmp_path / "an out [1]"
 
     def run(**settings) -> tuple[int, list[Row]]:
-        code = script(PYTHON=str(python), OUT=str(out), **settings).returncode
+        code = recipe("gpu.sh", PYTHON=str(python), OUT=str(out), **settings).returncode
         return code, gpu.read_rows(str(out))
 
     return run

@@ -98,26 +98,13 @@ MISTAKES = {
     "-run there": "unknown flag -run; did you mean --run? (--help lists all)",
     "here there": "expected flags, found here there (--help lists all)",
     "--by vlaue": "--by: expected one of none, value, found vlaue; did you mean value?",
-    "--by 7": "--by: expected one of none, value, found 7",
     "--only piqa BoolQ": f"--only: expected one of {', '.join(TASKS)}, found BoolQ; did you mean boolq?",
-    "--kv-heads two": f"--kv-heads: expected {WHOLE}, found two",
-    "--kv-heads 0": f"--kv-heads: expected {WHOLE}, found 0",
     "--kv-heads -1": f"--kv-heads: expected {WHOLE}, found -1",
-    "--kv-heads 1e3": f"--kv-heads: expected {WHOLE}, found 1e3",
-    "--seed 1.5": f"--seed: expected {SEED}, found 1.5",
-    "--seed -1": f"--seed: expected {SEED}, found -1",
-    f"--seed {2**63}": f"--seed: expected {SEED}, found {2**63}",
-    f"--seed {10**400}": f"--seed: expected {SEED}, found {10**400}",
     f"--seed {'9' * 5000}": f"--seed: expected {SEED}, found {'9' * 5000}",
-    "--lr fast": "--lr: expected a finite number, found fast",
-    "--lr nan": "--lr: expected a finite number, found nan",
     "--lr=-inf": "--lr: expected a finite number, found -inf",
-    "--lr 1e999": "--lr: expected a finite number, found 1e999",
     "--seed": "--seed: expected one argument",
-    "--device foo": f"--device: expected {DEVICE}, found foo",
     "--device cuda:x": f"--device: expected {DEVICE}, found cuda:x",
     "--device cuda": "--device: expected a device of this machine, which has 0 GPUs, found cuda",
-    "--device cuda:0": "--device: expected a device of this machine, which has 0 GPUs, found cuda:0",
 }
 
 
@@ -159,17 +146,11 @@ def test_numbers_are_finite_and_in_range(name):
             kind(text)
 
 
-def no_more_than(size: int):
-    """A limit on the files that this process writes: beyond it the kernel refuses, as it does on a full
-    disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 def test_a_refused_write_of_safetensors_itself_is_one_line(tmp_path, capsys):
     """The library's own SafetensorError, which is no OSError."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    no_more_than(1 << 16)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # writes fail then, as on a full disk
     try:
         code, error = ends(lambda: save_file({"x": torch.zeros(1 << 20)}, tmp_path / "x"), capsys)
     finally:

@@ -47,10 +47,9 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
 @pytest.mark.parametrize("model_type, rope, older", [
     ("llama", {"rope_type": "default", "rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": None}),
     ("llama", LLAMA3 | {"rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": LLAMA3}),
-    ("qwen2", {"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
     ("olmo3", OLMO3, {"rope_theta": 500.0, "rope_scaling": {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}),
-], ids=["llama", "scaled", "qwen2", "olmo3"])
+], ids=["llama", "scaled", "olmo3"])
 def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, model_type, rope, older):
     """They say the same, also to the release that reads both."""
     save_tiny(tmp_path / "source", model_type=model_type, rope_parameters=rope)

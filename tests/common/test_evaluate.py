@@ -270,13 +270,6 @@ def test_a_choice_without_tokens_scores_nothing(model):
     assert beside[0][1] == pytest.approx(alone[0][1], abs=1e-4) and alone[0][1] < 0
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_cache_bytes_are_those_of_the_kv_heads(kv_heads):
-    model = tiny_model(num_key_value_heads=kv_heads)
-    expected = 2 * 3 * kv_heads * 8 * 4  # keys and values, layers, kv heads, head_dim, bytes of float32
-    assert evaluate.cache_bytes_per_token(model, TOKENS[0]) == expected
-
-
 def test_speed_is_tokens_over_seconds(model, monkeypatch):
     seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58])  # prefill 2, 1, 4; decode 8, 20, 4
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
@@ -338,7 +331,6 @@ def test_standard_errors_are_the_spread_of_repeated_evaluations():
 
 @pytest.mark.parametrize("rates, published", [  # of Tables 1 and 2
     ("86.85 81.39 87.08 82.95 66.22 80.88 79.00 77.53", 84.60),  # LLaMA2-7B to 16 kv heads, baseline
-    ("85.69 79.54 84.32 82.00 63.21 77.89 75.40 75.64", 82.36),  # to 4, values by distance
     ("84.83 72.74 68.31 71.35 53.18 64.04 59.20 71.34", 71.37),  # Sheared-LLaMA-1.3B, the teacher
 ])
 def test_the_published_average_is_the_micro_average(rates, published):

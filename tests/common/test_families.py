@@ -1,5 +1,5 @@
-"""Every family and sources that are GQA already: a permitted transformation keeps the function, any other
-changes it; all stages; the result loads in the family's own class.
+"""Every family and sources that are GQA already: a permitted transformation keeps the function; all stages;
+the result loads in the family's own class.
 
 The models are tiny and random, of the classes in conftest.CLASSES as transformers 5.23 has them.
 """
@@ -110,26 +110,6 @@ def test_rotations_commute_with_every_kind_of_rope(kind):
     for layer in model.model.layers:
         fuse_layer(layer.self_attn, [2, 0, 3, 1], *rotations(layer.self_attn, generator))
     assert (logits_of(model) - before).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("fault", [
-    "a key/value head without its queries", "any angle under a key norm", "a sign flip of half a pair",
-])
-def test_what_is_not_allowed_changes_the_function(fault):
-    model = tiny_model(model_type="qwen3", num_key_value_heads=4).double()
-    attention, before = model.model.layers[1].self_attn, logits_of(model)
-    values, keys = torch.eye(8, dtype=torch.float64).expand(4, 8, 8), torch.ones(4, 4, dtype=torch.complex128)
-    if fault == "a key/value head without its queries":
-        queries = copy.deepcopy(attention.q_proj.state_dict())
-        fuse_layer(attention, [1, 0, 2, 3], values, keys)
-        attention.q_proj.load_state_dict(queries)
-    elif fault == "any angle under a key norm":
-        angle = torch.full((4, 4), 0.3, dtype=torch.float64)
-        fuse_layer(attention, [0, 1, 2, 3], values, torch.polar(torch.ones_like(angle), angle))
-    else:
-        for projection in (attention.q_proj, attention.k_proj):
-            projection.weight.data[:4] *= -1  # pairs are (p, p + 4): a reflection
-    assert (logits_of(model) - before).abs().max() > 1e-4
 
 
 def blended(model, merged, names: tuple):

@@ -157,14 +157,9 @@ FREE = {("inputs", "calibration"), ("results", "gqa"),
         *(("files", name) for fields in FIELDS.values() for name in fields["files"])}
 CONTENTS = {
     "empty": b"",
-    "null": b"null",
     "a list": b"[]",
-    "a string": b'"record"',
-    "a number": b"3",
     "cut off": b'{"stage": "06_export',
     "invalid UTF-8": b'{"stage": "\xff\xfe"}',
-    "UTF-16": '{"stage": "06_export.py"}'.encode("utf-16"),
-    "zeros": bytes(100),
     "nested too deeply": b"[" * 100_000,
     "an integer of 5000 digits": b"9" * 5000,
     "an empty object": b"{}",
@@ -182,7 +177,6 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, content):
 
 def test_every_kind_of_fault_names_its_place(tmp_path):
     for stage, place, wrong, message in (
-        ("06_export.py", "summary.kv_heads", "2", "expected an integer of at least 1, found '2'"),
         ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
         ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
         ("04_align.py", "summary.merge", "men", "expected one of mean, first, closed-form, found 'men'"),
@@ -209,16 +203,8 @@ def test_a_record_names_only_files_inside_its_directory(name):
 
 GROUP_FAULTS = {
     "a missing head": [[[0, 2], [1, 1]], GROUPS[1]],
-    "head -1": [[[0, 2], [1, -1]], GROUPS[1]],
     "head 7 of 4": [[[0, 2], [1, 7]], GROUPS[1]],
-    "a huge head": [[[0, 2], [1, 10**30]], GROUPS[1]],
-    "a text": [[[0, 2], [1, "3"]], GROUPS[1]],
-    "a fraction": [[[0, 2], [1, 3.5]], GROUPS[1]],
     "a float": [[[0, 2], [1, 3.0]], GROUPS[1]],
-    "a bool": [[[0, 2], [True, 3]], GROUPS[1]],
-    "a null": [[[0, 2], [1, None]], GROUPS[1]],
-    "a null for a group": [[[0, 2], None], GROUPS[1]],
-    "a null for a layer": [None, GROUPS[1]],
     "unequal sizes": [[[0, 2, 1], [3]], GROUPS[1]],
     "an empty group": [[[0, 2, 1, 3], []], GROUPS[1]],
     "too many groups": [[[0], [2], [1], [3]], GROUPS[1]],
@@ -227,8 +213,6 @@ GROUP_FAULTS = {
     "a layer too few": [GROUPS[0]],
     "a layer too many": [*GROUPS, GROUPS[0]],
     "no layers": [],
-    "null": None,
-    "an object": {"0": GROUPS[0]},
     "flat": [[0, 2, 1, 3], [0, 1, 2, 3]],
 }
 

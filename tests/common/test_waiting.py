@@ -14,7 +14,6 @@ for path in sorted((ROOT / "pipelines").glob("*.py")):
         SCRIPTS.append(f"pipelines/{path.name}")
 
 
-
 def spins_of(*words, **environment) -> int:
     """How often a thread looks before it sleeps, as libgomp chose when torch loaded it."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

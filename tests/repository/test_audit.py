@@ -7,6 +7,7 @@ function | test |: the last two cells are read. The function cell links files an
 """
 
 import ast
+import functools
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from mutants import rows
 TEXT = (ROOT / "AUDIT.md").read_text()
 
 
+@functools.cache
 def defined(path: str) -> set[str]:
     """Names that a file defines at its top level or in a class: functions, classes, constants."""
     names = set()

@@ -96,7 +96,6 @@ def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedPr
     ("test_zero", "", 1, "module.py:2 add: c = {a + b => a - b}  [add]", "1 survived"),
     ("test_zero", "add: -0 is 0\n    c = {a + b => a - b}\n", 0, "   0 of    1  add", "1 equivalent"),
     ("test_wrong", "", 1, "failing without a change: test_module::test_wrong", "1 failing"),
-    ("test_missing", "", 1, "failing without a change: test_module::test_missing", "1 failing"),
 ])
 def test_what_no_test_notices_is_reported(tmp_path, tests, explained, code, first, last):
     done = run_mutants(tmp_path, tests, explained)
