@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -318,6 +319,17 @@ def group_of_one():
 def calibrated_layer(calibration, index: int) -> dict[str, torch.Tensor]:
     """The tensors of a layer in a calibration directory."""
     return Calibration(str(calibration)).layer(index)
+
+
+def all_groupings(heads: list[int], size: int):
+    """Yield all ways to split heads into groups of a size, in canonical order."""
+    if not heads:
+        yield []
+        return
+    for others in itertools.combinations(heads[1:], size - 1):
+        rest = [head for head in heads[1:] if head not in others]
+        for groups in all_groupings(rest, size):
+            yield [[heads[0], *others], *groups]
 
 
 def copy_run(source: Path, target: Path) -> Path:

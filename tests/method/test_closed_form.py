@@ -22,14 +22,10 @@ from common.method.rope_merge import alternate, log_uniform, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
 from conftest import tiny_model
 from students import merge_model
-from test_rope_merge import rotations
+from test_rope_merge import normal, rotations
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def doubled(**options):

@@ -6,23 +6,14 @@ import itertools
 import numpy as np
 import pytest
 
-from common.method.grouping import anneal, best_pairs, canonical, combine, default_groups, propose_swap, score
+from common.method.grouping import anneal, best_pairs, combine, default_groups, propose_swap, score
+from conftest import all_groupings
 from paper import eq_24
 
 
 def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:
     matrix = np.random.default_rng(seed).normal(size=(layers, heads, heads))
     return matrix + matrix.transpose(0, 2, 1)
-
-
-def all_groupings(heads: list[int], size: int):
-    if not heads:
-        yield []
-        return
-    for rest in itertools.combinations(heads[1:], size - 1):
-        left = [h for h in heads[1:] if h not in rest]
-        for others in all_groupings(left, size):
-            yield [[heads[0], *rest], *others]
 
 
 def test_score_equals_eq_23():
@@ -73,19 +64,6 @@ def test_annealing_finds_the_best_grouping_of_few_heads(heads, kv_heads):
         groupings = all_groupings(list(range(heads)), heads // kv_heads)
         best = max(eq_24(grouping, similarity[layer]) for grouping in groupings)
         assert score(similarity, groups)[layer] == pytest.approx(best, abs=1e-12)
-
-
-@pytest.mark.parametrize("heads", [4, 6, 8])
-def test_matching_is_the_exact_optimum_for_pairs(heads):
-    similarity = random_similarity(3, heads, seed=heads)
-    for layer, groups in enumerate(best_pairs(similarity)):
-        best = max(eq_24(g, similarity[layer]) for g in all_groupings(list(range(heads)), 2))
-        assert eq_24(groups, similarity[layer]) == pytest.approx(best, abs=1e-9)
-
-
-def test_canonical_order_and_default():
-    assert canonical(np.array([[[5, 2], [4, 0], [3, 1]]])).tolist() == [[[0, 4], [1, 3], [2, 5]]]
-    assert default_groups(1, 6, 2).tolist() == [[[0, 1, 2], [3, 4, 5]]]
 
 
 def test_groups_come_in_canonical_order_and_by_the_seed():

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paper
 from common.method import losses
-from common.method.losses import bild, chunked, cross_entropy, differences, exact_products, kl, product
+from common.method.losses import bild, chunked, differences, exact_products, kl, product
 
 
 def logits(n: int = 6, vocab: int = 40, seed: int = 0) -> torch.Tensor:
@@ -24,12 +24,6 @@ def test_kl_is_scipys_entropy_of_teacher_against_student():
     expected = scipy.stats.entropy(*probabilities, axis=1)
     np.testing.assert_allclose(kl(student, teacher).numpy(), expected, atol=1e-12)
     assert (kl(teacher, teacher).abs() < 1e-12).all()
-
-
-def test_cross_entropy_is_minus_log_probability():
-    student, targets = logits(), torch.tensor([3, 1, 4, 1, 5, 9])
-    expected = -scipy.special.log_softmax(student.numpy(), 1)[np.arange(6), targets]
-    np.testing.assert_allclose(cross_entropy(student, targets).numpy(), expected, atol=1e-12)
 
 
 def test_bild_equals_the_definition():

@@ -348,11 +348,6 @@ def test_all_groups_at_once_are_each_group_alone(heads):
             torch.testing.assert_close(ours, align(gram), rtol=0, atol=1e-5)
 
 
-def test_pair_mean():
-    matrix = torch.tensor([[9.0, 1, 2], [1, 9, 3], [2, 3, 9]])
-    assert procrustes.pair_mean(matrix) == 2
-
-
 @pytest.mark.parametrize("shape", [(5, 3, 6, 6), (6, 6), (3, 0, 0)])
 def test_decompositions_shared_among_threads_are_the_same_ones(shape):
     """More matrices than threads, fewer, and none; the number of threads is as it was afterwards."""

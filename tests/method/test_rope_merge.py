@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from common.method import rope_merge
 from common.method.low_rank import merge_values
-from common.method.rope import pair_products, to_complex, to_matrix
+from common.method.rope import to_complex
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
 from conftest import tiny_model
 
@@ -91,14 +91,6 @@ def test_turns_are_rope_and_its_averages():
     torch.testing.assert_close(turns.backward(matrix), backward, **exact)
     mean = each.mean(0)
     torch.testing.assert_close(turns.spread(matrix), backward - mean.T @ matrix @ mean, **exact)
-
-
-def test_pair_products_and_pair_matrices_are_complex_arithmetic():
-    x, y = normal(20, SIZE), normal(20, SIZE, seed=1)
-    expected = (to_complex(x).conj() * to_complex(y)).sum(0)
-    torch.testing.assert_close(pair_products(torch.einsum("na,nb->ab", x, y)), expected)
-    factor = torch.complex(normal(4), normal(4, seed=1))
-    torch.testing.assert_close(to_complex(x @ to_matrix(factor).T), factor * to_complex(x))
 
 
 def test_distances_are_log_uniform_up_to_the_context():

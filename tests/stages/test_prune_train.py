@@ -32,10 +32,8 @@ from test_layers import Tensors
 from training_runs import (
     STAGE,
     assert_same_bits,
-    final_weights,
     flip,
     interrupt,
-    metrics,
     train_arguments,
     with_teacher,
 )
@@ -376,12 +374,3 @@ def test_non_finite_loss_names_step_rank_and_samples(
     done = run(STAGE, *train_arguments(home, inputs, "--lr", "1e30", "--clip", "0"), fails=True)
     assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr
     assert "the last checkpoint is kept" in done.stderr
-
-
-def test_the_whole_run_is_masked_for_80_percent_and_ends_as_gqa(finished_run):
-    lines = metrics(finished_run)
-    assert [line["step"] for line in lines if "mask_mean" in line] == list(range(1, 9))
-    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    weights = final_weights(finished_run)
-    assert not [name for name in weights if "merged" in name or "original" in name]
-    assert weights["model.layers.0.self_attn.k_proj.weight"].shape == (16, 48)

@@ -22,6 +22,7 @@ from common.reporting import plots
 from conftest import (
     GROUPING,
     ROOT,
+    all_groupings,
     byte_tokenizer,
     calibrate_arguments,
     calibrated_layer,
@@ -242,17 +243,6 @@ def test_energy_is_minus_the_share_that_a_merged_pair_of_heads_loses(aligned_run
             assert float(energy[layer, a, b]) == pytest.approx(-float(share), rel=1e-4)
 
 
-def groupings(heads: list[int], size: int):
-    """All ways to split heads into groups of a size."""
-    if not heads:
-        yield []
-        return
-    for others in itertools.combinations(heads[1:], size - 1):
-        rest = [head for head in heads[1:] if head not in others]
-        for groups in groupings(rest, size):
-            yield [[heads[0], *others], *groups]
-
-
 def sum_within(matrix: np.ndarray, groups: list[list[int]]) -> float:
     return sum(matrix[a, b] for group in groups for a, b in itertools.combinations(group, 2))
 
@@ -274,7 +264,7 @@ def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criteri
     size = HEADS // kv_heads
     adjacent = [list(range(first, first + size)) for first in range(0, HEADS, size)]
     for layer, matrix in enumerate(matrices):
-        best = max(groupings(list(range(HEADS)), size), key=lambda groups: sum_within(matrix, groups))
+        best = max(all_groupings(list(range(HEADS)), size), key=lambda groups: sum_within(matrix, groups))
         assert written["groups"][layer] == best
         scores = {"default": sum_within(matrix, adjacent), "found": sum_within(matrix, best)}
         if kv_heads == 4:
@@ -434,18 +424,6 @@ def test_the_closed_form_does_not_depend_on_the_rotation(aligned_run, tmp_path):
         logits.append(AutoModelForCausalLM.from_pretrained(home / "merged")(tokens).logits)
     mean_merged = AutoModelForCausalLM.from_pretrained(aligned_run / "merged")(tokens).logits
     assert (logits[0] - logits[1]).abs().max() < 1e-3 < 1e-1 < (logits[0] - mean_merged).abs().max()
-
-
-def test_mean_pool_baseline(aligned_run, tmp_path):
-    """--by none --rotate none: merged/ is the mean of adjacent heads of the untouched model."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    run("03_group.py", "--run", home, "--kv-heads", 4, "--by", "none", "--force")
-    run("04_align.py", "--run", home, "--rotate", "none", "--force")
-    source = AutoModelForCausalLM.from_pretrained(read(home / "groups.json")["model"]["path"])
-    merged = AutoModelForCausalLM.from_pretrained(home / "merged")
-    for after, before in zip(merged.model.layers, source.model.layers, strict=True):
-        mean = before.self_attn.v_proj.weight.view(4, 2, SIZE, 48).mean(1)
-        torch.testing.assert_close(after.self_attn.v_proj.weight.view(4, SIZE, 48), mean)
 
 
 @torch.no_grad()

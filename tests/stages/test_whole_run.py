@@ -29,7 +29,8 @@ def test_whole_run(finished_run):
 
     lines = read_lines(finished_run / "train" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert lines[0]["mask_target"] == 1 and lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
+    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
     assert len(lines[0]["mask_per_layer"]) == len(lines[0]["mask_mean_per_layer"]) == LAYERS
     assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
     assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)

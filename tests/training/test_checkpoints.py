@@ -225,12 +225,6 @@ def test_digests_that_cannot_be_read_are_damage(saved, digests):
     assert checkpoints.damage(path)
 
 
-def test_a_tensor_that_is_not_in_the_checkpoint_is_named(saved):
-    job, path = saved
-    with pytest.raises(UserError, match=r"expected a tensor optimizer\.other\.state.*, found none"):
-        checkpoints.load(job, path, lambda name: f"other.{name}")
-
-
 def test_settings_are_written_once_and_others_refused(group_of_one, tmp_path):
     directory, settings = str(tmp_path / "train"), {"lr": 1e-5, "samples_sha256": "a"}
     checkpoints.begin(directory, settings, group_of_one)

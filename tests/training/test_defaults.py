@@ -42,12 +42,6 @@ def test_published_numbers():
     assert epochs_to_steps(0.001, 10, 64) == 1
 
 
-@pytest.mark.parametrize("group_size", [3, 16])
-def test_a_group_size_without_published_epochs_needs_a_flag(group_size):
-    with pytest.raises(UserError, match=f"groups of {group_size} kv heads .* pass --epochs or --steps"):
-        published_epochs(group_size)
-
-
 def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
     model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
     return Pair("a", "m", model, 16 // group_size, "mean", blended)

@@ -72,18 +72,6 @@ def test_a_checkpoint_restarts_the_clock_of_the_first_rank(
     assert saved == expected
 
 
-def test_steps_end_where_they_are_told_and_go_on_from_there(group_of_one, tmp_path):
-    job = squares_job(group_of_one, tmp_path)
-    numbers = []
-    for until in (2, None):
-        for step in steps(job, schedule_of(5), SAMPLES, until):
-            numbers.append(step.number)
-            step.backward(job.trainee(next(step.rows)).square().mean())
-            step.update()
-        assert job.step == (until or 5) and saved_checkpoints(job.directory)[-1].endswith(f"{job.step}")
-    assert numbers == [0, 1, 2, 3, 4]
-
-
 def test_the_seconds_of_a_step_are_its_own(group_of_one, tmp_path):
     """From before its rows to its update: not the checkpoint after it."""
     job, began = squares_job(group_of_one, tmp_path), time.perf_counter()

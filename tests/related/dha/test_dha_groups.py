@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from conftest import tiny_model
+from conftest import all_groupings, tiny_model
 from dha_models import EIGHT, WHOLE
 from related.dha import fusion, grouping, search
 
@@ -50,17 +50,6 @@ def test_every_budget_that_can_be_met_is_met_exactly_and_no_other():
                         grouping.allocate(losses, heads, ladder, total)
 
 
-def partitions(heads: list[int], size: int):
-    if not heads:
-        yield []
-        return
-    for others in itertools.combinations(heads[1:], size - 1):
-        group = [heads[0], *others]
-        rest = [head for head in heads if head not in group]
-        for groups in partitions(rest, size):
-            yield [group, *groups]
-
-
 def random_losses(heads: int, seed: int) -> torch.Tensor:
     losses = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed))
     return ((losses + losses.T) / 2).fill_diagonal_(0)
@@ -70,7 +59,7 @@ def random_losses(heads: int, seed: int) -> torch.Tensor:
 def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
     for seed in range(4):
         losses = random_losses(8, seed)
-        totals = [grouping.within(losses.tolist(), groups) for groups in partitions(EIGHT, 8 // count)]
+        totals = [grouping.within(losses.tolist(), groups) for groups in all_groupings(EIGHT, 8 // count)]
         groups = grouping.anneal(losses, count, 50, seed)
         assert grouping.within(losses.tolist(), groups) == pytest.approx(min(totals))
         assert grouping.within_random(losses, count) == pytest.approx(sum(totals) / len(totals))
