@@ -245,8 +245,8 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
         yield merge
 
 
-def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
-    """A refit of what `layers` are merged to, before its first layer."""
+def start_refit(args, layers: Layers, inputs: Inputs, context: int | None) -> Refit:
+    """A refit of what `layers` are merged to, before its first layer. context: what keys are merged for."""
     batches = inputs.refit_tokens.split(1)
     return Refit(
         layers.run,
@@ -254,14 +254,18 @@ def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
         inputs=layers.embed(batches, args.run),
         unrefitted=layers.embed(inputs.tokens.split(1), args.run),
         attention=args.refit == "attention",
+        context=context,
         store=lambda batches: layers.store(batches, args.run),
     )
 
 
-def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -> dict:
-    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit."""
+def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, context: int | None, args) -> dict:
+    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit.
+
+    context: what keys are merged for.
+    """
     source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
-    refit = start_refit(args, layers, inputs) if args.refit else None
+    refit = start_refit(args, layers, inputs, context) if args.refit else None
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         aligned_layers = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
         for index, (layer, merge) in enumerate(zip(aligned_layers, merges, strict=True)):
@@ -304,7 +308,7 @@ def main():
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
         figures = check_aligned(inputs, logits, open_layers(aligned, args))
         # from aligned/ as stored, because stage 5 blends the two
-        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
+        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, context, args)
         predicted = open_layers(merged, args).logits(tokens)
         figures |= {"perplexity_merged": perplexity_of(predicted, tokens),
                     "kl_merged": mean_kl(logits["source"], predicted), "energy_lost": lost or None}

@@ -109,9 +109,12 @@ class Layers:
         with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
             yield lambda hidden: lm_head(norm(hidden))
 
-    def run(self, layer, hidden: torch.Tensor) -> torch.Tensor:
-        """Output of a decoder layer or its self_attn, this model's or a similar one's, for [n, T, hidden]."""
-        return run_layer(self.model, layer, hidden)
+    def run(self, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Output of a decoder layer or its self_attn, this model's or a similar one's, for [n, T, hidden].
+
+        positions: [T], by default from 0.
+        """
+        return run_layer(self.model, layer, hidden, positions)
 
     def advance(self, layer, hidden: "Spool") -> None:
         """Replace every batch of hidden states by the decoder layer's output."""
@@ -191,9 +194,13 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-def run_layer(model, layer, hidden: torch.Tensor) -> torch.Tensor:
-    """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal, positions from 0."""
-    positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+def run_layer(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal.
+
+    positions: [T], ascending, by default from 0.
+    """
+    positions = torch.arange(hidden.shape[1]) if positions is None else positions
+    positions = positions.to(hidden.device)[None]
     attention, rotary = getattr(layer, "self_attn", layer), model.model.rotary_emb
     mask = families.window_mask(hidden.shape[1], families.sliding_window(attention), hidden.device)
     turns = rotary(hidden, position_ids=positions, **families.rope_options(rotary, attention))

@@ -9,6 +9,9 @@ held-out text.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
+Distances: keys are merged for a context longer than the sequences are. So both models read every other one at
+positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances up to the context occur.
+
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
 of the output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head,
@@ -77,17 +80,21 @@ class Moments:
 class Refit:
     """Runs text through an original and a merged model side by side, refitting one layer after another.
 
-    run(module, hidden): applies a decoder layer, or its self_attn, of either model to hidden states. targets,
-    inputs, unrefitted: lists of batches [n, T, hidden] before the first layer, replaced in place: for the
-    original model, the refitted one, and the merged one without a refit. attention: do the attention refit,
-    too. store: makes a list of batches. figures: per layer the ridge strength of the output refit (None: W_O
-    kept) and the held-out error, "merged", after the "output" and, where asked for, the "attention" refit.
+    run(module, hidden, positions): applies a decoder layer, or its self_attn, of either model to hidden
+    states at positions [T], or None: from 0. targets, inputs, unrefitted: lists of batches [n, T, hidden]
+    before the first layer, replaced in place: for the original model, the refitted one, and the merged one
+    without a refit. attention: do the attention refit, too. context: tokens that keys are merged for; None:
+    no gaps between positions. store: makes a list of batches. figures: per layer the ridge strength of the
+    output refit (None: W_O kept) and the held-out error, "merged", after the "output" and, where asked for,
+    the "attention" refit.
     """
 
-    def __init__(self, run, targets, inputs, unrefitted=(), attention: bool = False, store=list):
+    def __init__(self, run, targets, inputs, unrefitted=(), attention: bool = False,
+                 context: int | None = None, store=list):
         self.run, self.attention, self.store = run, attention, store
         self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
         self.figures: list[dict] = []
+        self.positions = [spread(number, targets[0].shape[1], context) for number in range(len(targets))]
         every = min(HELD_OUT_EVERY, len(targets))
         self.held_out = range(every - 1, len(targets), every)
         self.fitted = [number for number in range(len(targets)) if number not in self.held_out]
@@ -98,20 +105,20 @@ class Refit:
 
         original: the decoder layer to approximate, with any number of kv heads.
         """
-        self._advance(merged, self.unrefitted)
+        self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
         outputs = self.store(self._outputs(original))
         ridge, before, after = self._fit(merged, outputs)
         figures = {"ridge": ridge, "merged": before, "output": after}
         if self.attention:
             self._train(merged, outputs, after)
             figures["attention"] = self._fit(merged, outputs)[2]
-        self._advance(merged, self.inputs)
+        self._advance(merged, self.inputs, self.positions)
         self.figures.append(figures)
         return figures
 
-    def _advance(self, layer, batches) -> None:
+    def _advance(self, layer, batches, positions) -> None:
         for number in range(len(batches)):
-            batches[number] = self.run(layer, batches[number])
+            batches[number] = self.run(layer, batches[number], positions[number])
 
     def _outputs(self, original):
         """Yield the target of the attention output for each batch, and advance the original's text."""
@@ -119,13 +126,14 @@ class Refit:
         for number in range(len(self.targets)):
             before = self.targets[number]
             drift = before - self.inputs[number]
-            self.targets[number] = self.run(original, before)
+            self.targets[number] = self.run(original, before, self.positions[number])
             yield tap.output + DRIFT * drift if added else tap.output
         tap.handle.remove()
 
     def _attend(self, merged, number: int) -> torch.Tensor:
         """The merged layer's attention output for one batch."""
-        return self.run(merged.self_attn, attention_input(merged, self.inputs[number]))
+        hidden = attention_input(merged, self.inputs[number])
+        return self.run(merged.self_attn, hidden, self.positions[number])
 
     def _fit(self, merged, outputs) -> tuple[float | None, float, float]:
         """Refit o_proj in place. Returns the ridge strength, and the held-out error before and after."""
@@ -172,6 +180,22 @@ class Refit:
         """The relative error over some batches, float32; differentiable."""
         residual = sum((self._attend(merged, number) - outputs[number]).square().sum() for number in numbers)
         return residual / sum(outputs[number].square().sum() for number in numbers)
+
+
+def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:
+    """Ascending positions [length] below `context` of sequence `number`; None: from 0, as every other one's.
+
+    Two cuts and the gaps there are random, by the number.
+    """
+    if context is None or context <= length or number % 2 == 0:
+        return None
+    draw = torch.Generator().manual_seed(number)
+    cuts = torch.randperm(length - 1, generator=draw)[:2].sort().values + 1
+    shifts = torch.randint(context - length + 1, (2,), generator=draw).sort().values
+    positions = torch.arange(length)
+    for cut, shift in zip(cuts, shifts.diff(prepend=shifts.new_zeros(1)), strict=True):
+        positions[cut:] += shift
+    return positions
 
 
 def optimizers(attention) -> list[torch.optim.Optimizer]:

@@ -194,14 +194,17 @@ def test_masks_of_a_source_that_is_gqa_already(names):
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_running_layer_after_layer_is_the_model(changes):
-    """40 tokens see a window of 12."""
-    model = tiny_model(**changes)
-    with torch.no_grad():
-        hidden = model.model.embed_tokens(TOKENS)
-        for layer in model.model.layers:
-            hidden = run_layer(model, layer, hidden)
-        whole = model.model(TOKENS, use_cache=False).last_hidden_state
-        torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
+    """40 tokens see a window of 12, at positions from 0 and with a gap."""
+    model, gap = tiny_model(**changes), torch.arange(40) + 30 * (torch.arange(40) >= 20)
+    for positions in (None, gap):
+        with torch.no_grad():
+            hidden = model.model.embed_tokens(TOKENS)
+            for layer in model.model.layers:
+                hidden = run_layer(model, layer, hidden, positions)
+            places = {} if positions is None else {"position_ids": positions[None]}
+            mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
+            whole = model.model(TOKENS, attention_mask=mask, use_cache=False, **places).last_hidden_state
+            torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)

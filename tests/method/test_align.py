@@ -16,6 +16,7 @@ from common import layers
 from common.artifacts import check_input, read_record
 from common.cli import UserError
 from common.method import merge as fuse
+from common.method import refit as refitting
 from common.method.closed_form import closed_form_layer, energy_lost
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
@@ -160,6 +161,15 @@ def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path, refit, a
         written.append({file: sha for file, sha in digests(home).items() if not file.endswith("stage.json")})
         assert json.loads((home / "merged" / "stage.json").read_text())["summary"]["refit"] == again[1]
     assert written[0] == written[1]
+
+
+def test_the_refit_reads_text_at_distances_up_to_the_key_context(aligned_run, tmp_path, monkeypatch):
+    home, asked = copy_run(aligned_run, tmp_path / "run"), set()
+    monkeypatch.setattr(refitting, "spread", lambda number, *sizes: asked.add(sizes))
+    for flags, context in (["--merge", "closed-form", "--key-context", 100], 100), ([], None):
+        asked.clear()
+        run("04_align.py", "--run", home, "--force", "--refit", *flags)
+        assert asked == {(64, context)}
 
 
 def test_refit_brings_merged_nearer(aligned_run, tmp_path):

@@ -2,6 +2,8 @@
 plain training of a whole decoder layer; Muon against singular value decompositions and torch's own."""
 
 import math
+from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -112,7 +114,7 @@ def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(se
     texts = [list(text.clone()) for text in (targets, inputs, inputs)]
     with torch.no_grad():
         unrefitted = merged(inputs)
-        row = Refit(lambda module, hidden: module(hidden), *texts).layer(original, merged)
+        row = Refit(lambda module, hidden, positions: module(hidden), *texts).layer(original, merged)
         expected = ridge_regression(*fit, weight, row["ridge"])
         refitted = merged.self_attn.o_proj.weight
         np.testing.assert_allclose(refitted.numpy(), expected, atol=1e-4)  # products are float32
@@ -121,6 +123,35 @@ def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(se
         assert row["output"] < row["merged"] and "attention" not in row
         for text, moved in zip(texts, (original(targets), merged(inputs), unrefitted), strict=True):
             torch.testing.assert_close(torch.stack(text), moved)
+
+
+def test_every_other_sequence_is_read_with_two_gaps():
+    """Positions ascend from 0 and stay below the context, in which all distances occur."""
+    distances = set()
+    for number in range(1, 1000, 2):
+        positions = refit.spread(number, 16, 64)
+        steps = positions.diff()
+        assert positions[0] == 0 and positions[-1] < 64 and (steps > 0).all() and (steps > 1).sum() <= 2
+        assert torch.equal(positions, refit.spread(number, 16, 64))
+        distances |= set((positions[:, None] - positions).flatten().tolist())
+        assert refit.spread(number - 1, 16, 64) is None
+    assert distances == set(range(-63, 64))
+    assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
+    assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
+
+
+def test_both_models_read_a_sequence_at_the_same_positions():
+    texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2, 3)], defaultdict(list)
+    original, merged, gaps = Layer(10), Layer(20), [refit.spread(number, 9, 64) for number in range(4)]
+
+    def run(module, hidden, positions):
+        read[module].append(positions)
+        return module(hidden)
+
+    Refit(run, *texts, context=64).layer(original, merged)
+    for module, expected in ((original, gaps), (merged.self_attn, gaps), (merged, [None] * 4 + gaps)):
+        for ours, theirs in zip(read[module], expected, strict=True):  # without gaps: text for perplexities
+            assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 def test_of_two_batches_one_is_held_out():
@@ -132,7 +163,7 @@ def refit_model(model, merged, tokens=TOKENS, attention: bool = False) -> list[d
     """Every layer of `merged` refitted on tokens [sequences, T], one a batch, in place."""
     batches = [model.model.embed_tokens(part) for part in tokens.split(1)]
     texts = Spool(batches), Spool(batches)
-    run = refit.Refit(lambda module, hidden: run_layer(model, module, hidden), *texts, attention=attention)
+    run = refit.Refit(partial(run_layer, model), *texts, attention=attention)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):
         run.layer(*layers)
     return run.figures
