@@ -37,6 +37,7 @@ HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
 RATE = 0.03  # initial learning rate, relative to a tensor's root mean square; a cosine takes it to 0
 DRIFT = 0.5  # of the difference between residual streams; 0 leaves a KL 8 to 10 % higher (docs/LOG.md)
+FARTHEST = 4  # lengths of a sequence that its positions spread over at most: nothing farther was measured
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1
 ITERATIONS = 5
@@ -185,13 +186,14 @@ class Refit:
 def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:
     """Ascending positions [length] below `context` of sequence `number`; None: from 0, as every other one's.
 
-    Two cuts and the gaps there are random, by the number.
+    Two cuts and the gaps there are random, by the number. They end at FARTHEST lengths.
     """
-    if context is None or context <= length or number % 2 == 0:
+    room = min(context or 0, FARTHEST * length) - length
+    if room <= 0 or number % 2 == 0:
         return None
     draw = torch.Generator().manual_seed(number)
     cuts = torch.randperm(length - 1, generator=draw)[:2].sort().values + 1
-    shifts = torch.randint(context - length + 1, (2,), generator=draw).sort().values
+    shifts = torch.randint(room + 1, (2,), generator=draw).sort().values
     positions = torch.arange(length)
     for cut, shift in zip(cuts, shifts.diff(prepend=shifts.new_zeros(1)), strict=True):
         positions[cut:] += shift

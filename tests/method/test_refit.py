@@ -136,6 +136,8 @@ def test_every_other_sequence_is_read_with_two_gaps():
         distances |= set((positions[:, None] - positions).flatten().tolist())
         assert refit.spread(number - 1, 16, 64) is None
     assert distances == set(range(-63, 64))
+    farthest = max(int(refit.spread(number, 16, 10**6)[-1]) for number in range(1, 1000, 2))
+    assert 60 <= farthest < 64  # four lengths
     assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
     assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
 
