@@ -9,8 +9,8 @@ held-out text.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
-Distances: keys are merged for a context longer than the sequences are. So both models read every other one at
-positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances up to the context occur.
+Distances: keys may be merged for a context longer than the sequences are. Both models then read every other
+one at positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances occur that the text has not.
 
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
