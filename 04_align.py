@@ -24,7 +24,7 @@ best with 03_group.py --by energy; keys are merged with RoPE in mind for context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
 attention output, at the cost of six to nine in all. Both read every other sequence at positions with gaps
-where --key-context is longer than it.
+where --key-context is longer than it, up to four times.
 """
 
 import common.waiting  # noqa: F401 - before torch

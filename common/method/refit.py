@@ -37,7 +37,7 @@ HELD_OUT_EVERY = 8  # one in so many batches is held out
 EPOCHS = 4  # of training; the error still falls after eight, at a cost in proportion
 RATE = 0.03  # initial learning rate, relative to a tensor's root mean square; a cosine takes it to 0
 DRIFT = 0.5  # of the difference between residual streams; 0 leaves a KL 8 to 10 % higher (docs/LOG.md)
-FARTHEST = 4  # lengths of a sequence that its positions spread over at most: nothing farther was measured
+FARTHEST = 4  # lengths of a sequence in the longest context with gaps: a longer one only loses (docs/LOG.md)
 ERRORS = "merged", "output", "attention"  # names in the figures of a layer
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1
 ITERATIONS = 5
@@ -186,10 +186,10 @@ class Refit:
 def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:
     """Ascending positions [length] below `context` of sequence `number`; None: from 0, as every other one's.
 
-    Two cuts and the gaps there are random, by the number. They end at FARTHEST lengths.
+    Two cuts and the gaps there are random, by the number. A context beyond FARTHEST lengths has no gaps.
     """
-    room = min(context or 0, FARTHEST * length) - length
-    if room <= 0 or number % 2 == 0:
+    room = (context or 0) - length
+    if not 0 < room <= (FARTHEST - 1) * length or number % 2 == 0:
         return None
     draw = torch.Generator().manual_seed(number)
     cuts = torch.randperm(length - 1, generator=draw)[:2].sort().values + 1

@@ -136,21 +136,20 @@ def test_every_other_sequence_is_read_with_two_gaps():
         distances |= set((positions[:, None] - positions).flatten().tolist())
         assert refit.spread(number - 1, 16, 64) is None
     assert distances == set(range(-63, 64))
-    farthest = max(int(refit.spread(number, 16, 10**6)[-1]) for number in range(1, 1000, 2))
-    assert 60 <= farthest < 64  # four lengths
+    assert refit.spread(1, 16, 65) is None  # beyond four lengths
     assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
     assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
 
 
 def test_both_models_read_a_sequence_at_the_same_positions():
     texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2, 3)], defaultdict(list)
-    original, merged, gaps = Layer(10), Layer(20), [refit.spread(number, 9, 64) for number in range(4)]
+    original, merged, gaps = Layer(10), Layer(20), [refit.spread(number, 9, 36) for number in range(4)]
 
     def run(module, hidden, positions):
         read[module].append(positions)
         return module(hidden)
 
-    Refit(run, *texts, context=64).layer(original, merged)
+    Refit(run, *texts, context=36).layer(original, merged)
     for module, expected in ((original, gaps), (merged.self_attn, gaps), (merged, [None] * 4 + gaps)):
         for ours, theirs in zip(read[module], expected, strict=True):  # without gaps: text for perplexities
             assert ours is theirs is None or torch.equal(ours, theirs)
