@@ -106,6 +106,7 @@ class Inputs:
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
     dtype: torch.dtype  # of the checkpoints to write
+    context: int | None  # tokens that keys are merged for, where they are merged with RoPE in mind
 
 
 def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
@@ -141,8 +142,11 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         refit_tokens = calibrated_tokens[:sequences]
         print(f"reads   {calibrated['text']}; {refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
-    groups = torch.tensor(grouping["groups"])
-    return Inputs(source, calibration, grouping, groups, tokens, refit_tokens, dtype)
+    groups, context = torch.tensor(grouping["groups"]), None
+    if (args.merge, args.merge_keys) == ("closed-form", "rope"):
+        context = key_context(args.key_context, calibrated["positions"])
+        print(f"keys    merged for contexts of up to {context} tokens")
+    return Inputs(source, calibration, grouping, groups, tokens, refit_tokens, dtype, context)
 
 
 def open_layers(path: str, args) -> Layers:
@@ -246,8 +250,8 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
         yield merge
 
 
-def start_refit(args, layers: Layers, inputs: Inputs, context: int | None) -> Refit:
-    """A refit of what `layers` are merged to, before its first layer. context: what keys are merged for."""
+def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
+    """A refit of what `layers` are merged to, before its first layer."""
     batches = inputs.refit_tokens.split(1)
     return Refit(
         layers.run,
@@ -255,18 +259,15 @@ def start_refit(args, layers: Layers, inputs: Inputs, context: int | None) -> Re
         inputs=layers.embed(batches, args.run),
         unrefitted=layers.embed(inputs.tokens.split(1), args.run),
         attention=args.refit == "attention",
-        context=context,
+        context=inputs.context,
         store=lambda batches: layers.store(batches, args.run),
     )
 
 
-def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, context: int | None, args) -> dict:
-    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit.
-
-    context: what keys are merged for.
-    """
+def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -> dict:
+    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit."""
     source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
-    refit = start_refit(args, layers, inputs, context) if args.refit else None
+    refit = start_refit(args, layers, inputs) if args.refit else None
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         aligned_layers = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
         for index, (layer, merge) in enumerate(zip(aligned_layers, merges, strict=True)):
@@ -296,26 +297,22 @@ def main():
     inputs = read_inputs(args, calibration_path, groups_path)
     artifacts.refuse_own_source(inputs.source, aligned_path, merged_path)
     source, calibrated, tokens = inputs.source, inputs.calibration.summary, inputs.tokens
-    context = None
-    if (args.merge, args.merge_keys) == ("closed-form", "rope"):
-        context = key_context(args.key_context, calibrated["positions"])
-        print(f"keys    merged for contexts of up to {context} tokens")
     grams_of = partial(inputs.calibration.grams, models.pick_device(args.device))
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     lost = []
-    merges = choose_merges(args, grams_of, inputs.groups, rotations, context, lost)
+    merges = choose_merges(args, grams_of, inputs.groups, rotations, inputs.context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
         figures = check_aligned(inputs, logits, open_layers(aligned, args))
         # from aligned/ as stored, because stage 5 blends the two
-        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, context, args)
+        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
         predicted = open_layers(merged, args).logits(tokens)
         figures |= {"perplexity_merged": perplexity_of(predicted, tokens),
                     "kl_merged": mean_kl(logits["source"], predicted), "energy_lost": lost or None}
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
-        summary |= {"key_context": context, "calibration_tokens": calibrated["tokens"],
+        summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
         written = started.record(source, summary) | {"groups": inputs.grouping["groups"]}
         artifacts.write_record(aligned, written)

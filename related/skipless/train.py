@@ -78,8 +78,7 @@ def parse():
     parser.add_argument("--variants", type=positive, default=None,
                         help="train the full model and those --without Q, K and V, N seeds from --seed on")
     parser.section("training")
-    parser.add_argument("--text", default=demo.DEMO,
-                        help=EXPECTED)
+    parser.add_argument("--text", default=demo.DEMO, help=EXPECTED)
     parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, as for --text")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
