@@ -18,7 +18,7 @@ import statistics
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine, parser, timed
+from bench.machine import machine, median_ratio, parser, timed
 from common.cli import run_stage
 from common.method.merge import merged_config
 from common.models import load_model
@@ -95,15 +95,10 @@ def measure(args, models: dict, context: int, batch: int) -> dict:
     cell = {"context": context, "batch": batch, "kv_bytes": kv_bytes,
             "kv_bytes_ratio": kv_bytes["mha"] / kv_bytes["gqa"]}
     for phase, count in (("prefill", batch * context), ("decode", batch * args.steps)):
-        cell[f"{phase}_speedup"] = speedup(seconds[phase])
+        cell[f"{phase}_speedup"] = round(median_ratio(seconds[phase]["mha"], seconds[phase]["gqa"]), 3)
         cell[f"{phase}_tokens_per_s"] = {
             name: round(count / statistics.median(taken), 1) for name, taken in seconds[phase].items()}
     return cell
-
-
-def speedup(seconds: dict[str, list[float]]) -> float:
-    """Median over paired rounds of the source's seconds over the GQA model's."""
-    return round(statistics.median(a / b for a, b in zip(seconds["mha"], seconds["gqa"], strict=True)), 3)
 
 
 def row(cell: dict) -> list:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine, parser, timed
+from bench.machine import machine, median_ratio, parser, timed
 from common.method.losses import bild, chunked, kl
 
 
@@ -89,11 +89,6 @@ def forward_and_backward(way) -> float:
     loss = way()
     loss.backward()
     return float(loss.detach())
-
-
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median of the ratios of paired measurements."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -42,6 +42,11 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
+def median_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Median of the ratios of paired measurements."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
 def machine(device: str) -> str:
     """The GPU, or the processor with its cores and threads, and torch's version."""
     if device.startswith("cuda"):

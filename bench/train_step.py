@@ -32,7 +32,6 @@ from common.cli import UserError, run_stage
 from common.data.rows import Sample
 from common.method import masks
 from common.training import plan as budget
-from common.training import plan as training_cost
 from common.training import students
 from common.training.engine import Job, Schedule, Step
 from common.training.hardware import HARDWARE, Cluster, peak_flops
@@ -216,7 +215,7 @@ def planned(config, samples: list, rows: list, args, world: int) -> dict[str, fl
         hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
         schedule = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                    reduce="step")
-        cost = training_cost.step_cost(work, student_of(config), schedule, Cluster(world, hardware))
+        cost = budget.step_cost(work, student_of(config), schedule, Cluster(world, hardware))
         expected["step_seconds"] = round(cost.seconds, 4)
     return expected
 

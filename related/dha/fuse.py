@@ -122,7 +122,6 @@ def fuse(args, started, ranks) -> bool:
     groups, data = search["groups"], search["summary"]["data"]
     ranks.say(f"reads   {source}")
     samples, heldout = training.load_data(data, load_tokenizer(source), ranks)
-    training.empty_directory(directory, args.force, ranks)
     if ranks.first:
         unchanged = training.check_unchanged(source, groups, heldout[:2])
 
@@ -131,7 +130,7 @@ def fuse(args, started, ranks) -> bool:
     settings = data | {"search": digest(source), "warmup": schedule.warmup}
     settings |= {name: getattr(args, name) for name in SETTINGS}
     rates = data["lr"], args.operator_lr, args.lambda_lr
-    job = training.begin(directory, settings, source, ranks, rates, groups)
+    job = training.begin(directory, settings, source, ranks, rates, groups, args.force)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
         finish(args, started, search, training.as_tokens(heldout), unchanged)

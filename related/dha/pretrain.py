@@ -19,7 +19,7 @@ import shutil
 
 import torch
 
-from common import companions
+from common import cli, companions
 from common.artifacts import input_digests, verify_files, write_record
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
@@ -27,7 +27,7 @@ from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training.metrics import read_metrics
 from related.dha import fusion, training
-from related.dha.records import PRETRAIN, SEARCH, read, read_start, row_name, steps_before
+from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
 
 
 def parse():
@@ -35,7 +35,7 @@ def parse():
     parser.set_defaults(run="runs/dha")
     flag = parser.add_argument
     flag("--checkpoint", metavar="DIR", help="checkpoint to train (default: RUN/fused)")
-    flag("--name", type=row_name, default="dha", help="name of the result's directory in RUN")
+    flag("--name", type=cli.name, default="dha", help="name of the result's directory in RUN")
     flag("--steps", type=positive, default=400,
          help="steps from the source model, search and fusion included")
     flag("--batch", type=positive,
@@ -91,10 +91,9 @@ def pretrain(args, started, ranks) -> bool:
     samples, heldout = training.load_data(data, tokenizer, ranks)
     ranks.say(f"trains  {schedule.steps} steps of {schedule.batch} x {data['length']} tokens, after {before} "
               "steps")
-    training.empty_directory(directory, args.force, ranks)
     settings = data | {"start": fingerprint(start), "batch": schedule.batch, "steps": schedule.steps,
                        "warmup": schedule.warmup}
-    job = training.begin(directory, settings, start, ranks, (data["lr"],))
+    job = training.begin(directory, settings, start, ranks, (data["lr"],), force=args.force)
     if not training.train(job, schedule, samples, heldout):
         return False
     loss = training.heldout_loss(job, schedule, heldout)

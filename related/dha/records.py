@@ -1,6 +1,5 @@
 """What the records of DHA's artifacts must hold, and how to read them."""
 
-import argparse
 import os
 
 from common.artifacts import RECORD, read_record, record_path
@@ -11,7 +10,6 @@ from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STAGES,
 SEARCH, FUSE, START, PRETRAIN, REPORT = (
     f"related/dha/{name}.py" for name in ("search", "fuse", "start", "pretrain", "report")
 )
-RESERVED = ("search", "searched", "fusion", "fused", "calibration")  # other directories in RUN
 DATA_FLAGS = {  # flags of search that hold for everything that is compared
     "text": STRING, "heldout": STRING, "sequences": COUNT, "heldout_sequences": COUNT,
     "length": Number(at_least=2, whole=True), "batch": COUNT, "tokens_per_microbatch": COUNT, "seed": SIZE,
@@ -29,14 +27,6 @@ STAGES.update({  # what records hold besides the fields of every record
     PRETRAIN: {"files": FILES, "summary": PHASE | {"batch": COUNT, "tokens": COUNT, "heldout": [[NUMBER]],
                                                    "cache_bytes_per_token": POSITIVE}},
 })
-
-
-def row_name(text: str) -> str:
-    """argparse type of a row's name, which is also the name of its directory in RUN."""
-    if os.path.basename(text) != text or text in ("", ".", "..", *RESERVED):
-        raise argparse.ArgumentTypeError(f"expected a directory name other than {', '.join(RESERVED)}, "
-                                         f"found {text!r}")
-    return text
 
 
 def read(path: str, stage: str, model: dict | None = None) -> dict:

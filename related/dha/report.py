@@ -20,6 +20,7 @@ import statistics
 
 import torch
 
+from common import cli
 from common.artifacts import check_input, claim, input_digests, write_beside, write_record
 from common.cli import UserError, run_stage, stage_parser
 from common.data.text import load_tokens
@@ -30,7 +31,7 @@ from common.reporting import plots
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics
 from related.dha import fusion, training
-from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read, row_name
+from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read
 
 SOURCE, DHA = "source", "dha"
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of all tokens, at which the table shows the loss
@@ -41,7 +42,7 @@ ROWS = (SOURCE, "mean-pool", "aligned", "closed-form", "cold", "unfused", DHA)
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
-    parser.add_argument("--names", nargs="+", type=row_name, default=list(ROWS), metavar="NAME",
+    parser.add_argument("--names", nargs="+", type=cli.name, default=list(ROWS), metavar="NAME",
                         help="rows; source, the uncompressed model trained further, may have a larger cache")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=DIR",
                         help="rows of the table before any training, which is written instead")

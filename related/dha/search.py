@@ -28,7 +28,7 @@ from common import companions
 from common.artifacts import verify_files, write_record
 from common.cli import UserError, non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
-from common.data.text import EXPECTED
+from common.data.text import EXPECTED, sequence_length
 from common.families import check_kv_heads, geometry
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
@@ -102,9 +102,7 @@ def check_texts(args, positions: int) -> None:
     """Raise UserError for held-out text that is also trained on, or a length beyond the model's positions."""
     if args.text == args.heldout and args.text not in (DEMO, "c4"):  # these two have a split of each kind
         raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
-    if not 2 <= args.length <= positions:
-        raise UserError(f"--length: expected 2 to {positions} tokens, the model's positions, "
-                        f"found {args.length}")
+    sequence_length(args.length, args.length, positions, least=2)
 
 
 def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
@@ -187,7 +185,6 @@ def search(args, started, ranks) -> bool:
     summary = {"steps": args.steps, "tokens": args.steps * args.batch * args.length,
                "steps_so_far": steps_before(fused, data) + args.steps,
                "kv_heads": kv_heads, "ladder": ladder, "data": data}
-    training.empty_directory(directory, args.force, ranks)
     whole = fusion.whole_layers(fusion.head_counts(config))
     if ranks.first:
         title = f"{args.model}: head similarity, and the redundancy of each layer"
@@ -198,7 +195,8 @@ def search(args, started, ranks) -> bool:
     schedule = training.make_schedule(data, args.steps, args)
     settings = data | {"model": model["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr,
                        "warmup": schedule.warmup}
-    job = training.begin(directory, settings, path, ranks, (args.lr, args.operator_lr), whole)
+    rates = args.lr, args.operator_lr
+    job = training.begin(directory, settings, path, ranks, rates, whole, args.force)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
         finish(args, started, model, summary)

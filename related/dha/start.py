@@ -30,7 +30,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common import artifacts, companions
+from common import artifacts, cli, companions
 from common.calibration import Calibration
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
@@ -49,7 +49,7 @@ from common.method.stats import LayerGrams, group_blocks
 from common.models import describe, load_model, load_tokenizer
 from common.progress import Progress
 from related.dha import fusion
-from related.dha.records import SEARCH, START, read, row_name
+from related.dha.records import SEARCH, START, read
 from related.dha.training import all_logits, relative_difference
 
 KINDS = tuple(fusion.PROJECTIONS)
@@ -63,7 +63,7 @@ def parse():
     parser.set_defaults(run="runs/dha")
     flag = parser.add_argument
     flag("--merge", choices=tuple(MERGES), default="mean", help="what becomes of a group")
-    flag("--name", type=row_name, help="the result is RUN/start-NAME (default: as above, or --counts)")
+    flag("--name", type=cli.name, help="the result is RUN/start-NAME (default: as above, or --counts)")
     flag("--weights", choices=tuple(NAMES), default="source",
          help="mean: of the source's heads, or of those of the model after search")
     parser.section("closed form")

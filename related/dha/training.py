@@ -4,11 +4,9 @@ The operators and the multiplier lambda are replicated parameters of the trainee
 unsharded. The training loop is common/training/engine.py's.
 """
 
-import shutil
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from common.artifacts import claim
 from common.cli import UserError, positive, probability
@@ -164,13 +162,16 @@ def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: 
     return engine.make_optimizer(trainee, {"initial_lr": lr, **ADAM}, special)
 
 
-def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, groups=None) -> Job:
+def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, groups=None, force=False) -> Job:
     """A phase at its first step or, if its directory has checkpoints, resumed from the newest one.
 
     settings: those that must match on resume. source: the checkpoint to start from. rates: the learning rates
     of the weights, the operators and lambda, as far as the phase trains them. groups: those of the operators.
+    force: move an earlier training aside.
     Raises UserError if the directory was started with other settings.
     """
+    if force:
+        checkpoints.start_anew(directory, [], {}, ranks)
     checkpoints.begin(directory, settings, ranks)
     saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
     config = load_config(source)
@@ -187,13 +188,6 @@ def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, grou
         checkpoints.load(job, saved)
         ranks.say(f"resumes {directory} after step {job.step}")
     return job
-
-
-def empty_directory(directory: str, force: bool, ranks) -> None:
-    """With force, remove a phase's training directory, to start over."""
-    if force and ranks.first:
-        shutil.rmtree(directory, ignore_errors=True)
-    dist.barrier()
 
 
 def heldout_curve(lines: list[dict], tokens_before: int, tokens_per_step: int) -> list[list[float]]:

@@ -34,7 +34,7 @@ from common import companions
 from common.artifacts import claim, write_record
 from common.cli import UserError, positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
-from common.data.text import EXPECTED, load_tokens
+from common.data.text import EXPECTED, load_tokens, sequence_length
 from common.evaluate import max_difference
 from common.files import write_directory
 from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
@@ -249,9 +249,7 @@ def main():
     if config.model_type != SkiplessConfig.model_type:
         raise UserError(f"{source}: expected model_type {SkiplessConfig.model_type!r}, found "
                         f"{config.model_type!r}, whose matrices are separated by norms and skip connections")
-    if args.length > config.max_position_embeddings:
-        raise UserError(f"--length: expected at most {config.max_position_embeddings}, the positions of "
-                        f"{source}, found {args.length}")
+    sequence_length(args.length, args.length, config.max_position_embeddings)
     started = claim(STAGE, args, output)
     tokenizer = load_tokenizer(source)
     tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, split="heldout")

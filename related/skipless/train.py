@@ -36,9 +36,9 @@ from common.data import demo
 from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
 from common.data.rows import Sample
-from common.data.text import EXPECTED, load_tokens
+from common.data.text import EXPECTED, load_tokens, sequence_length
 from common.evaluate import perplexity
-from common.files import move_aside, write_directory, write_text
+from common.files import write_directory, write_text
 from common.layers import run_layer
 from common.records import FILES, POSITIVE, STAGES, STRING
 from common.reporting.tables import markdown_table
@@ -101,9 +101,7 @@ def load_shape(source: str, length: int, without):
     """
     config = models.load_config(source)
     families.require_convertible(source, config)
-    if not 2 <= length <= config.max_position_embeddings:
-        raise UserError(f"--length: expected 2 to {config.max_position_embeddings}, the positions of "
-                        f"{source}, found {length}")
+    sequence_length(length, length, config.max_position_embeddings, least=2)
     for letter in without:
         check_square(skipless_config(config, False), letter)
     return config
@@ -185,7 +183,9 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, started: Cla
                         print_every=args.print_every)  # one row per step and rank, checkpoints by time alone
     settings = schedule.to_resume() | {"lr": args.lr, "length": args.length}
     settings |= {"source": models.fingerprint(source), "samples_sha256": samples_digest(samples)}
-    begin(path + ".train", settings, args.force, ranks)
+    if args.force:
+        checkpoints.start_anew(path + ".train", [], {}, ranks)
+    checkpoints.begin(path + ".train", settings, ranks)
     removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
     config = skipless_config(models.load_config(source), parallel, mlp_bias=True, removed=removed)
     job = make_job(path + ".train", config, text[: args.batch], args, ranks)
@@ -198,22 +198,6 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, started: Cla
         write_model(replace(started, args=args), source, path, heldout)
     dist.barrier()
     return not job.stopped
-
-
-def begin(directory: str, settings: dict, force: bool, ranks: Ranks) -> None:
-    """Record a training run's settings, or check them to resume it; with force move it aside.
-
-    Raises UserError for a run with other settings, and for a directory with other content.
-    """
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    if not force and names and checkpoints.SETTINGS not in names:
-        raise UserError(f"{directory}: expected a training run with {checkpoints.SETTINGS}, found none; "
-                        "pass --force to move it aside")
-    dist.barrier()
-    if force and ranks.first and names:
-        print(f"moved   {directory} to {move_aside(directory)}")
-    dist.barrier()
-    checkpoints.begin(directory, settings, ranks)
 
 
 def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ranks: Ranks) -> Job:
@@ -247,7 +231,8 @@ def write_model(started: Claim, source: str, path: str, heldout: tuple[torch.Ten
         companions.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
         write_record(aside, started.record(models.describe(source, started.args.model), summary))
-    shutil.rmtree(directory)
+    shutil.rmtree(os.path.join(directory, "start"))
+    checkpoints.remove_training(directory)
     print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after "
           f"{started.clock()} s")
 

@@ -73,7 +73,7 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
     steps = summary_of(home / "fused")["steps_so_far"]
     total, searched = steps + 4, summary_of(home / "searched")["steps_so_far"]
     expect_error("search and fusion", "related/dha/pretrain.py", "--run", home, "--steps", 4)
-    expect_error("expected a directory name", "related/dha/pretrain.py", "--run", home, "--name", "../x")
+    expect_error("expected letters", "related/dha/pretrain.py", "--run", home, "--name", "../x")
     merge_model(AutoModelForCausalLM.from_pretrained(inputs["model"]), 2).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     checkpoints = {"mean-pool": tmp_path, "dha": home / "fused"}

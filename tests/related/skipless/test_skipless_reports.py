@@ -177,7 +177,7 @@ def test_fold_refuses_what_it_cannot_do(compared, inputs):
     for changes, message in (
         (["--model", model], "norms and skip connections"),
         (["--max-condition", 0.5], "serial: layer 0: expected Q of condition number at most 5e-01"),
-        (["--length", 257], "--length: expected at most 256"),
+        (["--length", 257], "--length: expected 1 to 256"),
     ):
         expect_error(message, FOLD, *flags, *changes)
     assert not (home / "new").exists()
