@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
-from common.evaluate import max_difference
-from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool, require_finite_in
+from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool, output_sensitivity, require_finite_in
 from conftest import byte_tokenizer, run, save_tiny, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -122,20 +121,6 @@ class Tensors:
             tensor.copy_(self.tensors[name])
 
 
-def test_layers_of_other_weights(tmp_path):
-    """Nothing at the path is read."""
-    model = tiny_model(num_key_value_heads=2)
-    weights = dict(model.state_dict())
-    layers = Layers("nowhere", torch.float32, "cpu", True, model.config, Tensors(weights))
-    assert max_difference(layers.logits(TOKENS), list(model(TOKENS).logits)) < 1e-4
-    for message, changed in (
-        ("nowhere: expected a tensor lm_head.weight", {name: weights[name] for name in list(weights)[:-1]}),
-        ("nowhere: .* found also 'extra'", weights | {"extra": torch.zeros(1)}),
-    ):
-        with pytest.raises(UserError, match=message):
-            Layers("nowhere", torch.float32, "cpu", True, model.config, Tensors(changed))
-
-
 @pytest.mark.release
 def test_memory_is_that_of_a_layer(tmp_path):
     """A model of 3.3 GiB in float32, in bfloat16 on the disk: its stages 1 and 4 hold less than half of that
@@ -186,3 +171,44 @@ def test_a_model_that_overflows_in_float16_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--dtype float16: .* found NaN or Inf: hidden states reach \d"):
         require_finite_in(torch.float16, str(tmp_path / "model"), tokens)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_sensitivity_is_of_the_gradients_on_labels_of_the_models_own(tmp_path, monkeypatch, layerwise):
+    """By one backward pass of the entire model over the first tokens, as many sequences as have them."""
+    path = save_tiny(tmp_path / "model", model_type="qwen3")
+    model, expected = AutoModelForCausalLM.from_pretrained(path), [0] * 3
+    monkeypatch.setattr("common.layers.SENSED", 21)
+    for number, ids in enumerate(TOKENS[:2]):
+        outputs = []
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_hook(lambda *call, kept=outputs: kept.append(call[2]))
+        logits = model(ids[None]).logits[0]
+        draw = torch.Generator().manual_seed(number)
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw)[:, 0]
+        loss = -logits.log_softmax(-1)[range(20), labels].sum()
+        gradients = torch.autograd.grad(loss, outputs[:3])
+        expected = [a + g[0].T @ g[0] for a, g in zip(expected, gradients, strict=True)]
+    layers = Layers(path, torch.float32, "cpu", layerwise)
+    for ours, theirs in zip(output_sensitivity(layers, TOKENS, str(tmp_path)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@torch.no_grad()
+def test_what_the_predictions_feel_is_the_kl_of_small_errors(tmp_path):
+    """Errors of one token in a direction of much, and of one of little sensitivity, in the second layer."""
+    path, tokens = save_tiny(tmp_path / "model"), torch.randint(0, 256, (100, 12))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    sensitivity = output_sensitivity(Layers(path, torch.float32, "cpu"), tokens, None)[1] / tokens.numel()
+    exact = model(tokens).logits.double().log_softmax(-1)
+    for direction in torch.linalg.eigh(sensitivity)[1].T[[24, -1]]:
+        felt, lost = 0.05**2 / 2 * direction @ sensitivity @ direction, 0.0
+        for position in range(12):
+            error = torch.zeros(12, 48)
+            error[position] = 0.05 * direction
+            projection = model.model.layers[1].self_attn.o_proj
+            handle = projection.register_forward_hook(lambda *call, error=error: call[2] + error)
+            changed = model(tokens).logits.double().log_softmax(-1)
+            handle.remove()
+            lost += float((exact.exp() * (exact - changed)).sum()) / tokens.numel()
+        assert lost == pytest.approx(float(felt), rel=0.2)  # labels are drawn once a token
