@@ -8,12 +8,9 @@ records give the same bytes. Template: templates/report.html.
 
 import argparse
 import base64
-import datetime
 import functools
-import math
 import os
 import shlex
-from collections import defaultdict
 from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -21,7 +18,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from common.artifacts import read_record
 from common.cli import UserError, run_stage
 from common.files import refuse_overwrite, write_text
-from common.records import SOURCE
 from common.reporting import tables
 from common.reporting.tables import Table
 from common.training.metrics import read_metrics
@@ -32,7 +28,7 @@ GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near
 class Part(NamedTuple):
     """A stage's output in a run directory."""
 
-    name: str  # also the flag with which later stages take it from another run
+    name: str
     stage: str
     record: str
     picture: str = ""
@@ -52,32 +48,20 @@ THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for thems
 DECIDED = ("groups", "aligned", "train", "gqa")  # parts whose summaries contain the target's kv_heads
 
 
-class RunDirectory(NamedTuple):
-    """A directory with at least one artifact."""
-
-    name: str  # relative to the reported directory, with a trailing slash; "" for that directory itself
-    directory: str
-    records: dict[str, dict]  # part name -> record
-
-
 def write(directory: str, force: bool = False) -> str:
     """Write DIRECTORY/report.html and return its path.
 
-    Raises UserError if there is no artifact in the directory or below it, if a record is damaged, or if there
-    is another report.html that this function did not write, unless force is on.
+    Raises UserError if there is no artifact in the directory, if a record is damaged, or if there is another
+    report.html that this function did not write, unless force is on.
     """
     directory = os.path.normpath(directory)
     path = os.path.join(directory, "report.html")
     refuse_overwrite(path, force or is_report(path))
-    runs = find_runs(directory)
-    if not runs:
+    records = read_records(directory)
+    if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
-    outer = runs.pop(0) if runs[0].name == "" else RunDirectory("", directory, {})
-    page = template().render(
-        outer=overview(outer) | {"sections": [section(outer, part, runs) for part in parts_of(outer)]},
-        inner=[overview(run) | {"sections": present_sections(run)} for run in runs],
-        audit=audit(directory),
-    )
+    sections = [section(directory, part, records[part.name]) for part in PARTS if part.name in records]
+    page = template().render(overview(directory, records), sections=sections)
     write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
     return path
 
@@ -100,40 +84,28 @@ def template() -> Template:
     return environment.get_template("report.html")
 
 
-def find_runs(directory: str) -> list[RunDirectory]:
-    """The directory, if it contains artifacts, and its subdirectories that do."""
-    runs = []
-    for home in sorted(home for home, _, _ in os.walk(directory)):
-        paths = {part: os.path.join(home, part.record) for part in PARTS}
-        present = {part: path for part, path in paths.items() if os.path.isfile(path)}
-        records = {part.name: read_checked(path, part.stage) for part, path in present.items()}
-        if records:
-            name = "" if home == directory else os.path.relpath(home, directory) + "/"
-            runs.append(RunDirectory(name, home, records))
-    return runs
-
-
-def read_checked(path: str, stage: str) -> dict:
-    """A record, validated as far as the page needs. Raises UserError if it is damaged."""
-    record = read_record(path, stage)
-    for name, figures in record.get("results", {}).items():
+def read_records(directory: str) -> dict[str, dict]:
+    """The records of a run directory, by part, validated as far as the page needs. Raises UserError."""
+    paths = {part: os.path.join(directory, part.record) for part in PARTS}
+    records = {part.name: read_record(path, part.stage) for part, path in paths.items()
+               if os.path.isfile(path)}
+    for name, figures in records.get("eval", {}).get("results", {}).items():
         tasks = figures.get("tasks", {})
         if not isinstance(tasks, dict) or not all(isinstance(scores, dict) for scores in tasks.values()):
-            raise UserError(f"{path}: expected scores per task for {name}, found others; run {stage} again")
-    return record
+            raise UserError(f"{directory}/eval.json: expected scores per task for {name}, found others; run "
+                            "07_eval.py again")
+    return records
 
 
-def overview(run: RunDirectory) -> dict:
-    """Overview of a run for the template: model, target, what it cost, total time and results."""
-    model = next((record["model"] for record in run.records.values()), None)
-    summaries = [run.records[name]["summary"] for name in DECIDED if name in run.records]
+def overview(directory: str, records: dict[str, dict]) -> dict:
+    """Overview of a run for the template: model, target, what it cost, and results."""
+    summaries = [records[name]["summary"] for name in DECIDED if name in records]
     return {
-        "run": run,
-        "model": model,
+        "directory": directory,
+        "model": next(record["model"] for record in records.values()),
         "kv_heads": next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None),
-        "cost": cost(run.records),
-        "seconds": total_seconds(run.records),
-        "results": run.records.get("eval", {}).get("results", {}),
+        "cost": cost(records),
+        "results": records.get("eval", {}).get("results", {}),
     }
 
 
@@ -156,56 +128,17 @@ def cost(records: dict[str, dict]) -> str:
     return ", ".join(changes)
 
 
-def total_seconds(records: dict[str, dict]) -> float:
-    """Seconds of all stages; a teacher trained by the same command as the student is not counted twice."""
-    seconds = sum(record["seconds"] for record in records.values())
-    if {"teacher", "train"} <= records.keys():
-        teacher, train = records["teacher"], records["train"]
-        if end_time(teacher) > end_time(train) - train["seconds"]:
-            seconds -= teacher["seconds"]
-    return seconds
-
-
-def end_time(record: dict) -> float:
-    """When a stage ended, as a timestamp; NaN, never larger than another, if its date cannot be parsed."""
-    try:
-        return datetime.datetime.fromisoformat(record["date"]).timestamp()
-    except (ValueError, OverflowError):
-        return math.nan
-
-
-def parts_of(run: RunDirectory) -> list[Part]:
-    """The parts of a run, without the teacher where that is the source."""
-    untouched = run.records.get("train", {}).get("arguments", {}).get("teacher") == SOURCE
-    return [part for part in PARTS if not (untouched and part.name == "teacher")]
-
-
-def present_sections(run: RunDirectory) -> list[dict]:
-    return [section(run, part, []) for part in PARTS if part.name in run.records]
-
-
-def section(run: RunDirectory, part: Part, inner: list[RunDirectory]) -> dict:
-    """A stage's section for the template. inner: runs in subdirectories, which may have a missing part."""
-    record = run.records.get(part.name)
-    metrics = read_metrics(os.path.join(run.directory, os.path.dirname(part.record), "metrics.jsonl"))
-    picture = picture_data(run.directory, part.picture) if part.picture else ""
-    view = {"name": run.name + part.name, "part": part, "picture": picture, "figures": None}
-    if record is None:
-        sources = [other["arguments"].get(part.name) for other in run.records.values()]
-        return view | {
-            "step": metrics[-1]["step"] if metrics else None,
-            "source": next(filter(None, sources), None),
-            "holders": [other.name for other in inner if part.name in other.records],
-            "command": command(part.stage, {"run": run.directory}),
-        }
-    figures = tables.record_figures(record)
-    shown = tables.figure_tables(figures, record["model"]["layers"])
+def section(directory: str, part: Part, record: dict) -> dict:
+    """A stage's section for the template."""
+    metrics = read_metrics(os.path.join(directory, os.path.dirname(part.record), "metrics.jsonl"))
+    shown = tables.figure_tables(tables.record_figures(record), record["model"]["layers"])
     if "results" in record:
         shown += tables.score_tables(record["results"], record.get("prompts"))
     if metrics:
         shown.append(tables.steps_table(metrics))
-    return view | {
-        "figures": defaultdict(lambda: None, figures),
+    return {
+        "part": part,
+        "picture": picture_data(directory, part.picture) if part.picture else "",
         "tables": shown,
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),
@@ -217,19 +150,6 @@ def file_of_run(directory: str, name: str) -> str | None:
     directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
     inside = path.startswith(os.path.join(directory, ""))
     return path if inside and os.path.isfile(path) else None
-
-
-def audit(directory: str) -> tuple[Table, list[str]] | None:
-    """The table that audit.py wrote and the notes under it, if it has."""
-    path = file_of_run(directory, "paper.md")
-    if path is None:
-        return None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines()
-    cells = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
-    rows = [tuple(cell.strip() for cell in row) for row in cells]
-    notes = [line[2:] for line in lines if line.startswith("- ")]
-    return (Table(rows[0], rows[1:]), notes) if rows else None
 
 
 def picture_data(directory: str, name: str) -> str:
