@@ -337,7 +337,7 @@ def train_gqa(run: Run, args, schedule: Schedule, teacher, saved: str | None, sw
     """
     pair = run.pair
     student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved, train=args.train)
-    optimizer = students.gqa_optimizer(student, student_rates(args), pair.blended)
+    optimizer = students.student_optimizer(student, student_rates(args), pair.blended)
     flops = plan.distillation_flops(student, teacher, args.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
@@ -369,7 +369,7 @@ def train_student(run: Run, args, schedule: Schedule) -> bool:
     if ranks.first:
         run.heldout.write_text(run.directory)
     teacher = frozen(run.teacher, ranks, run.execution)
-    saved = checkpoints.resume_from(run.directory, schedule, ranks)
+    saved = checkpoints.newest(run.directory, ranks)
     start = checkpoints.step_of(saved) if saved else 0
     switch = switch_step(schedule.steps) if args.masks != "off" else 0
 
@@ -514,12 +514,7 @@ def main() -> int:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads any
     with joined_ranks() as ranks:
-        try:
-            return prune_train(args, started, ranks)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
-            raise UserError(f"{reason} Lower --tokens-per-microbatch or --loss-chunk, or pass --recompute; "
-                            "the last checkpoint is kept") from error
+        return prune_train(args, started, ranks)
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ class Models:
         rates = Rates(1e-5, beta2=0.999, weight_decay=0.0)
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
-            self.plain: students.teacher_optimizer(self.plain, rates),
-            self.gqa: students.gqa_optimizer(self.gqa, rates, masks.KEY_VALUE)}
+            self.plain: students.student_optimizer(self.plain, rates),
+            self.gqa: students.student_optimizer(self.gqa, rates, masks.KEY_VALUE)}
         self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
                                   budget.distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}

@@ -22,7 +22,8 @@ from common.progress import Progress
 
 # how long a rank with an error waits for the first one of its node to print the same
 PATIENCE = datetime.timedelta(seconds=10)
-LESS_MEMORY = "Pass a smaller --batch, --layerwise or --device cpu, where the stage has it"
+LESS_MEMORY = ("Lower --batch, --tokens-per-microbatch or --loss-chunk, or pass --recompute, --layerwise or "
+               "--device cpu, where the stage has it")
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 

@@ -152,7 +152,7 @@ def gqa_student(
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=dropout)
     student = build(load_config(source), ranks, execution, lambda name: (source, name))
     (tmp_path / name).mkdir(exist_ok=True)
-    optimizer = students.gqa_optimizer(student, RATES, masks.KEY_VALUE)
+    optimizer = students.student_optimizer(student, RATES, masks.KEY_VALUE)
     teacher = teacher_of(ranks, tmp_path, execution)
     return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.artifacts import RECORD
 from common.cli import UserError
@@ -141,12 +141,7 @@ def save(job) -> None:
     """
     directory, rank = job.directory, dist.get_rank()
     path = path_of(directory, job.step)
-    weights, optimizer_state = get_state_dict(job.trainee, job.optimizer, options=FLAT)
-    tied = tied_names(job.trainee)
-    tensors = {f"weights.{name}": tensor for name, tensor in weights.items() if name not in tied}
-    for name, tensor in optimizer_state.items():
-        if name.startswith("state."):
-            tensors[f"optimizer.{name}"] = tensor
+    tensors = job_tensors(job)
     files = {name: file_number(name) for name in tensors}
     with contextlib.ExitStack() as stack:
         aside = of_first_rank(stack.enter_context(unfinished(path)) if rank == 0 else None)
@@ -169,10 +164,16 @@ def save(job) -> None:
     dist.barrier()
 
 
-def tied_names(trainee) -> set[str]:
-    """Second names of parameters: of an output head that is the embedding. A checkpoint has the first."""
-    named, once = (dict(trainee.named_parameters(remove_duplicate=once)) for once in (False, True))
-    return named.keys() - once.keys()
+def job_tensors(job, stored_name=lambda name: name) -> dict[str, torch.Tensor]:
+    """A Job's weights, replicated parameters and optimizer state themselves, by their names in a checkpoint.
+
+    Of a parameter with two names, an output head that is the embedding, a checkpoint has the first.
+    """
+    weights, states = get_state_dict(job.trainee, job.optimizer, options=FLAT)
+    first = dict(job.trainee.named_parameters())
+    tensors = {f"weights.{stored_name(name)}": tensor for name, tensor in weights.items() if name in first}
+    return tensors | {f"optimizer.{stored_name(name)}": tensor for name, tensor in states.items()
+                      if name.startswith("state.")}
 
 
 def file_number(name: str) -> int:
@@ -244,7 +245,7 @@ def of_first_rank(value):
 
 
 def newest(directory: str, ranks) -> str | None:
-    """The newest intact checkpoint, or None if there are no checkpoints. All ranks call it.
+    """The newest intact checkpoint, to resume from; None if there are no checkpoints. All ranks call it.
 
     Damaged ones are renamed to step-N.damaged-1 and reported. Raises UserError if all are damaged.
     """
@@ -255,6 +256,7 @@ def newest(directory: str, ranks) -> str | None:
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
         if fault is None:
+            ranks.say(f"resumes {directory} after step {step_of(path)}")
             return path
         if ranks.first:
             name = os.path.basename(move_aside(path, "damaged"))
@@ -265,28 +267,11 @@ def newest(directory: str, ranks) -> str | None:
     return None
 
 
-def resume_from(directory: str, schedule, ranks) -> str | None:
-    """The newest intact checkpoint, announced on the screen; None if training starts from scratch."""
-    path = newest(directory, ranks)
-    if path:
-        ranks.say(f"resumes {directory} after step {step_of(path)} of {schedule.steps}")
-    return path
-
-
 def refuse_earlier(path: str) -> None:
     """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
     if os.path.exists(os.path.join(path, EARLIER)):
         raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
                         f"versions, which commit {LAST_EARLIER} reads")
-
-
-def stored_tensors(path: str) -> dict:
-    """Name -> size and dtype of each tensor of a checkpoint. Raises UserError if they cannot be read."""
-    try:
-        return HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # damaged headers may raise anything
-        raise UserError(f"{path}: expected a training checkpoint, found none that can be read: "
-                        f"{_reason(error)}") from error
 
 
 def _read(tensors: dict, path: str, **options) -> None:
@@ -303,20 +288,7 @@ def load(job, path: str, stored_name=lambda name: name) -> None:
     The checkpoint may come from any world size. stored_name: a parameter's name in the trainee -> its name in
     the checkpoint. Tensors that the trainee lacks are not read. Raises UserError if one it needs is missing.
     """
-    trainee, optimizer = job.trainee, job.optimizer
-    weights, optimizer_state = get_state_dict(trainee, optimizer, options=FLAT)
-    states = {name: tensor for name, tensor in optimizer_state.items() if name.startswith("state.")}
-    own = [name for name in weights if name not in tied_names(trainee)]
-    stored = {f"weights.{stored_name(name)}": weights[name] for name in own}
-    stored |= {f"optimizer.{stored_name(name)}": tensor for name, tensor in states.items()}
-    missing = stored.keys() - stored_tensors(path).keys()
-    if missing:
-        raise UserError(f"{path}: expected a tensor {min(missing)}, found none")
-    _read(stored, path)
-    weights |= {name: stored[f"weights.{stored_name(name)}"] for name in own}
-    states = {name: stored[f"optimizer.{stored_name(name)}"] for name in states}
-    set_state_dict(trainee, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state | states,
-                   options=FLAT)
+    _read(job_tensors(job, stored_name), path)  # in place
     job.step = step_of(path)
 
 
@@ -333,7 +305,8 @@ class TrainedWeights:
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")
         self.path, self.prefix = path, f"weights.{part}."
-        self.stored = {key.removeprefix(self.prefix): entry for key, entry in stored_tensors(path).items()
+        entries = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+        self.stored = {key.removeprefix(self.prefix): entry for key, entry in entries.items()
                        if key.startswith(self.prefix)}
 
     def names(self) -> set[str]:
@@ -342,10 +315,6 @@ class TrainedWeights:
 
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors on the CPU by name. Raises UserError for one that has another shape."""
-        for name, tensor in tensors.items():
-            if tensor.shape != self.stored[name].size:
-                raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
-                                f"found {list(self.stored[name].size)}")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
             _read({self.prefix + name: tensor for name, tensor in tensors.items()}, self.path, no_dist=True)

@@ -175,21 +175,13 @@ class Step:
                         "the last checkpoint is kept")
 
 
-class Signals:
-    """Records signals that ask to stop within its block, so that the step and its checkpoint complete."""
-
-    def __enter__(self):
-        self.asked: int | None = sharding.asked.pop() if sharding.asked else None  # and was lost
-        self.before = sharding.catch_signals(self._ask)
-        return self
-
-    def _ask(self, number, frame) -> None:
-        self.asked = number
-
-    def __exit__(self, error, *_) -> None:
-        sharding.restore_signals(self.before)
-        if self.asked and error is None:  # arrived after the last step: leave it to the previous handler
-            signal.raise_signal(self.asked)
+@contextlib.contextmanager
+def signals_noted():
+    """Context manager: signals that ask to stop are noted, so that the step and its checkpoint complete."""
+    with sharding.signals_to(lambda number, frame: sharding.asked.append(number)):
+        yield
+    if sharding.asked:  # arrived after the last step: leave it to the previous handler
+        signal.raise_signal(sharding.asked.pop())
 
 
 def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None) -> Iterator[Step]:
@@ -201,8 +193,8 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
     until = until or schedule.steps
     saved, job.stopped = time.perf_counter(), False
     batches = rows_ahead(samples, range(job.step, until), schedule, job.ranks)
-    with Signals() as signals, contextlib.closing(Metrics(job, schedule)) as metrics, \
-            contextlib.closing(batches):
+    with (signals_noted(), contextlib.closing(Metrics(job, schedule)) as metrics,
+          contextlib.closing(batches)):
         while job.step < until and not job.stopped:
             began = time.perf_counter()
             step = Step(job, schedule, next(batches), samples, began)
@@ -214,7 +206,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
             orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
-            job.stopped, late = on_any_rank(bool(signals.asked) or orphan, late)
+            job.stopped, late = on_any_rank(bool(sharding.asked) or orphan, late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
                 if not total_norm(job.trainee.net.parameters()).isfinite():
@@ -223,7 +215,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if job.stopped:
-            signals.asked = None  # handled
+            sharding.asked.clear()  # handled
     if job.stopped:
         job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
 

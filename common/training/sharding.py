@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from common.cli import UserError
@@ -80,17 +80,18 @@ def interrupt(number: int, frame) -> None:
     raise KeyboardInterrupt
 
 
-def catch_signals(handler) -> dict:
-    """Give signals that ask to stop to a handler, but SIGHUP where nohup ignores it; returns the old ones."""
+@contextlib.contextmanager
+def signals_to(handler):
+    """Context manager: signals that ask to stop go to a handler, but SIGHUP not where nohup ignores it."""
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    return {number: signal.signal(number, handler) for number in numbers}
-
-
-def restore_signals(handlers: dict) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ def joined_ranks():
     """
     ranks = init_ranks()  # before the handler, which could not run while this waits for a rank that failed
     asked.clear()
-    handlers = catch_signals(interrupt)
-    try:
+    with signals_to(interrupt):
         try:
             yield ranks
             dist.barrier()
@@ -143,8 +143,6 @@ def joined_ranks():
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
-    finally:
-        restore_signals(handlers)
 
 
 def sum_over_ranks(leaves) -> None:
@@ -210,21 +208,13 @@ def recompute_layers(model) -> None:
     enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing in a layer is random
 
 
-def first_row(rows: int, parts: int, part: int) -> int:
-    """First row of a part of FSDP's Shard(0), which splits like torch.chunk: equal parts but for the last."""
-    return min(part * -(-rows // parts), rows)
-
-
-def local_rows(parameter) -> slice:
-    """The rows of a parameter that this rank holds."""
-    start = 0
+def local_rows(parameter) -> list[int]:
+    """The rows of a parameter that this rank holds, ascending and without gaps."""
+    rows = torch.arange(len(parameter))
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dimension, placement in enumerate(parameter.placements):
-            if placement.is_shard(0):
-                start = first_row(len(parameter), mesh.size(dimension), mesh.get_local_rank(dimension))
-        parameter = parameter.to_local()
-    return slice(start, start + len(parameter))
+        mesh, placements = parameter.device_mesh, parameter.placements
+        rows = distribute_tensor(rows, mesh, placements, src_data_rank=None).to_local()
+    return rows.tolist()
 
 
 @torch.no_grad()
@@ -246,9 +236,9 @@ def load_rows(model, sources) -> None:
             raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, "
                             f"found {list(shape)}")
         rows = local_rows(parameter)
-        if rows.start < rows.stop:  # a small tensor may leave this rank without rows
+        if rows:  # a small tensor may leave this rank without rows
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(stored[rows])
+            local.copy_(stored[rows[0] : rows[-1] + 1])
 
 
 def free_memory(ranks: Ranks) -> None:

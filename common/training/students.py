@@ -261,30 +261,21 @@ class Rates:
                 "weight_decay": self.weight_decay if decay else 0.0}
 
 
-def teacher_optimizer(teacher: Trainee, rates: Rates):
-    """AdamW for SFT."""
-    return make_optimizer(teacher, rates.adam(decay=True), {UNDECAYED: rates.adam()})
-
-
-def student_optimizer(student: Trainee, rates: Rates, shared: str, special: dict | None = None):
-    """AdamW for the student. shared: pattern of the shared projections' names. special: as make_optimizer."""
+def student_optimizer(trainee: Trainee, rates: Rates, shared: tuple[str, ...] = (), special=None):
+    """AdamW for a model. shared: modules that are shared projections. special: as for make_optimizer."""
     factor, rest = rates.rest_lr_factor, {}
     if factor != 1:
         rest = {rf"{REST}.*({UNDECAYED})": rates.adam(factor), REST: rates.adam(factor, decay=True)}
-    return make_optimizer(student, rates.adam(decay=True), {
-        shared: rates.adam(rates.merged_lr_factor), **rest, UNDECAYED: rates.adam(), **(special or {}),
+    pattern = rf"\.({'|'.join(shared)})\."  # without names it matches nothing
+    return make_optimizer(trainee, rates.adam(decay=True), {
+        pattern: rates.adam(rates.merged_lr_factor), **rest, UNDECAYED: rates.adam(), **(special or {}),
     })
 
 
 def masked_optimizer(student: Trainee, rates: Rates, kind: str, mask_lr: float):
     """AdamW with separate learning rates for the weights, the shared projections and the masks."""
     masks_alone = {"initial_lr": mask_lr, **MASKS[kind].ADAM}
-    return student_optimizer(student, rates, r"\.merged\.", {r"^replicated\.log_alpha$": masks_alone})
-
-
-def gqa_optimizer(student: Trainee, rates: Rates, blended: tuple[str, ...]):
-    """AdamW after the switch: the shared projections (named in `blended`) keep their learning rate."""
-    return student_optimizer(student, rates, rf"\.({'|'.join(blended)})\.")
+    return student_optimizer(student, rates, ("merged",), {r"^replicated\.log_alpha$": masks_alone})
 
 
 def frozen(path: str, ranks: Ranks, execution: Execution) -> Trainee:
@@ -327,9 +318,9 @@ def train_teacher(run: Run, schedule: Schedule, rates: Rates) -> bool:
     settings |= {"source": run.pair.model["fingerprint"], "lr": rates.lr, "beta2": rates.beta2,
                  "weight_decay": rates.weight_decay}
     checkpoints.begin(directory, settings, ranks)
-    saved = checkpoints.resume_from(directory, schedule, ranks)
+    saved = checkpoints.newest(directory, ranks)
     teacher = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
-    job = Job(teacher, teacher_optimizer(teacher, rates), directory, ranks, sft_flops(teacher))
+    job = Job(teacher, student_optimizer(teacher, rates), directory, ranks, sft_flops(teacher))
     if saved:
         checkpoints.load(job, saved)
 

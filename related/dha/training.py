@@ -186,7 +186,6 @@ def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, grou
     job = Job(trainee, make_optimizer(trainee, *rates), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
-        ranks.say(f"resumes {directory} after step {job.step}")
     return job
 
 

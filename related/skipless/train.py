@@ -215,7 +215,6 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
-        ranks.say(f"resumes {directory} after step {job.step}")
     return job
 
 

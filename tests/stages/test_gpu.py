@@ -21,14 +21,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --determinist
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers.utils import is_flash_attn_2_available
 
 from common import models
 from common.evaluate import max_difference
-from common.method import masks
 from common.method.losses import bild, chunked, cross_entropy, kl
-from common.method.procrustes import align_layer, key_overlap, polar, value_overlap
+from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
 from common.training import attention, engine
@@ -36,7 +34,7 @@ from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
-from common.training.sharding import Execution, init_ranks
+from common.training.sharding import Execution
 from conftest import (
     GROUPING,
     ROOT,
@@ -203,13 +201,6 @@ def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion)
             assert_near(actual, expected, 1e-6)
 
 
-def test_decompositions_come_back_to_their_device():
-    matrices = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    factor = polar(matrices.to(DEVICE))
-    assert factor.device.type == DEVICE
-    torch.testing.assert_close(factor.cpu(), polar(matrices))
-
-
 MERGES = {  # flags of stage 4 -> allowed difference of the merged logits, as a share of the largest
     (): 1e-4,
     ("--merge", "closed-form", "--merge-keys", "pairs"): 1e-4,
@@ -344,14 +335,6 @@ def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
         assert_near(actual.double(), expected, close)
 
 
-def test_masks_are_drawn_as_on_the_cpu():
-    log_alpha = torch.linspace(-3, 3, 24).view(3, 8)
-    for step in range(3):
-        drawn = masks.draw(log_alpha.to(DEVICE), 7, step)
-        assert drawn.device.type == DEVICE
-        torch.testing.assert_close(drawn.cpu(), masks.draw(log_alpha, 7, step))
-
-
 # stage 5
 
 
@@ -427,7 +410,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_pat
         interrupt(patched, 20)
         done = run_in_process(STAGE, command, DEVICE)
     assert done.returncode == STOPPED, done.stdout + done.stderr
-    assert "after step 21 of 40" in run(STAGE, *command, device=DEVICE).stdout
+    assert "after step 21\n" in run(STAGE, *command, device=DEVICE).stdout
     assert_same_bits(home, taught)
 
 
@@ -511,20 +494,6 @@ def test_a_run_of_the_device_goes_on_without_it(taught, aligned, inputs, tmp_pat
         assert run_in_process(STAGE, list(map(str, command)), DEVICE).returncode == STOPPED
     assert "resumes" in train_on_cpu(home, inputs, *flags).stdout
     assert_same_training(home, whole)
-
-
-def test_ranks_talk_to_each_other_from_either_side():
-    """Figures are summed on the device, flags and names on the CPU."""
-    ranks = init_ranks()
-    try:
-        assert ranks.device.type == DEVICE
-        for device in ("cpu", ranks.device):
-            number = torch.ones(3, device=device)
-            dist.all_reduce(number)
-            assert number.tolist() == [ranks.world] * 3
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 # stages 6 and 7

@@ -189,7 +189,7 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     assert done.returncode == STOPPED == 75, done.stdout + done.stderr
     assert f"stopped by a signal after step {step + 1}" in done.stdout
     done = run(STAGE, *command)
-    assert f"resumes {home / 'train'} after step {step + 1} of 10" in done.stdout
+    assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
     assert "is complete; --force starts over" in run(STAGE, *command).stdout
 
@@ -278,17 +278,6 @@ def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path)
     assert not shared.exists()
 
 
-def test_other_training_data_of_the_same_size_is_refused(finished_run, inputs, tmp_path):
-    home, tasks = copy_run(finished_run, tmp_path / "run"), tmp_path / "tasks"
-    shutil.copytree(inputs["tasks"], tasks)
-    path = tasks / "piqa.train.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[0]["label"] = 1 - rows[0]["label"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    expect_error("was started with other settings (samples_sha256 ", STAGE,
-                 *train_arguments(home, inputs, "--tasks", tasks))
-
-
 @pytest.mark.parametrize("changes, message", [
     (["--lr", "2e-3"], "lr 0.001 -> 0.002"), (["--batch", "4"], "batch 8 -> 4"),
     (["--dtype", "bfloat16"], "dtype torch.float32 -> torch.bfloat16"),
@@ -347,7 +336,7 @@ def test_force_starts_over_once(aligned_run, inputs, tmp_path, monkeypatch):
             interrupt(patched, step)
             assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
     done = run(STAGE, *command)
-    assert f"resumes {home / 'train'} after step 1 of 3" in done.stdout
+    assert f"resumes {home / 'train'} after step 1\n" in done.stdout
     assert not list(home.glob("*.old-2"))
     assert "moved" in run(STAGE, *command).stdout and (home / "train.old-2" / "stage.json").exists()
 
@@ -364,13 +353,3 @@ def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_p
         assert len(list(home.glob("train.old-*"))) == number
         if number:
             (home / "train" / "metrics.jsonl").write_text("damaged\n")
-
-
-def test_non_finite_loss_names_step_rank_and_samples(
-    finished_run, aligned_run, inputs, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(cli, "rate", cli.positive_float)
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    done = run(STAGE, *train_arguments(home, inputs, "--lr", "1e30", "--clip", "0"), fails=True)
-    assert "expected a finite loss, found rank 0: loss nan, samples [" in done.stderr
-    assert "the last checkpoint is kept" in done.stderr

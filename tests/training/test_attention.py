@@ -81,15 +81,6 @@ def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads, formula_as_kernel
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
 
 
-def test_without_a_row_there_is_one_sample(formula_as_kernel):
-    generator = torch.Generator().manual_seed(2)
-    states = [torch.randn(1, 2, 9, 8, generator=generator) for _ in range(3)]
-    whole, _ = packed_attention(SimpleNamespace(num_key_value_groups=1, is_causal=True), *states, None)
-    expected = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
-    torch.testing.assert_close(whole, expected.transpose(1, 2))
-    assert not formula_as_kernel
-
-
 @pytest.mark.parametrize("applies, changes", [
     (True, {}), (True, {"dtype": torch.float16}), (True, {"head_dim": 256}),
     (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"head_dim": 264}),
@@ -158,22 +149,3 @@ def test_a_layer_is_compiled_once_for_rows_of_any_length(group_of_one, tmp_path,
     assert 1 <= len(graphs) <= 3
     for eager, same in zip(*gradients, strict=True):
         torch.testing.assert_close(same, eager)
-
-
-def test_torchs_own_kernel_is_compiled_in_one_graph():
-    """It runs on GPUs alone, so the graph does not run."""
-
-    class Captured(Exception):
-        pass
-
-    def backend(graph, inputs):
-        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-        assert any("_varlen_attn" in str(node.target) for node in calls)
-        raise Captured
-
-    row = build_row(random_samples(6), 6)
-    states = [torch.randn(1, heads, row.input_ids.numel(), 8) for heads in (4, 2, 2)]
-    torch._dynamo.reset()
-    call = torch.compile(attention.varlen_attention, backend=backend, fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Captured"):
-        call(states, row.starts, max(row.lengths), 5, 0.3)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
-from common.training.engine import Job, Step
+from common.training.engine import Job
 from common.training.packing import build_row, distillation_loss, next_token_loss
 from common.training.students import SWITCH, Masks, switch_step
 from students import (
@@ -16,7 +16,6 @@ from students import (
     SCHEDULE,
     Gradients,
     distillation_terms,
-    half_masked_student,
     masked_student,
     run_masked_step,
     sample_logits,
@@ -106,26 +105,6 @@ def test_mask_gradient_is_that_of_equation_31(group_of_one, step):
         torch.testing.assert_close(figures[name].float(), values.mean(1), rtol=0, atol=1e-5)
 
 
-def test_each_step_draws_masks_of_its_own_from_the_seed(group_of_one, monkeypatch):
-    start, drawn, blended_by = torch.zeros(3, 8), {}, []
-
-    def watched(net, z):
-        blended_by.append(z.detach().clone())
-        masks.set_masks(net, z)
-
-    monkeypatch.setattr(stage5, "set_masks", watched)
-    for seed, step in ((0, 3), (0, 4), (1, 3)):
-        student = masked_student(start)
-        trained = Masks(student.replicated, 10, seed)
-        drawn[seed, step] = trained.draw(step).detach()
-        assert torch.equal(drawn[seed, step], masks.draw(start, seed, step))
-        run_masked_step(trained, student, step, [build_row(SAMPLES, len(SAMPLES))])
-        assert torch.equal(blended_by[-2], drawn[seed, step])
-        assert torch.equal(blended_by[-1], masks.deterministic(start))  # what a measurement finds
-        assert not trained.noiseless().requires_grad
-    assert not torch.equal(drawn[0, 3], drawn[0, 4]) and not torch.equal(drawn[0, 3], drawn[1, 3])
-
-
 def test_the_gradient_of_the_masks_is_summed_over_ranks(monkeypatch):
     """That of Eq. 30, before it goes into log_alpha; Eq. 29 is the same on every rank."""
     monkeypatch.setattr(stage5, "sum_over_ranks", lambda leaves: [leaf.grad.mul_(2) for leaf in leaves])
@@ -144,16 +123,6 @@ def test_the_gradient_of_the_masks_is_summed_over_ranks(monkeypatch):
     size = masks.expected(log_alpha).mean()
     (size + size**2).backward()  # the target is 0
     torch.testing.assert_close(gradients[1], log_alpha.grad, rtol=1e-3, atol=1e-6)
-
-
-def test_masks_are_within_their_bounds_after_a_step(group_of_one, tmp_path):
-    student = half_masked_student(group_of_one, tmp_path)
-    with torch.no_grad():
-        student.masks.log_alpha.copy_(torch.linspace(-7.4, 7.4, 24).view(3, 8))
-    for group in student.job.optimizer.param_groups:
-        group["lr"] = group["initial_lr"]  # 1 for log_alpha
-    student.take(Step(student.job, SCHEDULE, [build_row(SAMPLES, len(SAMPLES))], SAMPLES))
-    assert float(student.masks.log_alpha.detach().abs().max()) == masks.LIMIT
 
 
 def test_masks_end_after_80_percent_of_the_steps():

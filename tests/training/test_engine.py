@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.cli import UserError
 from common.data.rows import Sample
 from common.models import load_config
-from common.training import checkpoints, engine, metrics
+from common.training import checkpoints, engine, metrics, sharding
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
@@ -299,13 +299,13 @@ def test_a_signal_after_the_last_step_is_passed_on():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with engine.Signals():
+        with engine.signals_noted():
             signal.raise_signal(signal.SIGTERM)
             assert not received
         assert received == [signal.SIGTERM]
-        with engine.Signals() as signals:
+        with engine.signals_noted():
             signal.raise_signal(signal.SIGTERM)
-            signals.asked = None
+            sharding.asked.clear()
         assert len(received) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -338,9 +338,6 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
         metrics.read_metrics(str(path))
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut off by a kill
     assert metrics.read_metrics(str(path)) == [{"step": 1}]
-    for lines in ([], [{"step": 1}], [{"step": 1, "loss": None, "tokens": 1}]):
-        with pytest.raises(UserError, match="expected loss and tokens of every step"):
-            metrics.summarize(lines)
     summary = metrics.summarize([{"loss": 2.0, "tokens": 3.0}, {"loss": 1.0, "tokens": 4.0}])
     assert summary == {"loss": 1.0, "tokens": 7}
 

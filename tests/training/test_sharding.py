@@ -25,7 +25,6 @@ from common.training.sharding import (
     Execution,
     Ranks,
     build,
-    first_row,
     joined_ranks,
     reduce_gradients,
     sum_over_ranks,
@@ -33,15 +32,6 @@ from common.training.sharding import (
 from common.training.students import Pair, masked_student
 from conftest import ROOT, save_tiny, tiny_model
 from students import SAMPLES, SCHEDULE, half_masked_student
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64, 65])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_shards_begin_where_torch_chunk_cuts(rows, parts):
-    chunks = torch.arange(rows).chunk(parts)
-    starts = [int(chunk[0]) for chunk in chunks] + [rows] * (parts - len(chunks))
-    assert [first_row(rows, parts, part) for part in range(parts)] == starts
-
 
 GRADIENTS_ARE_REDUCED = """
 import json, os, sys
@@ -189,19 +179,6 @@ def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_o
         build(load_config(source), group_of_one, Execution(), lambda name: (other, name))
     with pytest.raises(UserError, match="expected a tensor model.embed_tokens.weight.x, found none"):
         build(load_config(source), group_of_one, Execution(), lambda name: (other, name + ".x"))
-
-
-def test_replicated_parameters_are_built_whole_in_float32(group_of_one, tmp_path):
-    config = load_config(save_tiny(tmp_path / "model"))
-    starts = {"log_alpha": torch.randn(3, 8), "multiplier": torch.zeros(1, dtype=torch.float64)}
-    trainee = build(config, group_of_one, Execution(weights=torch.bfloat16), replicated=starts)
-    assert trainee.replicated.keys() == starts.keys()
-    for name, start in starts.items():
-        parameter = trainee.replicated[name]
-        assert parameter.dtype == torch.float32 and parameter.requires_grad
-        assert type(parameter) is torch.nn.Parameter  # not a shard
-        assert torch.equal(parameter, start.float())
-    assert "replicated.log_alpha" in dict(trainee.named_parameters())
 
 
 def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_give(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 from common.cli import UserError
 from common.training import checkpoints, sharding
-from common.training.engine import Signals
+from common.training.engine import signals_noted
 from common.training.sharding import Ranks, joined_ranks
 
 
@@ -38,10 +38,10 @@ def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(ranks, nu
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
     sharding.asked.clear()
-    with Signals() as signals:
+    with signals_noted():
         signal.raise_signal(number)
-        assert signals.asked == number
-        signals.asked = None
+        assert sharding.asked == [number]
+        sharding.asked.clear()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -51,28 +51,28 @@ def test_a_signal_that_a_garbage_collection_loses_stops_the_next_step(ranks):
             signal.raise_signal(signal.SIGTERM)  # its exception is printed and ignored
 
     Finalized()
-    with Signals() as signals:
-        assert signals.asked == signal.SIGTERM
-        signals.asked = None
+    with signals_noted():
+        assert sharding.asked == [signal.SIGTERM]
+        sharding.asked.clear()
 
 
 def test_output_that_is_closed_is_a_terminal_that_hangs_up(ranks, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Full())
-    with Signals() as signals:
+    with signals_noted():
         ranks.say("step 1")
-        assert signals.asked == signal.SIGHUP
-        signals.asked = None
+        assert sharding.asked == [signal.SIGHUP]
+        sharding.asked.clear()
         Ranks(1, 2, torch.device("cpu")).say("of another rank")
-        assert signals.asked is None
+        assert not sharding.asked
 
 
 def test_under_nohup_nobody_listens_and_training_goes_on(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with joined_ranks() as ranks, Signals() as signals:
+        with joined_ranks() as ranks, signals_noted():
             monkeypatch.setattr(sys, "stdout", Full())
             ranks.say("step 1")
-            assert signals.asked is None
+            assert not sharding.asked
     finally:
         signal.signal(signal.SIGHUP, before)
 

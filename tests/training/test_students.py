@@ -18,34 +18,13 @@ from conftest import save_tiny, tiny_model
 from students import NOTHING, SCHEDULE, Student, masked_student, rates, stage5, teacher_of
 
 
-def test_each_kind_of_parameter_learns_at_its_rate():
-    student, weights = masked_student(torch.zeros(3, 8)), Rates(1.0, 0.999, 0.0, merged_lr_factor=2.0)
-    optimizer = students.masked_optimizer(student, weights, "l0", mask_lr=7.0)
-    rate_of = rates(optimizer, student)
-    assert rate_of.keys() == dict(student.named_parameters()).keys()
-    for name, rate in rate_of.items():
-        expected = 7.0 if name == "replicated.log_alpha" else 2.0 if ".merged." in name else 1.0
-        assert rate == expected, name
-    assert optimizer.param_groups[0]["initial_lr"] == 1.0  # the rate that metrics.jsonl reports
-    masks_alone = optimizer.param_groups[-1]
-    assert (masks_alone["eps"], masks_alone["betas"], masks_alone["weight_decay"]) == (1e-12, (0.9, 0.9), 0)
-
-    gqa = Trainee(tiny_model(num_key_value_heads=2))
-    rate_of = rates(students.gqa_optimizer(gqa, weights, masks.KEY_VALUE), gqa)
-    assert {name for name, rate in rate_of.items() if rate == 2.0} == {
-        f"net.model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(3) for kind in "kv"
-    }
-    assert set(rate_of.values()) == {1.0, 2.0}
-    assert set(rates(students.teacher_optimizer(gqa, Rates(3.0, 0.999, 0.0)), gqa).values()) == {3.0}
-
-
 def test_weights_outside_attention_have_a_rate_of_their_own():
     """Norms and biases keep their decay of 0; masks and shared projections keep their rates."""
     weights = Rates(1.0, 0.999, 0.5, merged_lr_factor=2.0, rest_lr_factor=0.25)
     masked, plain = masked_student(torch.zeros(3, 8)), Trainee(tiny_model(num_key_value_heads=2, bias=True))
     for trainee, optimizer, shared in (
         (masked, students.masked_optimizer(masked, weights, "l0", 7.0), (".merged.",)),
-        (plain, students.gqa_optimizer(plain, weights, masks.KEY_VALUE), (".k_proj.", ".v_proj.")),
+        (plain, students.student_optimizer(plain, weights, masks.KEY_VALUE), (".k_proj.", ".v_proj.")),
     ):
         rate_of = rates(optimizer, trainee)
         assert rate_of.keys() == dict(trainee.named_parameters()).keys()
@@ -110,7 +89,7 @@ def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, mo
         home.mkdir()
         if kind == "off":
             student = students.gqa_student(pair, group_of_one, execution, train="attention")
-            optimizer, masked = students.gqa_optimizer(student, weights, pair.blended), None
+            optimizer, masked = students.student_optimizer(student, weights, pair.blended), None
         else:
             student = students.masked_student(pair, group_of_one, execution, kind, seed=0, train="attention")
             optimizer = students.masked_optimizer(student, weights, kind, mask_lr=1.0)
@@ -137,8 +116,8 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections():
     plain = Trainee(tiny_model(num_key_value_heads=2, bias=True))
     for trainee, optimizer, others in (
         (masked, students.masked_optimizer(masked, weights, "l0", 1e-2), ()),
-        (plain, students.gqa_optimizer(plain, weights, masks.KEY_VALUE), ("k_proj", "v_proj")),
-        (plain, students.teacher_optimizer(plain, weights), ()),
+        (plain, students.student_optimizer(plain, weights, masks.KEY_VALUE), ("k_proj", "v_proj")),
+        (plain, students.student_optimizer(plain, weights), ()),
     ):
         names = {id(parameter): name for name, parameter in trainee.named_parameters()}
         seen = set()
@@ -147,21 +126,10 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections():
                 decays = not any(part in name for part in (*free, *others))
                 assert group["weight_decay"] == (1e-4 if decays else 0), name
                 assert group["betas"] == ((0.9, 0.95) if "log_alpha" not in name else (0.9, 0.9))
-                assert "log_alpha" in name or group["eps"] == 1e-8
+                assert group["eps"] == (1e-12 if "log_alpha" in name else 1e-8), name
+                assert group["initial_lr"] == (1e-2 if "log_alpha" in name else 1.0), name
                 seen.add(name)
         assert seen == set(names.values())
-
-
-def test_a_masked_student_starts_from_aligned_and_merged():
-    source = students.start_of_masked("ALIGNED", "MERGED")
-    prefix = "model.layers.0.self_attn"
-    assert source(f"{prefix}.k_proj.original.weight") == ("ALIGNED", f"{prefix}.k_proj.weight")
-    assert source(f"{prefix}.k_proj.merged.bias") == ("MERGED", f"{prefix}.k_proj.bias")
-    assert source(f"{prefix}.q_proj.weight") == ("ALIGNED", f"{prefix}.q_proj.weight")
-    for name in masked_student(torch.zeros(3, 8)).net.state_dict():
-        directory, stock = source(name)
-        if directory == "MERGED":
-            assert masks.blended_name(stock) == name  # the way back
 
 
 def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
@@ -208,9 +176,9 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
 
     saved = str(tmp_path / "step-00000003")
     student = students.gqa_student(pair, group_of_one, Execution(), fresh=False)
-    optimizer = students.gqa_optimizer(student, weights, pair.blended)
+    optimizer = students.student_optimizer(student, weights, pair.blended)
     gqa = Job(student, optimizer, str(tmp_path), group_of_one)
-    with pytest.raises(UserError, match=r"expected a tensor optimizer\..*k_proj\.bias.*, found none"):
+    with pytest.raises(UserError, match=r"Missing key in checkpoint state_dict: optimizer\..*k_proj\.bias"):
         checkpoints.load(gqa, saved)  # names as they are do not lead to the shared projections
     checkpoints.load(gqa, saved, lambda name: masks.blended_name(name, pair.blended))
     groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
