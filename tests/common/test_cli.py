@@ -59,12 +59,6 @@ def test_a_full_gpu_is_one_line(capsys):
     assert ends(main, capsys) == (2, line)
 
 
-def test_values_and_defaults():
-    options = parser().parse_args("--run-dir there --kv-heads 4 --only piqa siqa --lr 1e-5 --force".split())
-    assert vars(options) == {"run": "there", "force": True, "input": None, "kv_heads": 4, "by": "value",
-                             "only": ["piqa", "siqa"], "lr": 1e-5, "seed": 0, "device": "auto"}
-
-
 def test_help_is_a_page_of_a_manual(monkeypatch):
     for width in (60, 100, 300):
         monkeypatch.setenv("COLUMNS", str(width))

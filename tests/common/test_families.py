@@ -164,34 +164,6 @@ def test_heads_of_a_fused_projection_are_watched():
         torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
 
 
-@pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
-def test_masks_of_a_source_that_is_gqa_already(names):
-    """Open masks give the source; closed ones merge its kv heads, each with the query heads that read it."""
-    model = tiny_model(bias=True, num_key_value_heads=4)
-    merged = merge_model(model, 2)
-    with torch.no_grad():
-        for name in names:
-            for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
-                if not (name == "o_proj" and parameter.ndim == 1):  # its bias belongs to no head
-                    parameter.add_(0.05 * torch.randn_like(parameter))
-    student = blended(model, merged, names)
-    one_closed = torch.ones(3, 4)
-    one_closed[1, 2] = 0  # only the third of four pairs of query heads: copied by hand, head by head
-    masks.set_masks(student, one_closed)
-    by_hand = copy.deepcopy(model)
-    edited, shared = by_hand.model.layers[1].self_attn, merged.model.layers[1].self_attn
-    with torch.no_grad():
-        for name in names:
-            target, source = getattr(edited, name), getattr(shared, name)
-            if name == "o_proj":
-                target.weight[:, 32:48] = source.weight[:, 32:48]
-            elif name == "q_proj":
-                target.weight[32:48], target.bias[32:48] = source.weight[32:48], source.bias[32:48]
-            else:
-                target.weight[16:24], target.bias[16:24] = source.weight[8:16], source.bias[8:16]
-    torch.testing.assert_close(logits_of(student), logits_of(by_hand), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_running_layer_after_layer_is_the_model(changes):
     """40 tokens see a window of 12, at positions from 0 and with a gap."""

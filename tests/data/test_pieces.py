@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast
 
 from common.data import text
-from common.data.text import first_tokens, token_lists
+from common.data.text import token_lists
 from conftest import byte_tokenizer
 
 WORDS = "the cat sat on a mat, and it's then 1234567 that every one wasn't found; naïve Größe 東京 🙂🙃"
@@ -106,23 +106,6 @@ def test_a_place_without_enough_tokens_on_both_sides_is_no_joint(monkeypatch):
     assert text.find_joint(before, moved, 10, overlap) is None
     assert text.find_joint(before[:12], after, 10, overlap) is None
     assert text.find_joint([], [], 10, overlap) is None
-
-
-def test_no_more_is_read_than_the_tokens_that_are_taken_need(small):
-    class Counted(io.StringIO):
-        taken = 0
-
-        def read(self, size=-1):
-            part = super().read(size)
-            self.taken += len(part)
-            return part
-
-    text, tokenizer = unicode_text(1, 100_000), TOKENIZERS["byte-level BPE"]
-    for count in (0, 5, 2000):
-        file = Counted(text)
-        assert first_tokens(file, tokenizer, count) == whole(text, tokenizer)[:count]
-        assert file.taken < 20_000
-    assert first_tokens(Counted(text[:700]), tokenizer, 10**6) == whole(text[:700], tokenizer)
 
 
 def test_a_slow_tokenizer_has_the_whole_text_at_once(small):

@@ -182,22 +182,6 @@ def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
         load_task("piqa", "train", "hub")
 
 
-def test_parquet_as_the_hub_stores_it(tmp_path):
-    rows, path = task_rows(6, 0)["boolq"], tmp_path / "boolq.validation.parquet"
-    datasets.Dataset.from_list([on_the_hub("boolq", row) for row in rows]).to_parquet(path)
-    examples, read = load_task("boolq", "validation", str(tmp_path))
-    assert examples == [example_from_row("boolq", row) for row in rows] and read == str(path)
-    datasets.Dataset.from_list([*rows, rows[0] | {"passage": None}]).to_parquet(path)
-    with pytest.raises(UserError, match=r"boolq.validation.parquet row 6: .*: column 'passage' is null"):
-        load_task("boolq", "validation", str(tmp_path))
-    datasets.Dataset.from_list(rows[:1]).select([]).to_parquet(path)
-    with pytest.raises(UserError, match=r"boolq.validation.parquet: expected at least one row, found none"):
-        load_task("boolq", "validation", str(tmp_path))
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"boolq.validation.parquet: cannot be read as parquet"):
-        load_task("boolq", "validation", str(tmp_path))
-
-
 def save_rows(path, rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -282,12 +266,6 @@ def test_repeated_choices_are_kept_where_another_differs(tmp_path):
     """SIQA's validation set and OpenBookQA's training set were published with such rows."""
     save_rows(tmp_path / "siqa.train.jsonl", [SIQA | {"answerA": "z"}])
     assert load_task("siqa", "train", str(tmp_path))[0][0].choices == ("z", "y", "z")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    for source in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="task file not found: expected .*piqa.train.jsonl or .*parquet"):
-            load_task("piqa", "train", str(source))
 
 
 def test_selected_questions():

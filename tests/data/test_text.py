@@ -44,30 +44,6 @@ def test_first_documents_that_are_long_enough(documents, tmp_path):
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 30, "d" * 30]
 
 
-def test_packed_where_too_few_are_long_enough(documents):
-    tokens, description = load_tokens(documents, byte_tokenizer(), sequences=2, length=40)
-    assert tokens.shape == (2, 40)
-    flat = tokens.flatten().tolist()
-    assert byte_tokenizer().decode(flat) == "a" * 20 + "<eos>" + "b" * 50 + "<eos>" + "c" * 8
-    assert description == f"{documents}: packed (1 of 4 documents have 40 tokens, 2 needed)"
-
-
-def test_too_little_text_says_found_and_needed(documents):
-    with pytest.raises(UserError, match="expected 3 x 40 = 120 tokens, found 114"):
-        load_tokens(documents, byte_tokenizer(), sequences=3, length=40)
-
-
-def test_no_special_tokens_are_added(tmp_path):
-    class Beginning:
-        bos_token_id, eos_token_id = None, 2  # what it adds is none of them
-
-        def __call__(self, text, add_special_tokens=True, verbose=True):
-            return {"input_ids": [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]}
-
-    (tmp_path / "text.txt").write_text("abc")
-    assert load_tokens(str(tmp_path / "text.txt"), Beginning(), 2, 2)[0].tolist() == [[97, 98], [99, 2]]
-
-
 def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "^"

@@ -124,11 +124,14 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     record = read_record(str(home / "groups.json"), "03_group.py")
     groups = torch.tensor(record["groups"])
     source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
+    cosines = []
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(calibrated_layer(home / "calibration", index), 8)
         value_rotation, key_rotation = rotation = align_layer(grams, groups[index], criterion)
         order = groups[index].flatten().tolist()
         fuse.fuse_layer(layer.self_attn, order, value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+        found = within_group_cosine(grams, groups[index], *rotation)
+        cosines.append({name: round(number, 6) for name, number in found.items()})
         merges.append(closed_form_layer(grams, groups[index], *rotation, context))
         if context:
             lost.append(energy_lost(merges[-1], grams, groups[index], *rotation, context))
@@ -138,6 +141,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     merged = weights(home / "merged")
     summary = read_record(str(home / "merged"), "04_align.py")["summary"]
     assert summary["key_context"] == context and summary["energy_lost"] == (lost or None)
+    assert summary["within_group_cosine"] == cosines
     assert merged.keys() == aligned.keys()
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"
@@ -247,9 +251,11 @@ def test_nothing_is_written_when_the_model_changed(
     assert digests(home) == before and not list(home.glob(".*.unfinished"))
 
 
-def test_the_check_reads_what_was_written(aligned_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_reads_what_was_written(aligned_run, bf16_run, tmp_path, monkeypatch, dtype):
     """A writer that damages one tensor on its way to the disk is noticed, whatever the model in memory."""
-    home, write = copy_run(aligned_run, tmp_path / "run"), layers.CheckpointWriter.write
+    source = aligned_run if dtype == "float32" else bf16_run
+    home, write = copy_run(source, tmp_path / "run"), layers.CheckpointWriter.write
 
     def damaged(self, name, module):
         if name == "model.norm" and self.directory.endswith("/aligned"):
@@ -258,7 +264,7 @@ def test_the_check_reads_what_was_written(aligned_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(layers.CheckpointWriter, "write", damaged)
     expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
-    assert digests(home) == digests(aligned_run)
+    assert digests(home) == digests(source)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Hard concrete masks against their distribution; the blended projections against Eq. 27, 28."""
 
-import copy
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from common.method import masks
 from common.training.students import Masks
 from conftest import tiny_model
 from students import merge_model
+from test_families import blended, logits_of
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
 
@@ -55,42 +54,38 @@ def test_l0_loss_is_equation_29():
     assert (log_alpha.grad > 0).all()  # descent closes every mask
 
 
-def patched(bias: bool = True, names: tuple[str, ...] = masks.KEY_VALUE):
-    """An aligned model, its merged GQA model, and a student that blends the named projections of the two."""
-    aligned = tiny_model(bias=bias)
+def patched(bias: bool = True, names: tuple[str, ...] = masks.KEY_VALUE, **options):
+    """An aligned model, and a student that blends its named projections with those of a merged GQA model."""
+    aligned = tiny_model(bias=bias, **options)
     merged = merge_model(aligned, 2)
     with torch.no_grad():
         for name, parameter in merged.named_parameters():  # as after training: not the mean of anything
-            if not name.endswith("o_proj.bias"):  # it belongs to no head
+            if masks.blended_name(name, names) != name and not name.endswith("o_proj.bias"):  # of no head
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    student = copy.deepcopy(aligned)
-    masks.patch(student, 2, names)
-    state = student.state_dict()
-    for name, tensor in merged.state_dict().items():
-        if masks.blended_name(name, names) != name:
-            state[masks.blended_name(name, names)] = tensor
-    student.load_state_dict(state)
-    return aligned, merged, student
+    return aligned, blended(aligned, merged, names)
 
 
-def test_heads_are_blended_by_equations_27_and_28():
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_heads_are_blended_by_equations_27_and_28(kv_heads):
     """Rows of the input projections and, where merging changed them, columns of o_proj."""
-    _, _, student = patched(names=masks.WHOLE_HEAD)
-    z, x, heads = torch.rand(3, 8), torch.randn(5, 48), torch.randn(5, 64)
+    _, student = patched(names=masks.WHOLE_HEAD, num_key_value_heads=kv_heads)
+    z, x, heads = torch.rand(3, kv_heads), torch.randn(5, 48), torch.randn(5, 64)
     masks.set_masks(student, z)
     attention = student.model.layers[1].self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         applied = {}
         for part, original in projection.original.named_parameters():
             own, shared = original.split(8), projection.merged.get_parameter(part).split(8)
-            D = 8 // len(shared)
-            applied[part] = torch.cat([paper.eq_27(z[1], own, shared, j, D) for j in range(1, 9)])
+            D, mask = len(own) // len(shared), z[1].repeat_interleave(len(own) // kv_heads)
+            rows = [paper.eq_27(mask, own, shared, j, D) for j in range(1, len(own) + 1)]
+            applied[part] = torch.cat(rows)
         expected = x @ applied["weight"].T + applied["bias"]
         torch.testing.assert_close(projection(x), expected, rtol=1e-5, atol=1e-5)
     output = attention.o_proj
     output.merged.bias.data += 1  # it belongs to no head: the one that training moves counts
     own, shared = (module.weight.T.split(8) for module in (output.original, output.merged))
-    weight = torch.cat([paper.eq_28(z[1], own, shared, j, 1) for j in range(1, 9)])
+    mask = z[1].repeat_interleave(8 // kv_heads)
+    weight = torch.cat([paper.eq_28(mask, own, shared, j, 1) for j in range(1, 9)])
     torch.testing.assert_close(output(heads), heads @ weight + output.merged.bias, rtol=1e-5, atol=1e-5)
 
 
@@ -117,7 +112,7 @@ def test_in_16_bits_a_blend_is_as_exact_as_the_weights():
 @pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
 def test_every_weight_is_trained(names):
     """AdamW has no state for a parameter without a gradient, and a resumed run expects some for each."""
-    _, _, student = patched(bias=True, names=names)
+    _, student = patched(bias=True, names=names)
     masks.set_masks(student, torch.full((3, 8), 0.5))
     student(TOKENS).logits.square().sum().backward()
     assert not [name for name, parameter in student.named_parameters() if parameter.grad is None]
@@ -127,16 +122,9 @@ def test_every_weight_is_trained(names):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
 def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, names):
-    aligned, gqa, student = patched(bias, names)
-    masks.set_masks(student, torch.ones(3, 8))
-    assert torch.equal(student(TOKENS).logits, aligned(TOKENS).logits)
-    for name, parameter in gqa.named_parameters():
-        if masks.blended_name(name, names) == name:  # it is the aligned model's
-            parameter.copy_(aligned.get_parameter(name))
-    masks.set_masks(student, torch.zeros(3, 8))
-    closed = student(TOKENS).logits
-    torch.testing.assert_close(closed, gqa(TOKENS).logits, rtol=0, atol=1e-5)
-    assert (closed - aligned(TOKENS).logits).abs().max() > 1e-2  # the two ends are different models
+    """blended() compares both ends, which are different models."""
+    aligned, closed = patched(bias, names)
+    assert (logits_of(closed) - logits_of(aligned)).abs().max() > 1e-2
 
 
 def test_clamp_keeps_log_alpha_where_a_mask_can_come_back():

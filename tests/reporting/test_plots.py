@@ -62,6 +62,7 @@ def test_without_answers_the_loss_and_its_only_term_are_both_seen():
     records = [{"step": step, "loss": 2.0, "kl": 2.0, "bild": 0.0} for step in (1, 2)]
     (axis,) = figure_of(plots.curves, records, "text").axes
     assert list(series(axis)) == ["loss", "kl"]  # a logarithmic axis has no zero
+    assert not figure_of(plots.curves, [], "text").axes[0].lines
 
 
 def test_a_small_change_looks_small():
@@ -113,12 +114,6 @@ def test_curves_show_a_line_per_layer(layers):
         assert lines[f"layer {layer}"] == ([1, 2, 3, 4], values)
     assert (axis.get_legend() is not None) == (layers <= 8)
     assert len({line.get_color() for line in axis.lines}) == layers
-
-
-@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0, "kl": 1.0, "bild": 1.0}]])
-def test_curves_without_masks_show_losses_alone(records):
-    (losses,) = figure_of(plots.curves, records, "title").axes
-    assert losses.get_title() == "losses" and len(losses.lines) == 3 * len(records)
 
 
 def measured_records(prefixes: list[str], masked: bool) -> list[dict]:

@@ -38,11 +38,6 @@ def test_text_stays_in_its_cell(text, cell):
     assert len(table.splitlines()) == 3
 
 
-def test_a_row_of_another_length_is_an_error():
-    with pytest.raises(ValueError):
-        markdown_table(("a", "b"), [("only one",)])
-
-
 def figures(**changes) -> dict:
     task = {"questions": 4, "chance": 0.5, "exact_match": 0.25, "exact_match_stderr": 0.125,
             "likelihood": 0.75, "likelihood_stderr": 0.0625}
@@ -131,14 +126,6 @@ def test_a_caption_names_files_without_their_directories(tmp_path):
         note = caption(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/", None, None, "cpu",
                        bos=False)
         assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
-
-
-def test_a_row_of_what_nobody_measured_is_left_out():
-    both = {name: figures() for name in "ab"}
-    assert "prefill" in results_table(both)
-    for columns in both.values():
-        del columns["prefill_tokens_per_s"]
-    assert "prefill" not in results_table(both) and "decode" in results_table(both)
 
 
 def test_scores_go_between_the_markers_of_a_card(tmp_path):

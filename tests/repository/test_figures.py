@@ -104,10 +104,6 @@ def figures(text: str) -> list[str]:
     return [number.replace(",", "") for number in re.findall(NUMBER, text)]
 
 
-def test_numbers_are_found():
-    assert figures("1,620 (+4.07)") == ["1620", "+4.07"] and figures("4.681 ± 0.022") == ["4.681", "0.022"]
-
-
 @pytest.mark.parametrize("copy, source", COPIES, ids=lambda place: " ".join(place[-2:]))
 def test_a_copy_is_its_source_rounded(copy, source):
     shown, measured = figures(look_up(copy)), figures(look_up(source))

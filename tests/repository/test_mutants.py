@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from mutants import Trial, choose, equivalents, mutants, rows
+from mutants import equivalents, mutants, rows
 from operators import edits
 
 AUDIT = "| claim | function | test |\n| add | [`module.py`] `add` | `test_module::{}` |\n"
@@ -64,13 +64,6 @@ def test_every_row_has_mutants_and_what_is_equivalent_still_is_one():
     assert {row for row, _, _ in rows()} == {row for mutant in made for row in mutant.rows}
     assert equivalents().keys() <= {(mutant.name, mutant.change()) for mutant in made}
     assert all(equivalents().values())
-
-
-def test_rows_and_samples_are_chosen_by_name_and_random_seed():
-    found = [Trial((), (f"Eq. {number}", "x")) for number in range(30)]
-    assert [trial.rows[0] for trial in choose(found, "eq. 29", None, 0)] == ["Eq. 29"]
-    draws = [choose(found, "", 5, seed) for seed in (1, 1, 2)]
-    assert draws[0] == draws[1] != draws[2] and len({trial.rows[0] for trial in draws[0]}) == 5
 
 
 def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedProcess:

@@ -101,12 +101,6 @@ def test_scores_are_put_into_the_card(evaluation):
     assert not (home / "first" / "README.md").exists()
 
 
-def test_the_table_is_kept_unless_forced(evaluation):
-    _, arguments, _ = evaluation
-    expect_error("eval.json already exists, made with --limit 3, not None; pass --force", "07_eval.py",
-                 *arguments)
-
-
 @pytest.mark.parametrize("name", ["eval.md", "eval.jsonl"])
 def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
     path = tmp_path / "run" / name
@@ -157,12 +151,6 @@ def test_layer_by_layer_other_families_are_refused(inputs, checkpoint, tmp_path)
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--text", "none", "--layerwise"]
     expect_error("--layerwise: expected model_type in ['llama', ", "07_eval.py", *arguments)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_directory_without_checkpoints_is_one_line(inputs, tmp_path):
-    message = f"{tmp_path}/run: expected one of teacher, merged, gqa, found none"
-    expect_error(message, "07_eval.py", "--run", tmp_path / "run", *evaluate_arguments(inputs))
     assert not (tmp_path / "run").exists()
 
 
@@ -279,17 +267,6 @@ def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, in
     other = home / "whole-length"
     run("07_eval.py", *flags, "--run", other, "--only", "boolq", "--limit", 1)
     assert json.loads((other / "eval.json").read_text())["results"]["a"]["perplexity_tokens"] == 2 * 256
-
-
-def test_a_run_directory_is_evaluated_again(finished_run, inputs, tmp_path):
-    """Scores in the card of gqa/ do not make it another checkpoint."""
-    home = copy_run(finished_run, tmp_path / "run")
-    assert "none yet" not in (home / "gqa" / "README.md").read_text()
-    arguments = ["--run", home, "--force", *evaluate_arguments(inputs), "--only", "piqa", "--limit", 1]
-    run("07_eval.py", *arguments)
-    results = json.loads((home / "eval.json").read_text())["results"]
-    assert list(results) == ["teacher", "merged", "gqa"] and list(results["gqa"]["tasks"]) == ["piqa"]
-    assert "1 validation questions" in (home / "gqa" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["teacher", "merged", "gqa"])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from common import evaluate
 from common.artifacts import digest, write_record
 from common.files import sha256
-from common.layers import CheckpointWriter, Layers
+from common.layers import Layers
 from common.method import masks
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
@@ -76,18 +76,6 @@ def test_a_student_that_masks_do_not_make_gqa_is_refused(finished_run, tmp_path,
     home, set_masks = copy_run(finished_run, tmp_path / "run"), masks.set_masks
     monkeypatch.setattr(masks, "set_masks", lambda student, z: set_masks(student, z + 1e-2))
     refuse(home, "the exported model differs from the student")
-
-
-def test_a_layer_is_written_before_the_next_is_read(finished_run, tmp_path, monkeypatch):
-    home, order = copy_run(finished_run, tmp_path / "run"), []
-    read, write = TrainedWeights.read, CheckpointWriter.write
-    monkeypatch.setattr(TrainedWeights, "read", lambda self, tensors: (
-        order.append(("read", min(tensors).split(".self_attn")[0].split(".input_")[0])), read(self, tensors)))
-    monkeypatch.setattr(CheckpointWriter, "write", lambda self, name, module: (
-        order.append(("write", name)), write(self, name, module)))
-    run("06_export.py", "--run", home, "--force")
-    layers = [(action, name) for action, name in order if "layers" in name]
-    assert layers == [(action, f"model.layers.{index}") for index in range(3) for action in ("read", "write")]
 
 
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import layers
 from common.calibration import Calibration
 from common.cli import UserError
 from common.data.generate import Origin, read_sequences, read_unread
@@ -29,10 +28,9 @@ from conftest import (
     copy_run,
     expect_error,
     run,
-    save_tiny,
     tiny_model,
 )
-from tiny_run import HEADS, LAYERS, SIZE, STAGES, digests, read
+from tiny_run import HEADS, LAYERS, SIZE, STAGES, read
 
 TOKENS = 512  # of the text of `inputs`; every one is sampled
 POSITIONS = 256  # of the model
@@ -129,28 +127,6 @@ def test_the_defaults_are_the_papers(monkeypatch):
     calibrate, group = (runpy.run_path(str(ROOT / STAGES[number])) for number in ("01", "03"))
     assert (calibrate["parse"]().sequences, calibrate["LENGTH"]) == (128, 2048)
     assert (group["parse"]().restarts, group["parse"]().iterations) == (200, 3000)
-
-
-def test_similarities_can_be_recomputed_from_the_sampled_vectors(aligned_run):
-    """Eq. 2, 3, 18, 19 and 22."""
-    similarity = safe_open(aligned_run / "similarity.safetensors", "pt")
-    for layer, kind in itertools.product(range(LAYERS), ("key", "value")):
-        vectors = calibrated_layer(aligned_run / "calibration", layer)[f"sample.{kind}"].double()
-        assert vectors.shape == (TOKENS, HEADS, SIZE)
-        energy = vectors.square().sum((0, 2))
-        for criterion, scaled in (("cos", unit(vectors)), ("dist", vectors)):
-            before = torch.einsum("nia,nja->ij", scaled, scaled)
-            if kind == "value":
-                after = torch.linalg.matrix_norm(torch.einsum("nia,njb->ijab", scaled, scaled), "nuc")
-            else:
-                pairs = pairs_of(scaled)
-                after = torch.einsum("nip,njp->ijp", pairs.conj(), pairs).abs().sum(-1)
-            for name, products in (("before", before), ("after", after)):
-                mean = products / TOKENS
-                if criterion == "dist":  # minus the mean squared distance
-                    mean = (2 * products - energy[:, None] - energy) / TOKENS
-                stored = similarity.get_tensor(f"{kind}.{criterion}.{name}")[layer]
-                torch.testing.assert_close(stored, mean, rtol=1e-5, atol=1e-5)
 
 
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
@@ -298,19 +274,6 @@ def mean_cosine(vectors: torch.Tensor, groups: list[list[int]]) -> float:
     return sum(pairs) / len(pairs)
 
 
-def test_recorded_cosines_are_those_of_the_checkpoints_own_vectors(aligned_run, inputs):
-    """Before alignment of the source, after it of aligned/, whose groups are consecutive."""
-    record = read(aligned_run / "aligned" / "stage.json")
-    consecutive = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    source, aligned = projected(inputs["model"], inputs), projected(aligned_run / "aligned", inputs)
-    for layer, cosines in enumerate(record["summary"]["within_group_cosine"]):
-        for kind in ("key", "value"):
-            before = mean_cosine(source[layer][kind], record["groups"][layer])
-            after = mean_cosine(aligned[layer][kind], consecutive)
-            assert cosines[f"{kind}_before"] == pytest.approx(before, abs=1e-5)
-            assert cosines[f"{kind}_after"] == pytest.approx(after, abs=1e-5) and after > before
-
-
 def test_alignment_does_not_change_the_model(aligned_run, inputs):
     record = read(aligned_run / "aligned" / "stage.json")
     summary = record["summary"]
@@ -400,32 +363,6 @@ def mean_distance(vectors: torch.Tensor, groups: list[list[int]]) -> float:
     return float(sum((vectors[:, a] - vectors[:, b]).square().sum(-1).mean() for a, b in pairs)) / len(pairs)
 
 
-def test_each_criterion_is_best_by_its_own_measure(aligned_run, inputs, tmp_path):
-    """--rotate dist brings the keys of two heads as near to each other as can be, cos their directions."""
-    consecutive, vectors = [[0, 1], [2, 3], [4, 5], [6, 7]], {}
-    for criterion in ("dist", "cos"):
-        home = copy_run(aligned_run, tmp_path / criterion)
-        run("03_group.py", "--run", home, *GROUPING, "--kv-heads", 4, "--force")
-        run("04_align.py", "--run", home, "--rotate", criterion, "--force")
-        vectors[criterion] = projected(home / "aligned", inputs)
-    for layer in range(LAYERS):
-        near, similar = (vectors[criterion][layer]["key"] for criterion in ("dist", "cos"))
-        assert mean_distance(near, consecutive) < mean_distance(similar, consecutive)
-        assert mean_cosine(near, consecutive) < mean_cosine(similar, consecutive)
-
-
-@torch.no_grad()
-def test_the_closed_form_does_not_depend_on_the_rotation(aligned_run, tmp_path):
-    """It is invariant to orthogonal maps of values and phases of keys, so the function is the same."""
-    tokens, logits = torch.arange(60)[None], []
-    for criterion in ("none", "dist"):
-        home = copy_run(aligned_run, tmp_path / criterion)
-        run("04_align.py", "--run", home, "--rotate", criterion, "--merge", "closed-form", "--force")
-        logits.append(AutoModelForCausalLM.from_pretrained(home / "merged")(tokens).logits)
-    mean_merged = AutoModelForCausalLM.from_pretrained(aligned_run / "merged")(tokens).logits
-    assert (logits[0] - logits[1]).abs().max() < 1e-3 < 1e-1 < (logits[0] - mean_merged).abs().max()
-
-
 @torch.no_grad()
 def share_heads(model) -> None:
     """Make even heads functions of head 0, odd ones of head 1: linear maps of values, factors of keys."""
@@ -456,34 +393,3 @@ def test_heads_that_are_functions_of_another_are_grouped_and_merged_without_loss
         assert allowed[0] < (merged(tokens).logits - logits).abs().max() < allowed[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_aligned_checkpoint_that_reads_back_differently_is_refused(inputs, tmp_path, monkeypatch, dtype):
-    model, home, write = save_tiny(tmp_path / "model", dtype), tmp_path / "run", layers.CheckpointWriter.write
-    run("01_calibrate.py", "--run", home, "--model", model, *calibrate_arguments(inputs)[2:])
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, *GROUPING)
-    run("04_align.py", "--run", home)
-    assert AutoModelForCausalLM.from_pretrained(home / "aligned").dtype is dtype
-    before = {name: digests(home / name) for name in ("aligned", "merged")}
-
-    def write_other_weights(writer, name, module):
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.01)
-        write(writer, name, module)
-
-    monkeypatch.setattr(layers.CheckpointWriter, "write", write_other_weights)
-    expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
-    assert {name: digests(home / name) for name in ("aligned", "merged")} == before
-
-
-def test_aligned_and_merged_load_in_plain_transformers(aligned_run, inputs):
-    tokens = torch.arange(60)[None]
-    paths = (inputs["model"], aligned_run / "aligned", aligned_run / "merged")
-    source, aligned, merged = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
-    assert (source(tokens).logits - aligned(tokens).logits).abs().max() <= 1e-4
-    assert type(merged).__name__ == "LlamaForCausalLM" and merged.config.num_key_value_heads == 2
-    for kind, layer in itertools.product(("k_proj", "v_proj"), range(LAYERS)):
-        heads = getattr(aligned.model.layers[layer].self_attn, kind).weight.view(2, 4, SIZE, 48)
-        shared = getattr(merged.model.layers[layer].self_attn, kind).weight.view(2, SIZE, 48)
-        torch.testing.assert_close(shared, heads.mean(1))

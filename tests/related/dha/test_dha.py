@@ -16,7 +16,7 @@ from common.families import geometry
 from common.training.packing import build_row
 from conftest import ROOT, save_tiny, tiny_model
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
-from related.dha import fusion, search, start, training
+from related.dha import fusion, start
 from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits
 
@@ -50,17 +50,6 @@ def test_mixed_heads_are_equation_5():
                 factors = operators[f"0_{kind}"][group, h]
                 expected = sum(factors[j] * plain[kind][:, other] for j, other in enumerate(members))
                 torch.testing.assert_close(mixed[:, head], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("make", [lambda: tiny_model(bias=True), lambda: fused_tiny()[1]])
-def test_operators_are_folded_into_the_heads_after_search_and_that_is_checked(make):
-    source = make()
-    whole = fusion.whole_layers(fusion.head_counts(source.config))
-    operators = random_operators(whole)
-    folded, difference = search.fold_operators(source.config, source.state_dict(), operators, whole)
-    assert type(folded) is type(source) and 0 < difference <= training.LOGIT_TOLERANCE
-    expected = all_logits(fusion.with_operators(source, operators, whole), tokens())
-    assert max_difference(expected, all_logits(folded, tokens())) < 1e-4
 
 
 def test_fusion_loss_is_equation_7_in_the_scale_of_algorithm_3():

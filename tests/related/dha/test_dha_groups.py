@@ -68,12 +68,6 @@ def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
         assert sorted(sum(groups, [])) == EIGHT
 
 
-def test_loss_within_groups_by_definition():
-    losses = random_losses(6, 0).tolist()
-    expected = losses[0][2] + losses[0][4] + losses[2][4] + losses[1][3] + losses[1][5] + losses[3][5]
-    assert grouping.within(losses, [[4, 0, 2], [5, 1, 3]]) == pytest.approx(expected)
-
-
 def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
     losses = random_losses(16, 0)
     first, second = torch.triu_indices(16, 16, 1)

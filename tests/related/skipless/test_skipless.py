@@ -148,12 +148,6 @@ def test_a_singular_p_goes_from_serial_blocks():
     assert difference(model, fold.fold(model, "q")) < LOGIT_TOLERANCE
 
 
-def test_heads_wider_than_the_model_are_refused():
-    for letter, found in (("q", f"{WIDTH} x {2 * WIDTH}"), ("p", f"{2 * WIDTH} x {WIDTH}")):
-        with pytest.raises(UserError, match=f"square {letter.upper()} to remove, found {found} .4 heads of"):
-            fold.fold(model_of(head_dim=2 * SIZE), letter)
-
-
 def test_tied_embeddings_come_apart_where_one_of_them_changes():
     model = model_of(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -8,12 +8,10 @@ import torch
 from scipy.stats import sem
 from transformers import AutoModelForCausalLM
 
-from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
-from common.training.attention import Trainee
 from common.training.engine import STOPPED
-from common.training.packing import batch_indices, build_row, next_token_loss
+from common.training.packing import batch_indices
 from conftest import expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
@@ -88,19 +86,6 @@ def test_a_block_starts_as_a_rotation_of_its_input():
     for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
         rotation = layer.self_attn.o_proj.weight @ layer.self_attn.v_proj.weight
         assert similarity(before @ rotation.T, after) > 0.8
-
-
-def test_next_token_loss_is_that_of_transformers():
-    """For samples of different lengths the mean over samples of their mean cross-entropy, in chunks."""
-    model = fresh_model().train()
-    model.lm_head.weight.data.mul_(50)
-    texts = [tokens()[0].tolist(), tokens(2)[0, :11].tolist()]
-    row = build_row([Sample(text[:-1], text[-1:]) for text in texts], len(texts))
-    model.set_attn_implementation("packed")
-    at = row.all_weight.nonzero()[:, 0]
-    loss = next_token_loss(Trainee(model), row, at, row.all_weight, chunk=7)
-    losses = [model(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]
-    torch.testing.assert_close(loss, sum(losses) / 2)
 
 
 def contents(directory) -> dict[str, bytes]:
