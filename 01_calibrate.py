@@ -37,7 +37,7 @@ from common.data.generate import Origin, choose_chats, read_sequences
 from common.data.text import digests_of, sequence_length
 from common.families import family
 from common.files import write_directory
-from common.layers import Layers
+from common.layers import Layers, run_layer
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.progress import Progress
@@ -133,7 +133,7 @@ def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args
                 for number, batch in enumerate(batches):
                     start = number * args.batch * length
                     collector.begin(start, start + batch.numel())
-                    hidden[number] = layers.run(layer, hidden[number])
+                    hidden[number] = run_layer(layers.model, layer, hidden[number])
                     bar.update()
                 tensors = collector.finish()
                 rotary = layers.model.model.rotary_emb

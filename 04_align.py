@@ -43,7 +43,7 @@ from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.families import family, key_context
 from common.files import write_directory
-from common.layers import CheckpointWriter, Layers, output_sensitivity
+from common.layers import CheckpointWriter, Layers, output_sensitivity, run_layer
 from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
@@ -257,7 +257,7 @@ def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
     if args.refit == "attention":
         sensitivity = output_sensitivity(layers, inputs.refit_tokens, args.run)
     return Refit(
-        layers.run,
+        partial(run_layer, layers.model),
         targets=layers.embed(batches, args.run),
         inputs=layers.embed(batches, args.run),
         unrefitted=layers.embed(inputs.tokens.split(1), args.run),

@@ -25,10 +25,10 @@ import torch
 from common import artifacts, cli
 from common.cli import UserError, peak_memory, run_stage, stage_parser
 from common.data.text import NONE
-from common.evaluate import max_difference, require_close
+from common.evaluate import max_difference, require_close, require_finite
 from common.families import geometry, merged_modules
 from common.files import write_directory
-from common.layers import CheckpointWriter, Layers, require_finite_in
+from common.layers import CheckpointWriter, Layers
 from common.method import masks
 from common.method.merge import merged_config
 from common.models import empty_model, is_hub_name, load_config, load_tokenizer, weight_dtype
@@ -184,8 +184,9 @@ def main():
         require_close("the exported model differs from the student", difference, allowed)
         loaded = Layers(aside, torch.float32, "cpu", layerwise=True)
         stored = max_difference(expected, loaded.logits(tokens))
-        if dtype == torch.float16:
-            require_finite_in(dtype, aside, tokens)
+        if dtype == torch.float16:  # it overflows beyond 65504, where weights fit and hidden states do not
+            half = Layers(aside, dtype, "cpu", layerwise=True)
+            require_finite((float(rows.abs().max()) for rows in half.logits(tokens)), output, half.model)
         if dtype == torch.float32:
             require_close("the export, loaded back, differs from the student", stored, allowed)
         summary = {

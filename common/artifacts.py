@@ -78,11 +78,10 @@ def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()
     update = getattr(args, "update", False)
     if os.environ.get("RANK", "0") != "0":
         return started
-    created = not os.path.isdir(args.run)
-    os.makedirs(args.run, exist_ok=True)
-    cli.cleanup.callback(release, lock_stage(args.run, lock or stage), created)
+    cli.cleanup.enter_context(stage_lock(args.run, lock or stage))
     if stage in APART:
-        release(lock_stage(args.run, APART[stage]), False)
+        with stage_lock(args.run, APART[stage]):
+            pass
     if outputs and not args.force:
         refuse_other(started, outputs, update, known=inputs is not None)
     for output in outputs:
@@ -165,14 +164,14 @@ def refuse_foreign(output: str, stage: str, beside) -> None:
                             "of it names; move it away first")
 
 
-@dataclass(frozen=True)
-class Lock:
-    path: str
-    descriptor: int
+@contextlib.contextmanager
+def stage_lock(run: str, stage: str):
+    """Context manager: a stage's lock in a run directory, which is made, and removed if it is still empty.
 
-
-def lock_stage(run: str, stage: str) -> Lock:
-    """The lock that a stage holds while it runs in a run directory. Raises UserError if it is held."""
+    Raises UserError if the lock is held.
+    """
+    created = not os.path.isdir(run)
+    os.makedirs(run, exist_ok=True)
     path = os.path.join(run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -195,17 +194,15 @@ def lock_stage(run: str, stage: str) -> Lock:
     since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
-    return Lock(path, descriptor)
-
-
-def release(lock: Lock, created: bool) -> None:
-    """Release a lock and remove its file, and the run directory if `created` for it and still empty."""
-    with contextlib.suppress(OSError):
-        os.remove(lock.path)
-    os.close(lock.descriptor)
-    if created:
+    try:
+        yield
+    finally:
         with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(lock.path))
+            os.remove(path)
+        os.close(descriptor)
+        if created:
+            with contextlib.suppress(OSError):
+                os.rmdir(run)
 
 
 def record_path(path: str) -> str:

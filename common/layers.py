@@ -18,7 +18,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from common import companions, families, models
-from common.cli import UserError
 from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -92,7 +91,7 @@ class Layers:
         for index, layer in enumerate(self.decoder_layers()):
             function(index, layer)
 
-    def embed(self, batches, directory: str | None) -> "Spool":
+    def embed(self, batches, directory: str | None):
         """Hidden states before the first layer, from batches of token ids [n, T].
 
         If layerwise, they are kept in a temporary file in `directory`.
@@ -100,9 +99,9 @@ class Layers:
         with self.part("model.embed_tokens") as embedding:
             return self.store((embedding(batch.to(self.device)) for batch in batches), directory)
 
-    def store(self, batches, directory: str | None) -> "Spool":
+    def store(self, batches, directory: str | None):
         """A list of batches: in memory or, if layerwise, in a temporary file in `directory`."""
-        return Spool(batches, directory if self.layerwise else None)
+        return Spool(batches, directory) if self.layerwise and directory else list(batches)
 
     @contextlib.contextmanager
     def head(self):
@@ -110,17 +109,10 @@ class Layers:
         with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
             yield lambda hidden: lm_head(norm(hidden))
 
-    def run(self, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Output of a decoder layer or its self_attn, this model's or a similar one's, for [n, T, hidden].
-
-        positions: [T], by default from 0.
-        """
-        return run_layer(self.model, layer, hidden, positions)
-
-    def advance(self, layer, hidden: "Spool") -> None:
+    def advance(self, layer, hidden) -> None:
         """Replace every batch of hidden states by the decoder layer's output."""
         for number in range(len(hidden)):
-            hidden[number] = self.run(layer, hidden[number])
+            hidden[number] = run_layer(self.model, layer, hidden[number])
 
     @contextlib.contextmanager
     def streamed(self):
@@ -158,7 +150,7 @@ class Layers:
             output = model(input_ids=tokens, past_key_values=cache, use_cache=cached)
         return list(output.logits.float().cpu())
 
-    def logits_of(self, hidden: "Spool"):
+    def logits_of(self, hidden):
         """Hidden states after the last layer, in batches of one -> logits [T, vocab], float32 on the CPU.
 
         Yields them one at a time.
@@ -166,24 +158,6 @@ class Layers:
         with self.head() as head:
             for number in range(len(hidden)):
                 yield head(hidden[number])[0].float().cpu()
-
-
-def require_finite_in(dtype: torch.dtype, path: str, tokens: torch.Tensor) -> None:
-    """Raise UserError unless the checkpoint's logits for tokens [n, T] are finite when computed in its dtype.
-
-    float16 overflows beyond 65504, where weights fit and hidden states do not.
-    """
-    if all(logits.isfinite().all() for logits in Layers(path, dtype, "cpu", layerwise=True).logits(tokens)):
-        return
-    layers, largest = Layers(path, torch.float32, "cpu", layerwise=True), 0.0
-    hidden = layers.embed(tokens.split(1), os.path.dirname(path))
-    for index in range(layers.config.num_hidden_layers):
-        with layers.layer(index) as layer:
-            for number in range(len(tokens)):
-                hidden[number] = layers.run(layer, hidden[number])
-                largest = max(largest, float(hidden[number].abs().max()))
-    raise UserError(f"--dtype {str(dtype).removeprefix('torch.')}: expected finite logits, found NaN or Inf: "
-                    f"hidden states reach {largest:.3g}; pass --dtype bfloat16 or float32")
 
 
 def output_sensitivity(layers: Layers, tokens: torch.Tensor, directory: str | None) -> list[torch.Tensor]:
@@ -197,7 +171,8 @@ def output_sensitivity(layers: Layers, tokens: torch.Tensor, directory: str | No
     tokens = tokens[: -(-SENSED // tokens.shape[1])]
     numbers, before = range(len(tokens)), [layers.embed(tokens.split(1), directory)]
     for layer in layers.decoder_layers():
-        before.append(layers.store((layers.run(layer, before[-1][number]) for number in numbers), directory))
+        after = (run_layer(layers.model, layer, before[-1][number]) for number in numbers)
+        before.append(layers.store(after, directory))
     last = before.pop()
     with layers.head() as head:
         gradients = (label_gradient(head, last[number], number) for number in numbers)
@@ -209,7 +184,7 @@ def output_sensitivity(layers: Layers, tokens: torch.Tensor, directory: str | No
             tensor = torch.zeros(layer.self_attn.o_proj.weight.shape[:1] * 2, device=layers.device)
             for number in numbers:
                 gradients[number], gradient = layer_gradients(
-                    layers, layer, entering[number], gradients[number])
+                    layers.model, layer, entering[number], gradients[number])
                 tensor += gradient[0].T @ gradient[0]
         sensitivity.insert(0, tensor)
     return sensitivity
@@ -226,11 +201,11 @@ def label_gradient(head, hidden: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @torch.enable_grad()
-def layer_gradients(layers: Layers, layer, hidden: torch.Tensor, gradient: torch.Tensor) -> tuple:
+def layer_gradients(model, layer, hidden: torch.Tensor, gradient: torch.Tensor) -> tuple:
     """The gradients at a decoder layer's input and at its attention output, from that at its output."""
     outputs = []
     handle = layer.self_attn.o_proj.register_forward_hook(lambda *call: outputs.append(call[2]))
-    after = layers.run(layer, hidden.requires_grad_())
+    after = run_layer(model, layer, hidden.requires_grad_())
     handle.remove()
     return torch.autograd.grad(after, (hidden, *outputs), gradient)
 
@@ -259,11 +234,11 @@ def run_layer(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None
 
 
 class Spool:
-    """A list of batches of hidden states, in memory or in an unnamed temporary file in `directory`."""
+    """A list of batches of hidden states in an unnamed temporary file in `directory`."""
 
-    def __init__(self, batches, directory: str | None = None):
-        self.file = tempfile.TemporaryFile(dir=directory) if directory else None
-        self.batches, self.offsets = [], [0]  # the batches, or their dtype, shape and device
+    def __init__(self, batches, directory: str):
+        self.file = tempfile.TemporaryFile(dir=directory)
+        self.batches, self.offsets = [], [0]  # dtype, shape and device of each batch
         for number, batch in enumerate(batches):
             self.batches.append(None)
             self.offsets.append(self.offsets[-1] + batch.nbytes)
@@ -273,8 +248,6 @@ class Spool:
         return len(self.batches)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        if self.file is None:
-            return self.batches[number]
         dtype, shape, device = self.batches[number]
         self.file.seek(self.offsets[number])
         content = self.file.read(self.offsets[number + 1] - self.offsets[number])
@@ -283,9 +256,6 @@ class Spool:
 
     def __setitem__(self, number: int, batch: torch.Tensor) -> None:
         """Replace a batch by one of the same size in bytes."""
-        if self.file is None:
-            self.batches[number] = batch
-            return
         self.batches[number] = batch.dtype, batch.shape, batch.device
         self.file.seek(self.offsets[number])
         self.file.write(raw_bytes(batch))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.layers import Spool, run_layer
+from common.layers import run_layer
 from common.method import refit
 from common.method.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit, orthogonalized
 from conftest import tiny_model
@@ -165,7 +165,7 @@ def test_of_two_batches_one_is_held_out():
 def refit_model(model, merged, tokens=TOKENS, attention: bool = False) -> list[dict]:
     """Every layer of `merged` refitted on tokens [sequences, T], one a batch, in place."""
     batches = [model.model.embed_tokens(part) for part in tokens.split(1)]
-    texts = Spool(batches), Spool(batches)
+    texts = list(batches), list(batches)
     sensitivity = SENSITIVITY if attention else None
     run = refit.Refit(partial(run_layer, model), *texts, sensitivity=sensitivity)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):

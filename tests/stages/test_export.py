@@ -49,10 +49,23 @@ def test_one_trained_weight_that_is_not_finite_is_refused(finished_run, tmp_path
     refuse(home, f"step-00000010: NaN or Inf in {name}")
 
 
-def refuse(home, message: str) -> None:
+def test_a_model_that_overflows_in_float16_is_refused(finished_run, tmp_path, monkeypatch):
+    """Its weights fit, its hidden states do not."""
+    home, read = copy_run(finished_run, tmp_path / "run"), TrainedWeights.read
+
+    def enlarged(self, tensors):
+        read(self, tensors)
+        for name in tensors.keys() & {NAME, NAME.replace("up", "down")}:
+            tensors[name] *= 1e4
+
+    monkeypatch.setattr(TrainedWeights, "read", enlarged)
+    refuse(home, "found NaN or Inf in torch.float16; try --dtype float32 or bfloat16", "--dtype", "float16")
+
+
+def refuse(home, message: str, *flags: str) -> None:
     """Stage 6 refuses, and the earlier export stays."""
     before = (home / "gqa" / "stage.json").read_bytes()
-    expect_error(message, "06_export.py", "--run", home, "--force")
+    expect_error(message, "06_export.py", "--run", home, "--force", *flags)
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
 
 
