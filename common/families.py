@@ -1,8 +1,7 @@
 """Families: all that is known of a model's architecture.
 
-To add one: its config.model_type in FAMILIES, with what makes it differ from a Llama; then its classes in
-tests/conftest.py and a row of tests/common/test_families.py. Its decoder must be laid out as a Llama's, with
-RoPE over pairs (p, p + d/2).
+To add one: its config.model_type in FAMILIES, with what makes it differ from a Llama; then a row of
+tests/common/test_families.py. Its decoder must be laid out as a Llama's, with RoPE over pairs (p, p + d/2).
 """
 
 from dataclasses import dataclass

@@ -23,27 +23,7 @@ import pytest
 import torch
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoConfig,
-    OlmoForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.calibration import Calibration
 from common.reporting import plots
@@ -56,11 +36,6 @@ END = 256  # end-of-sequence id of the byte tokenizer
 TRAINING = """--steps 10 --teacher-steps 4 --batch 8 --teacher-batch 8 --lr 1e-3 --teacher-lr 1e-3 --mask-lr 2
               --warmup 1 --save-steps 3 --masks l0""".split()
 GROUPING = ["--kv-heads", 2, "--restarts", 20, "--iterations", 300]
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
-           "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-           "gemma": (GemmaConfig, GemmaForCausalLM), "olmo": (OlmoConfig, OlmoForCausalLM),
-           "olmo2": (Olmo2Config, Olmo2ForCausalLM), "olmo3": (Olmo3Config, Olmo3ForCausalLM),
-           "phi3": (Phi3Config, Phi3ForCausalLM)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -82,8 +57,8 @@ def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **c
         "attention_bias": bias, "bos_token_id": None, "eos_token_id": END, "pad_token_id": END,
         "initializer_range": 0.2,
     }
-    config_class, model_class = CLASSES[model_type]
-    model = model_class(config_class(**(settings | changes))).eval()
+    config = AutoConfig.for_model(model_type, **(settings | changes))
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

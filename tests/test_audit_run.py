@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import scipy
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -88,15 +87,7 @@ def test_the_equations_import_nothing_of_the_project():
     assert set(imported) == {"itertools", "math", "numpy", "torch"}
 
 
-def test_the_equations_agree_with_scipy_and_with_direct_formulas():
-    generator = torch.Generator().manual_seed(3)
-    X, Y = torch.randn(2, 6, 40, generator=generator, dtype=torch.float64)
-    best, _ = scipy.linalg.orthogonal_procrustes(X.T.numpy(), Y.T.numpy())
-    Phi, _, Psi = paper.eq_5(X, Y)
-    torch.testing.assert_close(paper.minimizer(Phi, Psi), torch.tensor(best).T)
-    student, teacher = torch.randn(2, 9, generator=generator, dtype=torch.float64)
-    entropy = scipy.stats.entropy(teacher.softmax(-1).numpy(), student.softmax(-1).numpy())
-    assert float(paper.kl(student, teacher)) == pytest.approx(entropy)
+def test_equation_22_and_its_square_by_hand():
     V_i, V_j = torch.tensor([[3.0, 0.0], [4.0, 2.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     P_V = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # columns are 5 and 1 apart
     assert float(paper.eq_22(V_i, V_j, P_V)) == -3 and float(paper.eq_22_squared(V_i, V_j, P_V)) == -13

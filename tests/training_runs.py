@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
-import functools
+import importlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -24,17 +23,11 @@ STAGE = "05_prune_train.py"
 TIMING = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds"}
 
 
-@functools.cache
-def stage() -> dict:
-    """The functions of the stage."""
-    return runpy.run_path(str(ROOT / STAGE))
-
-
 def flags(*words) -> argparse.Namespace:
     """The parsed flags of a command line."""
     before, sys.argv = sys.argv, [STAGE, *words]
     try:
-        return stage()["parse"]()
+        return importlib.import_module("05_prune_train").parse()
     finally:
         sys.argv = before
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import types
 
-import accelerate
 import numpy
 import pytest
 import torch
@@ -132,23 +131,6 @@ def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtyp
     cached = evaluate.cache_bytes_per_token(whole, row)
     assert evaluate.cache_bytes_per_token(layers.model, row) == cached
     assert {parameter.device.type for parameter in layers.model.parameters()} == {"meta"}
-
-
-def test_a_model_on_several_devices_has_the_same_figures(tmp_path):
-    """Accelerate moves inputs, cache and logits between devices; a disk stands for another GPU."""
-    whole, tokenizer, bar = tiny_model(), byte_tokenizer(), tqdm(disable=True)
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
-              "model.layers.1": "disk", "model.layers.2": "disk", "model.norm": "disk", "lm_head": "cpu"}
-    spread = accelerate.dispatch_model(tiny_model(), places, main_device="cpu", offload_dir=tmp_path)
-    assert {parameter.device.type for parameter in spread.parameters()} == {"cpu", "meta"}
-    assert evaluate.perplexity(spread, TOKENS) == evaluate.perplexity(whole, TOKENS)
-    assert evaluate.cache_bytes_per_token(spread, TOKENS[0]) == 2 * 3 * 8 * 8 * 4
-    samples = [tokenize(example, tokenizer) for example in examples()[:4]]
-    prompts = [sample.prompt for sample in samples]
-    for measure in (lambda model: evaluate.choice_likelihoods(model, [samples], 2, bar),
-                    lambda model: evaluate.generate_answers(model, tokenizer, prompts, 4, 2, bar)):
-        assert measure(spread) == measure(whole)
-    assert evaluate.speed(spread, TOKENS[0]).keys() == evaluate.speed(whole, TOKENS[0]).keys()
 
 
 def test_all_devices_of_a_model_are_waited_for(monkeypatch):

@@ -1,7 +1,7 @@
 """Every family and sources that are GQA already: a permitted transformation keeps the function; all stages;
 the result loads in the family's own class.
 
-The models are tiny and random, of the classes in conftest.CLASSES as transformers 5.23 has them.
+The models are tiny and random, of the classes that transformers has for these model types.
 """
 
 import copy

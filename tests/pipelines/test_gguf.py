@@ -8,12 +8,11 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from common.families import SUPPORTED
-from conftest import recipe
+from conftest import recipe, tiny_model
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 SENTENCEPIECE = ("gemma",)  # llama.cpp's converter takes no other tokenizer for these
@@ -29,17 +28,9 @@ def refusal(done: subprocess.CompletedProcess) -> str:
 
 def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEADS) -> str:
     """A random GQA checkpoint with a small GPT-2 tokenizer; norm weights and biases are random too."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family, vocab_size=VOCABULARY + 8, hidden_size=HEADS * HEAD_DIM, intermediate_size=96,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=HEAD_DIM,
-        initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(path)
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 96, "vocab_size": VOCABULARY + 8,
+             "max_position_embeddings": 2048, "eos_token_id": 0, "pad_token_id": 0}
+    tiny_model(seed, model_type=family, num_key_value_heads=kv_heads, **sizes).save_pretrained(path)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

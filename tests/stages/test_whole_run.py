@@ -1,21 +1,15 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
-import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.training.checkpoints import saved_checkpoints, whole_weights
 from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, run
 from tiny_run import LAYERS, SIZE, STAGES, digests, read
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from training_runs import final_weights, metrics
 
 
 def test_whole_run(finished_run):
@@ -27,7 +21,7 @@ def test_whole_run(finished_run):
     prompt = tokenizer("Question: which?", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=5, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
-    lines = read_lines(finished_run / "train" / "metrics.jsonl")
+    lines = metrics(finished_run)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
     assert lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
@@ -53,7 +47,7 @@ def test_who_may_read_a_directory_may_read_its_files(finished_run):
 
 def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
     exported = AutoModelForCausalLM.from_pretrained(finished_run / "gqa").state_dict()
-    trained = whole_weights(saved_checkpoints(str(finished_run / "train"))[-1])
+    trained = final_weights(finished_run)
     assert len(trained) == len(exported)
     for name, tensor in exported.items():
         assert torch.equal(trained[name], tensor), name
@@ -98,7 +92,7 @@ def test_other_merges_through_all_stages(finished_run, inputs, tmp_path, merge, 
     assert ("refit   perplexity of merged" in done.stdout) == ("--refit" in merge) == (refit is not None)
     run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--masks", masks)
     run("06_export.py", "--run", home)
-    lines = read_lines(home / "train" / "metrics.jsonl")
+    lines = metrics(home)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
     model = AutoModelForCausalLM.from_pretrained(home / "gqa")
