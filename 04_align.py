@@ -23,9 +23,8 @@ closed-form computes the best shared heads (common/method/closed_form.py), much 
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
-attention output, its errors weighted by how much the source's predictions feel them, at the cost of six to
-nine in all. Both read every other sequence at positions with gaps where --key-context is longer than it, up
-to four times.
+attention output, at the cost of six to nine in all. Both read every other sequence at positions with gaps
+where --key-context is longer than it, up to four times.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -43,7 +42,7 @@ from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.families import family, key_context
 from common.files import write_directory
-from common.layers import CheckpointWriter, Layers, output_sensitivity, run_layer
+from common.layers import CheckpointWriter, Layers, run_layer
 from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
@@ -253,15 +252,13 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
     """A refit of what `layers` are merged to, before its first layer."""
-    batches, sensitivity = inputs.refit_tokens.split(1), None
-    if args.refit == "attention":
-        sensitivity = output_sensitivity(layers, inputs.refit_tokens, args.run)
+    batches = inputs.refit_tokens.split(1)
     return Refit(
         partial(run_layer, layers.model),
         targets=layers.embed(batches, args.run),
         inputs=layers.embed(batches, args.run),
         unrefitted=layers.embed(inputs.tokens.split(1), args.run),
-        sensitivity=sensitivity,
+        attention=args.refit == "attention",
         context=inputs.context,
         store=lambda batches: layers.store(batches, args.run),
     )

@@ -22,7 +22,6 @@ from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
-SENSED = 6144  # tokens whose gradients tell what a model feels: under a tenth of an attention refit's cost
 STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -103,12 +102,6 @@ class Layers:
         """A list of batches: in memory or, if layerwise, in a temporary file in `directory`."""
         return Spool(batches, directory) if self.layerwise and directory else list(batches)
 
-    @contextlib.contextmanager
-    def head(self):
-        """Context manager: a function from the last layer's hidden states to logits [n, T, vocab]."""
-        with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
-            yield lambda hidden: lm_head(norm(hidden))
-
     def advance(self, layer, hidden) -> None:
         """Replace every batch of hidden states by the decoder layer's output."""
         for number in range(len(hidden)):
@@ -155,59 +148,9 @@ class Layers:
 
         Yields them one at a time.
         """
-        with self.head() as head:
+        with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
             for number in range(len(hidden)):
-                yield head(hidden[number])[0].float().cpu()
-
-
-def output_sensitivity(layers: Layers, tokens: torch.Tensor, directory: str | None) -> list[torch.Tensor]:
-    """How much the model's predictions feel an error of each layer's attention output, the output of o_proj.
-
-    For the first SENSED of the tokens, ids [n, T], the model draws labels of its own. Returns sum g g^T
-    [hidden, hidden], float32, of each layer, over the gradients g of the loss on them: to second order, an
-    error e that is independent of those at other tokens costs a KL of e^T E[g g^T] e / 2. directory: as for
-    Layers.embed.
-    """
-    tokens = tokens[: -(-SENSED // tokens.shape[1])]
-    numbers, before = range(len(tokens)), [layers.embed(tokens.split(1), directory)]
-    for layer in layers.decoder_layers():
-        after = (run_layer(layers.model, layer, before[-1][number]) for number in numbers)
-        before.append(layers.store(after, directory))
-    last = before.pop()
-    with layers.head() as head:
-        gradients = (label_gradient(head, last[number], number) for number in numbers)
-        gradients = layers.store(gradients, directory)
-    sensitivity = []
-    for index in reversed(range(len(before))):
-        entering = before.pop()
-        with layers.layer(index) as layer:
-            tensor = torch.zeros(layer.self_attn.o_proj.weight.shape[:1] * 2, device=layers.device)
-            for number in numbers:
-                gradients[number], gradient = layer_gradients(
-                    layers.model, layer, entering[number], gradients[number])
-                tensor += gradient[0].T @ gradient[0]
-        sensitivity.insert(0, tensor)
-    return sensitivity
-
-
-@torch.enable_grad()
-def label_gradient(head, hidden: torch.Tensor, seed: int) -> torch.Tensor:
-    """The gradient of the summed loss on labels drawn from the logits, at hidden states [1, T, hidden]."""
-    logits = head(hidden.requires_grad_())[0]
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.multinomial(logits.detach().cpu().softmax(-1), 1, generator=draw)[:, 0]
-    loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-    return torch.autograd.grad(loss, hidden)[0]
-
-
-@torch.enable_grad()
-def layer_gradients(model, layer, hidden: torch.Tensor, gradient: torch.Tensor) -> tuple:
-    """The gradients at a decoder layer's input and at its attention output, from that at its output."""
-    outputs = []
-    handle = layer.self_attn.o_proj.register_forward_hook(lambda *call: outputs.append(call[2]))
-    after = run_layer(model, layer, hidden.requires_grad_())
-    handle.remove()
-    return torch.autograd.grad(after, (hidden, *outputs), gradient)
+                yield lm_head(norm(hidden[number]))[0].float().cpu()
 
 
 def return_freed_memory() -> None:

@@ -13,12 +13,10 @@ Distances: keys may be merged for a context longer than the sequences are. Both 
 one at positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances occur that the text has not.
 
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
-reduce the error of one batch a step, now weighted by what the source's predictions feel: e^T S e for e = y -
-A(x), S the Gram matrix of the gradients of the source's loss at y (as GuidedQuant, Kim et al., 2025, does for
-quantized layers). The weights of the epoch with the least held-out error are kept; those of the
-output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head, trains the
-matrices, AdamW the rest. Learning rates are relative to each tensor's root mean square, because the scale of
-merged keys and values is arbitrary.
+reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
+of the output refit are one of the candidates. W_O is solved for once more at the end. Muon, head by head,
+trains the matrices, AdamW the rest. Learning rates are relative to each tensor's root mean square, because
+the scale of merged keys and values is arbitrary.
 
 Muon (Jordan et al., 2024): a head's gradient, averaged over steps, is replaced by the nearest matrix with
 singular values of about 1, so that no direction waits for its turn. Head by head that costs a fraction of
@@ -86,15 +84,15 @@ class Refit:
     run(module, hidden, positions): applies a decoder layer, or its self_attn, of either model to hidden
     states at positions [T], or None: from 0. targets, inputs, unrefitted: lists of batches [n, T, hidden]
     before the first layer, replaced in place: for the original model, the refitted one, and the merged one
-    without a refit. sensitivity: S [hidden, hidden] per layer; None: no attention refit. context: tokens that
-    keys are merged for; None: no gaps between positions. store: makes a list of batches. figures: per layer
-    the ridge strength of the output refit (None: W_O kept) and the held-out error, not weighted, "merged",
-    after the "output" and, where asked for, the "attention" refit.
+    without a refit. attention: do the attention refit, too. context: tokens that keys are merged for; None:
+    no gaps between positions. store: makes a list of batches. figures: per layer the ridge strength of the
+    output refit (None: W_O kept) and the held-out error, "merged", after the "output" and, where asked for,
+    the "attention" refit.
     """
 
-    def __init__(self, run, targets, inputs, unrefitted=(), sensitivity: list[torch.Tensor] | None = None,
+    def __init__(self, run, targets, inputs, unrefitted=(), attention: bool = False,
                  context: int | None = None, store=list):
-        self.run, self.sensitivity, self.store = run, sensitivity, store
+        self.run, self.attention, self.store = run, attention, store
         self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
         self.figures: list[dict] = []
         self.positions = [spread(number, targets[0].shape[1], context) for number in range(len(targets))]
@@ -112,8 +110,8 @@ class Refit:
         outputs = self.store(self._outputs(original))
         ridge, before, after = self._fit(merged, outputs)
         figures = {"ridge": ridge, "merged": before, "output": after}
-        if self.sensitivity:
-            self._train(merged, outputs)
+        if self.attention:
+            self._train(merged, outputs, after)
             figures["attention"] = self._fit(merged, outputs)[2]
         self._advance(merged, self.inputs, self.positions)
         self.figures.append(figures)
@@ -158,11 +156,10 @@ class Refit:
         tap.handle.remove()
         return moments
 
-    def _train(self, merged, outputs) -> None:
-        """Train the projections of `merged` in place; keep the best."""
+    def _train(self, merged, outputs, error: float) -> None:
+        """Train the projections of `merged`, whose held-out error is `error`, in place; keep the best."""
         parameters = list(merged_parameters(merged.self_attn).values())
         best = [parameter.detach().clone() for parameter in parameters]
-        error = float(self._error(merged, outputs, self.held_out))
         steps = EPOCHS * len(self.fitted)
         schedules = [CosineAnnealingLR(optimizer, steps) for optimizer in optimizers(merged.self_attn)]
         order = torch.Generator().manual_seed(0)
@@ -181,14 +178,9 @@ class Refit:
             parameter.copy_(value)
 
     def _error(self, merged, outputs, numbers) -> torch.Tensor:
-        """The relative weighted error over some batches, float32; differentiable."""
-        sensitivity = self.sensitivity[len(self.figures)]
-
-        def felt(error: torch.Tensor) -> torch.Tensor:
-            return (error @ sensitivity * error).sum()
-
-        residual = sum(felt(self._attend(merged, number) - outputs[number]) for number in numbers)
-        return residual / sum(felt(outputs[number]) for number in numbers)
+        """The relative error over some batches, float32; differentiable."""
+        residual = sum((self._attend(merged, number) - outputs[number]).square().sum() for number in numbers)
+        return residual / sum(outputs[number].square().sum() for number in numbers)
 
 
 def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:

@@ -37,7 +37,7 @@ from common.data.text import load_tokens
 from common.evaluate import mean_kl
 from common.families import check_kv_heads, key_context
 from common.files import write_directory
-from common.layers import Layers, output_sensitivity, run_layer
+from common.layers import Layers, run_layer
 from common.method.closed_form import key_fit, merging_loss
 from common.method.grouping import anneal
 from common.method.low_rank import merge_values, value_loss
@@ -167,8 +167,7 @@ class Source:
     def refit(self, model, tokens: torch.Tensor, attention: bool) -> list[dict]:
         """Refit a merged model in place, a layer at a time; returns the metrics of the layers."""
         targets, inputs = (self.layers.embed(tokens.split(1), None) for _ in range(2))
-        sensitivity = output_sensitivity(self.layers, tokens, None) if attention else None
-        fit = Refit(partial(run_layer, self.layers.model), targets, inputs, sensitivity=sensitivity)
+        fit = Refit(partial(run_layer, self.layers.model), targets, inputs, attention=attention)
         pairs = zip(self.layers.model.model.layers, model.model.layers, strict=True)
         for original, merged in Progress(list(pairs), desc="refitting", unit="layer"):
             fit.layer(original, merged)
