@@ -98,18 +98,9 @@ def test_tokens_are_prompt_then_answer_then_end():
     assert len(tokenize(example, BeginningTokenizer(), False)) == len(prompt) + 4
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
     assert choice_samples(example, BeginningTokenizer(), False) == expected
+    begun = [Sample((1, *prompt), sample.answer) for sample in expected]
+    assert choice_samples(example, BeginningTokenizer()) == begun
     assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
-
-
-def test_a_beginning_comes_before_the_prompt_as_the_tokenizer_has_it_or_where_it_is_asked_for():
-    example = example_from_row("arc_easy", LISTED)
-    prompt = (1, *map(ord, example.prompt))
-    expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
-    for bos in (None, True):
-        assert choice_samples(example, BeginningTokenizer(), bos) == expected
-        assert tokenize(example, BeginningTokenizer(), bos) == expected[0]
-    with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
-        choice_samples(example, byte_tokenizer(), bos=True)
 
 
 def test_lengths_are_checked_against_the_positions():
@@ -209,13 +200,8 @@ GOOD = json.dumps(PIQA) + "\n"
 
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
-    (GOOD + GOOD + '{"goal": "g", "sol1": "a", "label": 0}\n', r"line 3: .*column 'sol2' is missing"),
-    (GOOD + "\n\n" + '{"goal": "g", "sol1": null, "sol2": "b", "label": 0}\n',
-     r"line 4: .*column 'sol1' is null; found columns \['goal', 'label', 'sol2'\]"),
-    (GOOD + '{"goal": "\udcff"}\n', r"line 2: not UTF-8: .* at byte 11"),
     ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
     ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
-    ("", "expected at least one row, found none"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
     (tmp_path / "piqa.train.jsonl").write_text(content, errors="surrogateescape")
@@ -238,11 +224,9 @@ def listed(**choices) -> dict:
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
     ("boolq", BOOLQ | {"passage": 3}, "'passage': expected text, found 3"),
     ("boolq", CORONER, "'answer' is missing"),
-    ("piqa", PIQA | {"label": 2}, "'label': expected a whole number from 0 to 1, found 2"),
     ("piqa", PIQA | {"label": True}, "'label': expected a whole number from 0 to 1, found true"),
     ("piqa", PIQA | {"sol2": " \n"}, "'sol2': expected the text of a choice"),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
-    ("piqa", PIQA | {"goal": "\ud800"}, "'goal': expected text, found a lone surrogate at character 1"),
     ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
     ("hellaswag", ATHLETE | {"endings": ["a", "b", None, "d"]}, "'endings': expected text, found null"),
     ("winogrande", WINOGRANDE | {"answer": "0"}, "expected a whole number from 1 to 2, found \"0\""),

@@ -46,23 +46,17 @@ def headings(card: str) -> list[str]:
     return [line for line in card.splitlines() if line.startswith(("#", "---"))]
 
 
-def test_the_card_says_what_the_model_is(tmp_path, records):
-    card = words(write(tmp_path, records))
-    assert "# Toy with 2 key/value heads" in card
-    link = "[meta-llama/Toy](https://huggingface.co/meta-llama/Toy)"
-    assert f"A stock `LlamaForCausalLM`, converted from {link} with" in card
-    assert "8 query heads share 2 key/value heads instead of 4" in card
-    # a key and a value, 3 layers, 16 numbers of 4 bytes per head
-    assert f"takes {2 * 3 * 16 * 4 * 2} bytes per token instead of {2 * 3 * 16 * 4 * 4:,} (50.0%)" in card
-    assert f"fingerprint `{MODEL['fingerprint']}`" in card
-
-
 KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
 ENERGY = {"by": "energy", "merge": "closed-form"}
 
 
 @pytest.mark.parametrize(("summaries", "arguments", "texts"), [  # of stages 4, 5 and 6; of stage 5
     ([{}, {}, {}], {}, [
+        "# Toy with 2 key/value heads", "8 query heads share 2 key/value heads instead of 4",
+        "`LlamaForCausalLM`, converted from [meta-llama/Toy](https://huggingface.co/meta-llama/Toy)",
+        # a key and a value, 3 layers, 16 numbers of 4 bytes per head
+        f"takes {2 * 3 * 16 * 4 * 2} bytes per token instead of {2 * 3 * 16 * 4 * 4:,} (50.0%)",
+        f"fingerprint `{MODEL['fingerprint']}`",
         "Grouping: similarity of values after alignment (dist).",
         "Merging: the mean of the heads, rotated by generalized Procrustes, of a group.",
         "perplexity rose from 7.123 to 9.988 on the text of stage 4",

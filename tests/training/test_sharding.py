@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.cli import UserError
 from common.method import masks
@@ -32,6 +31,7 @@ from common.training.sharding import (
 from common.training.students import Pair, masked_student
 from conftest import ROOT, save_tiny, tiny_model
 from students import SAMPLES, SCHEDULE, half_masked_student
+from test_engine import Operations
 
 GRADIENTS_ARE_REDUCED = """
 import json, os, sys
@@ -128,19 +128,6 @@ def pretended_ranks(monkeypatch):
     dist.destroy_process_group()
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of torch.distributed within its block, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        if operation.namespace == "c10d":
-            self.counts[operation.__name__.removesuffix("_.default")] += 1
-        return operation(*arguments, **(options or {}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [8, 16])
 def test_collectives_of_a_step(pretended_ranks, tmp_path, world):
@@ -155,11 +142,13 @@ def test_collectives_of_a_step(pretended_ranks, tmp_path, world):
     gathers = rows * (layers + 1 + layers) + rows * layers
     for first in (1, 0):
         step = Step(student.job, SCHEDULE, [build_row([sample], 3) for sample in SAMPLES], SAMPLES)
-        with Collectives() as collectives:
+        with Operations() as operations:
             student.take(step)
+        counts = collections.Counter(name.split(".")[1] for name in operations.names
+                                     if name.startswith("c10d."))
         between_nodes = layers + 1 if world > 8 else 0
-        assert collectives.counts == {"_allgather_base": gathers + first, "_reduce_scatter_base": layers + 1,
-                                      "allreduce": 2 + between_nodes}
+        assert counts == {"_allgather_base_": gathers + first, "_reduce_scatter_base_": layers + 1,
+                          "allreduce_": 2 + between_nodes}
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """related/dha: the commands and the shell script, from search to the report."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from conftest import ROOT, byte_tokenizer, expect_error, run
+from conftest import byte_tokenizer, expect_error, recipe, run
 from dha_models import SMALL
 from related.dha import fusion, start
 from students import merge_model
@@ -106,9 +104,6 @@ if [ "$1" = -c ]; then
   exit
 fi
 { printf '%s\\n' "$@"; echo; } >> "$LOG"
-for argument in "$@"; do
-  case $argument in --run=*) mkdir -p "${argument#--run=}" ;; esac
-done
 """
 
 
@@ -117,13 +112,11 @@ def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
     interpreter.write_text(INTERPRETER)
     interpreter.chmod(0o755)
     home = f"{tmp_path}/it's a run [1] $(touch {pwned})'); import os; os.system('touch {pwned}') #"
-    environment = os.environ | {"RUN": home, "PYTHON": str(interpreter), "LOG": str(log), "PWNED": str(pwned)}
-    environment |= {"FUSE": "--steps 9 --lambda-lr 2", "STEPS": "12", "STAGED": "1"}
-    command = ["bash", str(ROOT / "related" / "dha" / "run.sh"), "--model", "my model", "--text", "a b.txt"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    flags = ["--model", "my model", "--text", "a b.txt"]
+    done = recipe("../related/dha/run.sh", *flags, RUN=home, PYTHON=interpreter, LOG=log, PWNED=pwned,
+                  FUSE="--steps 9 --lambda-lr 2", STEPS=12, STAGED=1)
     assert done.returncode == 0, done.stdout + done.stderr
     calls = [call.splitlines() for call in log.read_text().split("\n\n") if call]
-    flags = ["--model", "my model", "--text", "a b.txt"]
     assert not pwned.exists()
     assert calls[0] == ["-m", "related.dha.search", f"--run={home}", *flags]
     assert calls[1][2:] == [f"--run={home}", "--steps", "9", "--lambda-lr", "2"]
