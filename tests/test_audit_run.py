@@ -259,6 +259,7 @@ def test_as_printed_is_beside_what_the_stages_mean_and_worse(aligned_table):
         assert literal > meant if equation == "Eq. 4-6" else literal < meant, equation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grouping", "aligning", "expected"), [
     ("--by key --criterion cos", "--rotate cos", {}),
     ("--by none", "--rotate none", {"Algorithm 1 of Eq. 6": "--rotate none"}),

@@ -55,6 +55,7 @@ def step_arguments(**changes) -> argparse.Namespace:
     return argparse.Namespace(**arguments | changes)
 
 
+@pytest.mark.slow
 def test_the_layers_of_all_models_of_a_step_are_compiled(group_of_one):
     """On request. Nothing is compiled before a first pass."""
     for asked in (False, True):
@@ -101,6 +102,7 @@ def test_as_many_layers_as_a_gpu_holds():
         train_step.fit_layers(shape, samples, args, need(1) - 1e3)
 
 
+@pytest.mark.slow
 def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
     args = step_arguments(attention="packed", compile=False)
     config = train_step.model_config(args)

@@ -24,6 +24,7 @@ def spins_of(*words, **environment) -> int:
     return int(line.split("'")[1])
 
 
+@pytest.mark.slow
 def test_threads_wait_passively_unless_the_user_chose_otherwise():
     words = ["-c", "import common.waiting, torch"]
     assert spins_of(*words) == 0 < spins_of(*words, OMP_WAIT_POLICY="ACTIVE")

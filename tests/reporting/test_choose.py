@@ -24,6 +24,7 @@ def chosen(aligned_run, tmp_path_factory):
     return home
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
     done = run("common/reporting/choose.py", "--run", chosen)
@@ -54,6 +55,7 @@ def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
         assert (kl > 0.01) == (kv_heads < 8) == (min(lost) > 1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(aligned_run, chosen, tmp_path):
     def refused(message: str, home=tmp_path / "run") -> None:
         expect_error(message, "common/reporting/choose.py", "--run", home)

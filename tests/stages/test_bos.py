@@ -136,6 +136,7 @@ def test_the_digest_of_texts_sees_their_beginning(tmp_path):
     assert list(samples[2].prompt) == [BEGIN, 8, 9, 10, 11] and len(samples) == 3
 
 
+@pytest.mark.slow
 def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path):
     """heldout.npy begins with the token once, and stage 7 adds no second one."""
     out = copy_run(aligned["bare"], tmp_path / "run")

@@ -125,6 +125,7 @@ def opaque_kernel(query, key, value, starts, _, longest, __, *, scale, window_si
     return opaque_formula(query, key, value, starts, longest, scale, window_size[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_is_compiled_once_for_rows_of_any_length(group_of_one, tmp_path, monkeypatch, recompute):

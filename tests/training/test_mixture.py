@@ -274,6 +274,7 @@ def test_files_are_checked_before_anything_is_generated(inputs, tmp_path, group_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_student_trains_on_under_another_name(aligned_run, inputs, tmp_path):
     """merged/ exported, trained from there as train-more/, and exported beside it."""
     home = copy_run(aligned_run, tmp_path / "run")
