@@ -64,9 +64,9 @@ def anneal(losses: torch.Tensor, count: int, walks: int, seed: int) -> list[list
     near 1. The published single walk ends at its last grouping, after 110 swaps that are mostly accepted
     whatever they cost. Groups and the heads in them are in ascending order.
     """
-    pairs = len(losses) * (len(losses) - 1)
-    mean = float(losses.sum()) / max(pairs, 1) or 1.0
-    scaled, draw = (losses.double() / mean).tolist(), random.Random(seed)
+    mean = losses.sum() / (len(losses) * (len(losses) - 1))
+    scaled = (losses / mean).nan_to_num().tolist()  # one head, or losses of zero: 0
+    draw = random.Random(seed)
     _, groups = min(walk(scaled, count, draw) for _ in range(walks))
     return sorted(sorted(group) for group in groups)
 
