@@ -197,8 +197,8 @@ def start_of_masked(aligned: str, merged: str):
     return source
 
 
-def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int,
-                   fresh: bool = True, train: str = "all") -> Trainee:
+def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, seed: int, fresh: bool,
+                   train: str = "all") -> Trainee:
     """The student that masks blend, from aligned/ and merged/ with every mask open.
 
     kind: of its masks, a key of MASKS. Unless fresh, the weights are left to checkpoints.load. train: what of
@@ -224,7 +224,7 @@ def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, se
     return student
 
 
-def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool = True,
+def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool,
                 train: str = "all") -> Trainee:
     """The student as a GQA model, from merged/ or pair.exported; unless fresh, left to checkpoints.load."""
     config = load_config(pair.merged)

@@ -230,7 +230,7 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
     for compiled in (False, True):
         merged = save_tiny(tmp_path / "merged", num_hidden_layers=1, num_key_value_heads=2)
         pair = Pair(source, merged, {"layers": 1, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE, {})
-        trainee = masked_student(pair, group_of_one, Execution(), "l0", seed=0)
+        trainee = masked_student(pair, group_of_one, Execution(), "l0", seed=0, fresh=True)
         if compiled:
             for layer in trainee.net.model.layers:
                 layer.compile()

@@ -88,10 +88,11 @@ def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, mo
         home, weights = tmp_path / str(kept), Rates(1e-2, 0.999, 0.1)
         home.mkdir()
         if kind == "off":
-            student = students.gqa_student(pair, group_of_one, execution, train="attention")
+            student = students.gqa_student(pair, group_of_one, execution, fresh=True, train="attention")
             optimizer, masked = students.student_optimizer(student, weights, pair.blended), None
         else:
-            student = students.masked_student(pair, group_of_one, execution, kind, seed=0, train="attention")
+            student = students.masked_student(
+                pair, group_of_one, execution, kind, seed=0, fresh=True, train="attention")
             optimizer = students.masked_optimizer(student, weights, kind, mask_lr=1.0)
             masked = Masks(student.replicated, SCHEDULE.steps, seed=0)
         dtypes = {(name, parameter.dtype) for name, parameter in student.net.named_parameters()}
@@ -138,7 +139,7 @@ def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_p
     pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
 
     def released_job() -> Job:
-        student = students.masked_student(pair, group_of_one, Execution(), "l0-released", seed=0)
+        student = students.masked_student(pair, group_of_one, Execution(), "l0-released", seed=0, fresh=True)
         optimizer = students.masked_optimizer(student, Rates(1e-3, 0.999, 0.1), "l0-released", mask_lr=1e-2)
         return Job(student, optimizer, str(tmp_path), group_of_one)
 
