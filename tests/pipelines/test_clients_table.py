@@ -1,6 +1,6 @@
 """pipelines/clients.sh: when a client does worse on an export; before a release, that none does.
 
-The other tests of the programs that people run models with: test_clients.py and test_gguf.py.
+The other tests of the programs that people run models with: test_gguf.py and test_harness.py.
 """
 
 import re

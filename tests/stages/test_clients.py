@@ -1,6 +1,6 @@
 """Checkpoints as people use them: by the snippet of their card, and by stage 7.
 
-lm_eval: test_harness.py; llama.cpp: test_gguf.py; beside the source: test_clients_table.py.
+Programs: test_harness.py (lm_eval), test_gguf.py (llama.cpp), test_clients_table.py (beside the source).
 """
 
 import json
