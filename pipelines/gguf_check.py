@@ -261,9 +261,11 @@ def main() -> None:
     engine = load_engine(converted, context)
     kv_heads = check_shape(args.out, args.checkpoint, engine, config)
     os.replace(converted, args.out)
-    cache = re.search(r"size = +([\d.]+ MiB) \( *(\d+) cells", "\n".join(text for _, text in log))
+    # layers with a sliding window have a cache of their own
+    caches = re.findall(r"size = +([\d.]+) MiB \( *(\d+) cells", "\n".join(text for _, text in log))
+    mib, cells = sum(float(size) for size, _ in caches), max(int(cells) for _, cells in caches)
     print(f"{args.out}: head_count_kv {kv_heads} of {config.num_attention_heads} heads; "
-          f"KV cache {cache[1]} for {cache[2]} tokens in float32")
+          f"KV cache {mib:.2f} MiB for {cells} tokens in float32")
 
     comparisons = [compare(engine, *inputs) for inputs in zip(texts, prompts, expected, strict=True)]
     equal, alike = zip(*comparisons, strict=True)

@@ -15,7 +15,7 @@ from common.families import SUPPORTED
 from conftest import recipe, tiny_model
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
-SENTENCEPIECE = ("gemma",)  # llama.cpp's converter takes no other tokenizer for these
+SENTENCEPIECE = ("gemma", "phi3")  # llama.cpp's converter takes no other tokenizer for these
 PRE = {"qwen2": "qwen2"}  # transformers gives Qwen2 models Qwen2's pre-tokenizer; others keep GPT-2's
 
 
