@@ -65,7 +65,7 @@ def anneal(losses: torch.Tensor, count: int, walks: int, seed: int) -> list[list
     whatever they cost. Groups and the heads in them are in ascending order.
     """
     mean = losses.sum() / (len(losses) * (len(losses) - 1))
-    scaled = (losses / mean).nan_to_num().tolist()  # one head, or losses of zero: 0
+    scaled = (losses / mean).tolist()
     draw = random.Random(seed)
     _, groups = min(walk(scaled, count, draw) for _ in range(walks))
     return sorted(sorted(group) for group in groups)
