@@ -12,7 +12,7 @@ from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from conftest import expect_error, run, save_tiny
+from conftest import copy_run, expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
 from skipless_models import HEADS, TRAIN, WIDTH, model_of, tokens
@@ -134,6 +134,9 @@ def test_a_stopped_training_resumes_to_the_same_weights_with_the_same_settings_a
                                ("--text", text, "samples_sha256")):
         expect_error(shown, TRAIN, *flags(tmp_path / "run", inputs, flag, value))
     assert contents(tmp_path / "run") == before
+    anew = copy_run(tmp_path / "run", tmp_path / "anew")
+    run(TRAIN, *flags(anew, inputs, "--lr", 0.01, "--force"))
+    assert {path.name for path in anew.iterdir()} == {"serial", "serial.train.old-1"}
     assert "after step 2" in run(TRAIN, *flags(tmp_path / "run", inputs)).stdout
     whole, resumed = (contents(tmp_path / name / "serial") for name in ("whole", "run"))
     assert whole["model.safetensors"] == resumed["model.safetensors"]
