@@ -224,8 +224,7 @@ def masked_student(pair: Pair, ranks: Ranks, execution: Execution, kind: str, se
     return student
 
 
-def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool,
-                train: str = "all") -> Trainee:
+def gqa_student(pair: Pair, ranks: Ranks, execution: Execution, fresh: bool, train: str = "all") -> Trainee:
     """The student as a GQA model, from merged/ or pair.exported; unless fresh, left to checkpoints.load."""
     config = load_config(pair.merged)
     stored = config.dtype  # which build() changes

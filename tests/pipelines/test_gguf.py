@@ -1,5 +1,5 @@
-"""pipelines/gguf.sh as a user runs it: mistakes at once; before a release, the
-tokens of every family. The first of those tests builds llama.cpp.
+"""pipelines/gguf.sh as a user runs it: mistakes at once; before a release, the tokens of all families but
+those in SENTENCEPIECE. The first of those tests builds llama.cpp.
 """
 
 import random

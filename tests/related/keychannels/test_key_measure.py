@@ -1,0 +1,166 @@
+"""Key-channel pruning: what is measured, against its definition, and the command."""
+
+import json
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from scipy.stats import sem
+from torch.nn.functional import scaled_dot_product_attention
+
+from conftest import expect_error, run, save_tiny, tiny_model
+from related.keychannels import measure
+from related.keychannels.channels import SELECTORS, kept_channels
+from test_keychannels import MODELS, draw, random_text, states
+
+COMMAND = "related/keychannels/measure.py"
+
+
+def settings(**changes) -> Namespace:
+    values = {"prompt": 20, "continuation": 10, "recent": 5, "observed": 7, "ratios": (0.5,),
+              "select": measure.OTHERS}
+    return Namespace(**values | changes)
+
+
+def test_effects_of_a_layer_are_those_of_its_queries_and_keys():
+    """Objective and output error of one layer, recomputed from its projections with zeroed channels."""
+    model, tokens = tiny_model(**MODELS["gqa"]), torch.tensor([random_text(30, 0), random_text(30, 1)])
+    effects = []
+    measure.watch_attention(model, tokens, lambda *layer: effects.append(
+        measure.head_effects(settings(), *layer)))
+    for layer, (queries, keys, values, _, scaling) in zip(effects, states(model, tokens), strict=True):
+        keys, values = (tensor.repeat_interleave(4, 1) for tensor in (keys, values))
+        observed, plain = queries[:, :, 13:20], scaled_dot_product_attention
+        whole = plain(queries, keys, values, is_causal=True, scale=scaling)[:, :, 20:]
+        for select in SELECTORS:
+            first = kept_channels(select, observed[:, :4].flatten(1, 2), keys[:, 0, :20], 5, 4)
+            second = kept_channels(select, observed[:, 4:].flatten(1, 2), keys[:, 4, :20], 5, 4)
+            keep = torch.zeros(2, 8, 8, dtype=torch.float64)
+            keep.scatter_(-1, torch.stack((first, second), 1).repeat_interleave(4, 1), 1.0)
+            zeroed = keys.clone()
+            zeroed[:, :, :15] *= keep[:, :, None]
+            scores = observed @ keys[:, :, :15].mT
+            change = scores - observed @ zeroed[:, :, :15].mT
+            error, norm = (x.square().sum((2, 3)).unflatten(1, (2, 4)).sum(2) for x in (change, scores))
+            figures = layer[0.5, select]
+            torch.testing.assert_close(figures["objective"], error / norm, rtol=1e-4, atol=0)
+            mask = torch.ones(10, 30, dtype=torch.bool).tril(20)
+            after = plain(queries[:, :, 20:], zeroed, values, mask, scale=scaling)
+            error, norm = (after - whole).square().sum(), whole.square().sum()
+            torch.testing.assert_close(figures["error"], error, rtol=1e-4, atol=0)
+            torch.testing.assert_close(figures["output"], norm, rtol=1e-4, atol=0)
+            assert (layer[0.5, "exact"]["objective"] <= figures["objective"] + 1e-9).all()
+
+
+def test_summary_counts_the_heads_on_which_a_selector_wins():
+    costs = {"think": [1.0, 2.0, 3.0, 4.0], "align": [2.0, 2.0, 2.0, 5.0], "greedy": [0.5, 2.0, 2.0, 4.0],
+             "greedy+swap": [0.5, 1.0, 2.0, 4.0], "exact": [0.5, 1.0, 1.0, 4.0]}
+    effects = []
+    for heads, error, output in ((slice(0, 3), 1.0, 4.0), (slice(3, 4), 2.0, 8.0), (slice(0, 0), 6.0, 24.0)):
+        figures = {"error": torch.tensor(error), "output": torch.tensor(output)}  # of a layer
+        effects.append({(0.5, name): {"objective": torch.tensor(values[heads])} | figures
+                        for name, values in costs.items()})
+    effects[0][0.5, "align"]["error"] = torch.tensor(1.0 + 27.0)
+    summary = measure.summarize(settings(select=("align", "greedy", "greedy+swap")), effects)
+    names = ("lower_than_think", "same_as_think", "higher_than_think", "above_another", "best_of_all_sets")
+    counts = {select: [row[name] for name in names] for (_, select), row in summary.items()}
+    assert counts == {"think": [0, 4, 0, 3, 1], "align": [1, 1, 2, 3, 0], "greedy": [2, 2, 0, 1, 2],
+                      "greedy+swap": [3, 1, 0, 0, 3]}
+    assert summary[0.5, "align"]["change_to_think"] == pytest.approx(0.1)
+    assert summary[0.5, "think"]["output_error"] == pytest.approx(0.5)
+    assert summary[0.5, "align"]["output_error"] == pytest.approx(1.0)  # of sums over layers: 36 over 36
+
+
+def test_losses_are_compared_text_by_text():
+    """A standard error with n - 1; a text of equal loss is not lower."""
+    plain, think = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.5, 2.0, 4.5])
+    loss = torch.tensor([1.25, 2.0, 4.75])
+    figures = measure.compare_losses(loss, plain, think)
+    assert figures["loss_over_plain"] == pytest.approx(1 / 3)
+    assert figures["loss_over_plain_stderr"] == pytest.approx(sem([0.25, 0.0, 0.75]))
+    assert figures["texts_lower_than_think"] == 1
+    assert figures["perplexity"] == pytest.approx(math.exp(8 / 3))
+
+
+def test_equal_channels_share_alike_and_a_large_one_has_all():
+    equal = measure.largest_shares(torch.ones(3, 40)).values()
+    assert [share.tolist() for share in equal] == [pytest.approx([part] * 3) for part in measure.SHARES]
+    one = torch.zeros(20)
+    one[7] = 5.0
+    assert [float(share) for share in measure.largest_shares(one).values()] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_is_that_of_scaled_dot_products(groups):
+    """Against the softmax of each query alone, with the keys up to its own position."""
+    queries, keys = draw(4, 5, 8), draw(groups, 12, 8, seed=1)
+    actual = measure.attention_to(queries, keys, 7, 0.3)
+    for group in range(groups):
+        rows = torch.zeros(4 // groups, 5, 12, dtype=torch.float64)
+        for place, head in enumerate(range(group * 4 // groups, (group + 1) * 4 // groups)):
+            for number in range(5):
+                scores = 0.3 * keys[group, : 8 + number] @ queries[head, number]
+                rows[place, number, : 8 + number] = scores.softmax(0)
+        torch.testing.assert_close(actual[group], rows.mean((0, 1)))
+
+
+def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
+    """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
+    keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
+    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = 50.0
+    queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0
+    figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
+    shares = {by: float(share) for by, share in figures["positions"].items()}
+    assert shares["the window"] < 1e-6 and shares["recency"] < 1e-6
+    assert shares["later queries"] > 1 - 1e-6
+    assert float(figures["keys"]["10%"]) == pytest.approx(2 / 3)  # channel 1 has two of three large keys
+    # by the window channel 0 goes, which is all that later queries read
+    assert float(figures["channels"]["the window"]) == pytest.approx(1)
+    assert float(figures["channels"]["later queries"]) == pytest.approx(0)
+
+
+SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1]
+
+
+@pytest.mark.slow
+def test_command_measures_every_checkpoint(inputs, tmp_path):
+    gqa, home = save_tiny(tmp_path / "gqa", num_key_value_heads=2), tmp_path / "run"
+    flags = ["--run", home, "--model", inputs["model"], gqa, "--text", inputs["text"], *SHORT]
+    flags += ["--ratios", 0.5, 0.7]
+    printed = run(COMMAND, *flags).stdout
+    results = json.loads((home / "keychannels.json").read_text())["results"]
+    assert list(results) == [inputs["model"], gqa] and (home / "keychannels.png").exists()
+    for path, heads in ((inputs["model"], 8), (gqa, 2)):
+        figures = results[path]
+        assert figures["same_bits_at_0"] and len(figures["rows"]) == 8
+        for row in figures["rows"]:
+            compared = row["lower_than_think"] + row["same_as_think"] + row["higher_than_think"]
+            assert row["heads"] == compared == 3 * heads * 3
+            saved = 3 * heads * (34 * (8 - row["channels"]) * 4 - row["channels"] * 2)
+            assert figures["cache_bytes"] - row["cache_bytes"] == saved
+            if row["select"] == "greedy+swap":
+                assert row["above_another"] == 0 < row["objective"]
+                assert row["best_of_all_sets"] > 0.8 * row["heads"]
+    assert (home / "keychannels.md").read_text().count("| greedy+swap |") == 8
+    assert "above any other on 0" in printed
+    assert "complete" in run(COMMAND, *flags).stdout
+    run(COMMAND, *flags, "--premises")
+    results = json.loads((home / "premises.json").read_text())["results"]
+    for path, heads in ((inputs["model"], 8), (gqa, 2)):
+        numbers = [numbers for figures in results[path].values() for numbers in figures.values()]
+        assert len(numbers) == 11 and all(len(values) == 3 * heads * 3 for values in numbers)
+        assert all(0 <= value <= 1 + 1e-9 for values in numbers for value in values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--prompt", 250], "--prompt and --continuation: expected at most the 256 positions"),
+    (["--ratios", 1], "--ratios: expected to remove 1 to 7 of the 8 channels"),
+    (["--recent", 40], "--recent: expected"),
+    (["--observed", 40, "--premises"], "--observed: expected at most 39"),
+])
+def test_bad_arguments_are_refused_before_any_work(inputs, tmp_path, flags, message):
+    given = ["--run", tmp_path / "run", "--model", inputs["model"], "--text", inputs["text"], *SHORT, *flags]
+    expect_error(message, COMMAND, *given)
+    assert not (tmp_path / "run").exists()
