@@ -82,7 +82,6 @@ def main():
         answers[name] = complete(model, tokenizer, prompts, args.tokens, args.batch)
         right[name] = [is_right(*pair) for pair in zip(answers[name], questions.values(), strict=True)]
     text = table(right)
-    os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "answers.md"), f"{text}\n{side_by_side(questions, answers)}")
     print(text)
     shares = {name: statistics.mean(ours) for name, ours in right.items()}

@@ -38,8 +38,8 @@ def timed(device: str, function, *arguments):
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent measurements; 0 for a single one."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    """Standard error of the mean of several independent measurements."""
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:

@@ -118,7 +118,6 @@ def main():
     dtype = getattr(torch, args.dtype)
     recalled = {name: measure(path, dtype, texts) for name, path in directories.items()}
     text = table(recalled, lengths)
-    os.makedirs(args.out, exist_ok=True)
     write_text(os.path.join(args.out, "retrieval.md"), text)
     print(text)
     by_depth = {f"{name}, {keys}": {length: [shares[keys, length, depth] for depth in DEPTHS]

@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine, parser, timed
+from bench.machine import machine, median_ratio, parser, timed
 from common.cli import UserError, run_stage
 from common.data.rows import Sample
 from common.method import masks
@@ -184,12 +184,11 @@ def evenly_spread(samples: list[Sample], count: int) -> list[Sample]:
 
 def ratios(taken: dict[str, list[float]], single_share: float) -> dict[str, float]:
     """Medians of paired steps. single_share: of the samples that the single rows have."""
-    def ratio(above: str, below: str, share: float = 1.0) -> float:
-        pairs = zip(taken[above], taken[below], strict=True)
-        return round(statistics.median(a / share / b for a, b in pairs), 3)
-
-    return {"step_over_floor": ratio("masked", "floor"), "gqa_step_over_floor": ratio("gqa", "floor"),
-            "packed_over_single": ratio("single", "masked", single_share)}
+    single = [seconds / single_share for seconds in taken["single"]]
+    values = {"step_over_floor": median_ratio(taken["masked"], taken["floor"]),
+              "gqa_step_over_floor": median_ratio(taken["gqa"], taken["floor"]),
+              "packed_over_single": median_ratio(single, taken["masked"])}
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 def student_of(config) -> budget.Student:

@@ -40,7 +40,7 @@ PROMPTS = (
     "Übergrößenträger, naïve café, 北京, привет",
     "import os\nimport sys\n\nclass",
 )
-QUANTIZED = {  # types that the converter cannot write, but llama.cpp's quantizer
+QUANTIZED = {  # types that llama.cpp's quantizer writes, not its converter
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
 }
@@ -200,8 +200,8 @@ def engine_perplexity(engine: llama_cpp.Llama, tokens: torch.Tensor) -> float:
     return evaluate.perplexity_of(rows, tokens)
 
 
-def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> int:
-    """llama.cpp's kv heads. Raises UserError unless they and its vocabulary are those of config.json."""
+def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> None:
+    """Print llama.cpp's kv heads and cache. Raises UserError unless its sizes are those of config.json."""
     architecture = engine.metadata["general.architecture"]
     kv_heads = int(engine.metadata[f"{architecture}.attention.head_count_kv"])
     expected_kv_heads = geometry(config).kv_heads
@@ -211,7 +211,11 @@ def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> i
     if engine.n_vocab() != config.vocab_size:
         raise UserError(f"{out}: expected a vocabulary of {config.vocab_size} as in {checkpoint}, "
                         f"found {engine.n_vocab()}")
-    return kv_heads
+    # layers with a sliding window have a cache of their own
+    caches = re.findall(r"size = +([\d.]+) MiB \( *(\d+) cells", "\n".join(text for _, text in log))
+    mib, cells = sum(float(size) for size, _ in caches), max(int(cells) for _, cells in caches)
+    print(f"{out}: head_count_kv {kv_heads} of {config.num_attention_heads} heads; "
+          f"KV cache {mib:.2f} MiB for {cells} tokens in float32")
 
 
 def compare(
@@ -249,9 +253,8 @@ def main() -> None:
     tokenizer = load_tokenizer(args.checkpoint)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     model = load_model(args.checkpoint)
-    expected = []
-    for prompt in Progress(prompts, desc="transformers", unit="prompt", leave=False):
-        expected.append(greedy(transformers_step(model), prompt, args.tokens))
+    bar = Progress(prompts, desc="transformers", unit="prompt", leave=False)
+    expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in bar]
     if args.text:
         text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH)
         expected_perplexity = evaluate.perplexity(model, text_tokens)
@@ -259,13 +262,8 @@ def main() -> None:
 
     context = max(max(map(len, prompts)) + args.tokens, TEXT_LENGTH if args.text else 0)
     engine = load_engine(converted, context)
-    kv_heads = check_shape(args.out, args.checkpoint, engine, config)
+    check_shape(args.out, args.checkpoint, engine, config)
     os.replace(converted, args.out)
-    # layers with a sliding window have a cache of their own
-    caches = re.findall(r"size = +([\d.]+) MiB \( *(\d+) cells", "\n".join(text for _, text in log))
-    mib, cells = sum(float(size) for size, _ in caches), max(int(cells) for _, cells in caches)
-    print(f"{args.out}: head_count_kv {kv_heads} of {config.num_attention_heads} heads; "
-          f"KV cache {mib:.2f} MiB for {cells} tokens in float32")
 
     comparisons = [compare(engine, *inputs) for inputs in zip(texts, prompts, expected, strict=True)]
     equal, alike = zip(*comparisons, strict=True)

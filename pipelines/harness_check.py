@@ -10,6 +10,7 @@ accuracies.
 """
 
 import collections
+import contextlib
 import glob
 import json
 import math
@@ -22,6 +23,15 @@ from common.data.rows import read_objects
 from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
+
+
+@contextlib.contextmanager
+def expecting(what: str):
+    """Context manager: what its block reads from a file, or a UserError that says so."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(what) from error
 
 
 def find_newest(directory: str, model: str, name: str) -> str:
@@ -38,12 +48,9 @@ def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
     """eval.jsonl as (model, task) -> question -> log-likelihood of each choice."""
     scores = collections.defaultdict(dict)
     for number, row in read_objects(path):
-        try:
+        with expecting(f"{path} line {number}: expected an outcome of 07_eval.py, found another row"):
             task_scores = scores[row["model"], row["task"]]
             task_scores[row["question"]] = _numbers(row["likelihood_scores"])
-        except (KeyError, TypeError, ValueError) as error:
-            message = f"{path} line {number}: expected an outcome of 07_eval.py, found another row"
-            raise UserError(message) from error
     return scores
 
 
@@ -51,33 +58,26 @@ def read_accuracies(path: str) -> dict[str, dict[str, float]]:
     """eval.json as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
     accuracies = {}
     for model, figures in read_record(path, "07_eval.py")["results"].items():
-        try:
+        with expecting(f"{path}: expected figures of 07_eval.py for {model}, found others"):
             rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in figures["tasks"].items()}
             accuracies[model] = rates | {GROUP: figures["macro_likelihood"]}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: expected figures of 07_eval.py for {model}, found others") from error
     return accuracies
 
 
 def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
     """lm_eval's results as name of a task or of the group -> accuracy."""
     path = find_newest(directory, model, "results")
-    try:
+    with expecting(f"{path}: expected the results of lm_eval, found none that can be read"):
         with open(path, encoding="utf-8") as file:
             return {name: metrics["acc,none"] for name, metrics in json.load(file)["results"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: expected the results of lm_eval, found none that can be read") from error
 
 
 def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
     """lm_eval's samples as question -> log-likelihood of each choice."""
     path, scores = find_newest(directory, model, f"samples_{name}"), {}
     for number, row in read_objects(path):
-        try:
+        with expecting(f"{path} line {number}: expected a sample of lm_eval, found another row"):
             scores[row["doc"]["question"]] = _numbers(score for score, _ in row["filtered_resps"])
-        except (KeyError, TypeError, ValueError) as error:
-            message = f"{path} line {number}: expected a sample of lm_eval, found another row"
-            raise UserError(message) from error
     return scores
 
 

@@ -65,10 +65,8 @@ def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: 
 
     lm_eval tokenizes prompt, delimiter and choice together, 07_eval.py prompt and choice separately.
     """
-    count = 0
-    for questions in tasks.values():
-        count += sum(_differs(tokenizer, example, delimiter) for example in questions.values())
-    return count
+    examples = [example for questions in tasks.values() for example in questions.values()]
+    return sum(_differs(tokenizer, example, delimiter) for example in examples)
 
 
 def _differs(tokenizer, example: Example, delimiter: str) -> bool:
@@ -158,8 +156,7 @@ def main():
     checkpoints = {name: figures["path"] for name, figures in record["results"].items()}
     tokenizer = load_tokenizer(next(iter(checkpoints.values())))
     print(write_tasks(args.output, tasks, tokenizer))
-    settings = evaluated.batch, record["device"], evaluated.dtype, evaluated.bos
-    write_command(args.output, checkpoints, *settings)
+    write_command(args.output, checkpoints, evaluated.batch, record["device"], evaluated.dtype, evaluated.bos)
 
 
 if __name__ == "__main__":

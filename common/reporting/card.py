@@ -112,7 +112,7 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "versions": markdown_text(versions),
         "commit": markdown_text(export["commit"]),
-        "groups": [_groups_line(groups) for groups in alignment["groups"]],
+        "groups": alignment["groups"],
         "trained": training is not None,
     } | (_training(training["summary"], export["summary"]) | _data(training["arguments"]) if training else {})
 
@@ -143,11 +143,6 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher,
             "seed": markdown_text(arguments["seed"])}
-
-
-def _groups_line(groups: list[list[int]]) -> str:
-    """The groups of one layer: "0 2; 1 3"."""
-    return "; ".join(" ".join(map(str, group)) for group in groups)
 
 
 def _code(text: str) -> str:

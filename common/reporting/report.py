@@ -145,17 +145,10 @@ def section(directory: str, part: Part, record: dict) -> dict:
     }
 
 
-def file_of_run(directory: str, name: str) -> str | None:
-    """The path of a regular file of a run; None if there is none, or a link out of its directory."""
-    directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
-    inside = path.startswith(os.path.join(directory, ""))
-    return path if inside and os.path.isfile(path) else None
-
-
 def picture_data(directory: str, name: str) -> str:
-    """A picture of a run directory as a data URL; "" if there is none."""
-    path = file_of_run(directory, name)
-    if path is None:
+    """A picture of a run directory as a data URL; "" if there is none, or a link out of the directory."""
+    directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
+    if not path.startswith(os.path.join(directory, "")) or not os.path.isfile(path):
         return ""
     with open(path, "rb") as file:
         return "data:image/png;base64," + base64.b64encode(file.read()).decode()

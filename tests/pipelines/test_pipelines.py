@@ -35,21 +35,29 @@ def after(flag: str, words: list[str]) -> str:
     return words[words.index(flag) + 1]
 
 
+def of_stage(stage: str, commands: list[list[str]]) -> list[list[str]]:
+    return [words for words in commands if stage in words]
+
+
+CONVERT = ["convert.sh"]
+FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
+
+
 @pytest.mark.parametrize(("names", "settings", "message"), [
     (RECIPES, {"KV": 5}, "KV: expected "),
     (RECIPES[2:], {"ROWS": "key-cos keys-cos"}, f"ROWS: expected some of {' '.join(ROWS)}"),
+    (CONVERT, {"MODEL": ""}, "MODEL: expected a directory"),
+    (CONVERT, {"KV_HEADS": 0}, "KV_HEADS: expected a positive number, found 0\n"),
+    (CONVERT, {"KV_HEADS": "4 2"}, "KV_HEADS: expected a positive number, found 4 2\n"),
+    (CONVERT, {"KV_HEADS": "4 x", "PLAN": "choose"}, "KV_HEADS: expected a positive number, found 4 x\n"),
+    (CONVERT, {"NPROC": "two"}, "NPROC: expected a positive number, found two\n"),
+    (CONVERT, {"CHAT": "generated gone.jsonl", "PYTHON": "true"}, f"{FOUND}gone.jsonl\n"),
+    (CONVERT, {"TEXT": "generated:gone.txt", "PYTHON": "true"}, f"{FOUND}generated:gone.txt"),
 ])
 def test_mistakes_are_refused_before_anything_runs(names, settings, message):
     for name in names:
-        done = recipe(name, PYTHON="false", **settings)
+        done = recipe(name, **{"PYTHON": "false", "MODEL": "demo"} | settings)
         assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), name
-
-
-@pytest.mark.parametrize("small", ["", "1"])
-def test_training_alone_has_no_beginning(small, recorded, tmp_path):
-    commands = recorded("llama2_7b.sh", RUN=tmp_path / "run", SMALL=small, KV=16)
-    assert all(("--no-bos" in words) == ("05_prune_train.py" in words) for words in commands)
-    assert not any("--bos" in words for words in commands)
 
 
 @pytest.mark.parametrize("small", ["", "1"])
@@ -73,9 +81,9 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
     """Every row on one calibration and one teacher, with the published epochs of 147,580 samples."""
     run, budgets = str(tmp_path / "a run"), dict(zip(blocks, epochs, strict=True))
     commands = recorded(name, RUN=run, **options)
-    stages = [[words for words in commands if stage in words]
-              for stage in ("01_calibrate.py", "02_similarity.py", "03_group.py", "04_align.py",
-                            "05_prune_train.py", "06_export.py", "07_eval.py")]
+    stages = [of_stage(stage, commands) for stage in (
+        "01_calibrate.py", "02_similarity.py", "03_group.py", "04_align.py", "05_prune_train.py",
+        "06_export.py", "07_eval.py")]
     rows = list(itertools.product(blocks, ROWS))
     assert [len(words) for words in stages] == [1, 1, *4 * [len(rows)], 1]
     for (kv_heads, row), grouping, merge, training in zip(rows, *stages[2:5], strict=True):
@@ -97,19 +105,20 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
 
 def test_some_rows_and_the_retained_head_are_trained_alone(recorded, tmp_path):
     commands = recorded("table1.sh", RUN=tmp_path, KV="8 4", ROWS="retained")
-    merges = [words for words in commands if "04_align.py" in words]
-    chosen = [(after("--rotate", words), after("--merge", words)) for words in merges]
-    assert chosen == 2 * [("dist", "first")]
-    assert not [words for words in commands if "07_eval.py" in words]
+    merges = of_stage("04_align.py", commands)
+    assert len(merges) == 2
+    assert all((after("--rotate", words), after("--merge", words)) == ("dist", "first") for words in merges)
+    assert not of_stage("07_eval.py", commands)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_options_reach_every_training_and_no_other_stage(recorded, tmp_path, name):
     """They come last, where they override a recipe's own; other options have another RUN."""
     commands = recorded(name, TEACHER=tmp_path / "one teacher", FLAGS="--masks l0 --kl-on all")
-    training = [words for words in commands if "05_prune_train.py" in words]
+    training = of_stage("05_prune_train.py", commands)
     assert training and all(words[-4:] == ["--masks", "l0", "--kl-on", "all"] for words in training)
-    assert all("--kl-on" not in words for words in commands if words not in training)
+    for flag in ("--kl-on", "--no-bos"):
+        assert of_stage(flag, commands) == training
     for words in training:
         assert after("--teacher", words) == f"{tmp_path}/one teacher"
         assert after("--run-dir", words).split("/")[1].endswith("_--masks_l0_--kl-on_all")
@@ -120,19 +129,18 @@ def test_options_reach_every_training_and_no_other_stage(recorded, tmp_path, nam
     ({}, [23, 46, 69]), ({"V1": 1}, [23, 69, 92]), ({"SMALL_STEPS": 40}, [40, 40, 40])])
 def test_small_tables_keep_the_proportions_of_the_budgets(recorded, tmp_path, options, steps):
     commands = recorded("table1.sh", RUN=tmp_path, ROWS="value-dist", SMALL=1, SHORTEN=500, **options)
-    training = [words for words in commands if "05_prune_train.py" in words]
+    training = of_stage("05_prune_train.py", commands)
     assert [int(after("--steps", words)) for words in training] == steps
     assert all("--teacher-steps" not in words for words in training)
 
 
 def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
     *commands, last = recorded("table6.sh", RUN=tmp_path, KV="16 4")
-    groupings = [words for words in commands if "03_group.py" in words]
-    asked = [(after("--run", words), after("--kv-heads", words), after("--by", words)) for words in groupings]
+    asked = [(after("--run", words), after("--kv-heads", words), after("--by", words))
+             for words in of_stage("03_group.py", commands)]
     assert asked == [(f"{tmp_path}/gqa{kv_heads}-{row}", kv_heads, by) for kv_heads in ("16", "4")
                      for row, by in (("grouped", "value"), ("default", "none"))]
-    assert len([words for words in commands if "04_align.py" in words]) == 4
-    assert not [words for words in commands if "05_prune_train.py" in words]
+    assert len(of_stage("04_align.py", commands)) == 4 and not of_stage("05_prune_train.py", commands)
     assert last == ["-m", "pipelines.table6", "--run", str(tmp_path), "--kv-heads", "16", "4"]
 
 
@@ -163,15 +171,13 @@ def test_other_nodes_wait_for_the_first_one_and_train(recorded, tmp_path):
     assert again == train and "07_eval.py" in evaluation
 
 
-@pytest.mark.parametrize("name", ["llama2_7b.sh", "sheared_llama_1.3b.sh"])
-def test_recipes_pass_the_published_budgets(name, recorded, tmp_path):
+@pytest.mark.parametrize("name, epochs, teacher_epochs", [
+    ("llama2_7b.sh", 10, 2), ("sheared_llama_1.3b.sh", 12, 3)])
+def test_recipes_pass_the_published_budgets(name, epochs, teacher_epochs, recorded, tmp_path):
     """Epochs of 147,580 samples (Appendix A): 10 at a batch of 64 for 8 of 32 heads, 12 for 4 of 16."""
-    epochs, teacher_epochs = (12, 3) if "1.3b" in name else (10, 2)
-    training = [words for words in recorded(name, RUN=tmp_path) if "05_prune_train.py" in words]
-    assert training
-    for words in training:
-        assert after("--steps", words) == str(epochs_to_steps(epochs, 147580, 64))
-        assert after("--teacher-steps", words) == str(epochs_to_steps(teacher_epochs, 147580, 128))
+    (training,) = of_stage("05_prune_train.py", recorded(name, RUN=tmp_path))
+    assert after("--steps", training) == str(epochs_to_steps(epochs, 147580, 64))
+    assert after("--teacher-steps", training) == str(epochs_to_steps(teacher_epochs, 147580, 128))
 
 
 def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
@@ -233,18 +239,6 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     *_, merge, last = recorded("convert.sh", RUN=f"{tmp_path}/run", PLAN="8xA100-80GB", **CONVERTED)
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
-    several = "error: KV_HEADS: expected a positive number, found "
-    expected = "error: TEXT, CHAT: expected generated, c4, none or files, found "
-    cases = (({}, "error: MODEL: expected a directory"),
-             ({"MODEL": "demo", "KV_HEADS": 0}, "error: KV_HEADS: expected a positive number, found 0\n"),
-             ({"MODEL": "demo", "KV_HEADS": "4 2"}, f"{several}4 2\n"),
-             ({"MODEL": "demo", "KV_HEADS": "4 x", "PLAN": "choose"}, f"{several}4 x\n"),
-             ({"MODEL": "demo", "NPROC": "two"}, "error: NPROC: expected a positive number, found two\n"),
-             ({"MODEL": "demo", "CHAT": "generated gone.jsonl"}, f"{expected}gone.jsonl\n"),
-             ({"MODEL": "demo", "TEXT": "generated:gone.txt"}, f"{expected}generated:gone.txt"))
-    for settings, line in cases:
-        done = recipe("convert.sh", PYTHON="true", **settings)
-        assert done.returncode == 2 and done.stderr.startswith(line)
 
 
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
@@ -260,6 +254,11 @@ def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
         ["04_align.py", *home, *inputs[1], *flags[1]] for _, *home in homes]
 
 
+def times(run: Path) -> dict[Path, int]:
+    """When every JSON file of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+
+
 @pytest.mark.slow
 def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
     run = tmp_path / "a run"
@@ -270,10 +269,9 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
     table = (run / "choose.md").read_text()
     first = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
     assert first == ["kv heads", "4", "2", "1"] and done.stdout.endswith(table)
-    made = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+    made = times(run)
     again = recipe("convert.sh", PLAN="choose", **settings)
-    assert again.stdout.endswith(table) and again.stdout.count(": complete") == 6
-    assert made == {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+    assert again.stdout.endswith(table) and again.stdout.count(": complete") == 6 and times(run) == made
     planned = recipe("convert.sh", PLAN="1xCPU", KV_HEADS=2, **settings)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert planned.stdout.count(": complete") == 2 and (run / "merged").is_dir()
@@ -281,16 +279,16 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
 
 @pytest.mark.slow
 def test_convert_end_to_end_on_text_of_its_own(tmp_path):
-    settings = {"MODEL": save_tiny(tmp_path / "model"), "RUN": tmp_path / "a run", "KV_HEADS": 2,
-                "SEQUENCES": 8, "LENGTH": 64, "TOKENS": 6000}
+    run = tmp_path / "a run"
+    settings = {"MODEL": save_tiny(tmp_path / "model"), "RUN": run, "KV_HEADS": 2, "SEQUENCES": 8,
+                "LENGTH": 64, "TOKENS": 6000}
     done = recipe("convert.sh", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (tmp_path / "a run" / "eval.md").read_text()
+    table = (run / "eval.md").read_text()
     assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
+    made = times(run)
     again = recipe("convert.sh", **settings)
-    assert again.stdout.endswith(table) and "is complete" in again.stdout
-    assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "a run").rglob("*.json")}
+    assert again.stdout.endswith(table) and "is complete" in again.stdout and times(run) == made
     (tmp_path / "prompts.txt").write_text("Who?\n")
     other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **settings)
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout
