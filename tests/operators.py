@@ -1,6 +1,7 @@
 """Standard mutation operators: small changes of a definition, each of which some test should notice."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -21,10 +22,15 @@ LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
 
 
+@functools.cache
+def nodes_of(source: bytes) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
     """(start, stop, new text) of every change of the functions, classes and constants called `name`."""
     lines = [0, *(match.end() for match in re.finditer(rb"\n", source))]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
         if name in [getattr(target, "name", getattr(target, "id", None)) for target in targets]:
             for old, new in (change for part in parts(node) for change in (*changes(part), *dropped(part))):

@@ -62,7 +62,7 @@ def test_the_layers_of_all_models_of_a_step_are_compiled(group_of_one):
 
 
 def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
-    """Memory and seconds of common/training/budget for the same model, samples and rows, on an H200."""
+    """Memory and seconds of common/training/plan.py for the same model, samples and rows, on an H200."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     args = step_arguments(device="cuda", shape="1.3b", layers=2, tokens_per_microbatch=600)
     config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
