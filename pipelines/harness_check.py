@@ -1,12 +1,8 @@
 """Comparing lm_eval's answers with 07_eval.py's.
 
-    python 07_eval.py --run RUN
-    python -m pipelines.harness_tasks --run RUN --output DIR
-    bash DIR/lm_eval.sh
-    python -m pipelines.harness_check RUN DIR
+    python -m pipelines.harness_check RUN DIR     # after the commands of harness_tasks.py
 
-The last command exits with 2 unless lm_eval makes the same choice on every question and reports the same
-accuracies.
+Exits with 2 unless lm_eval makes the same choice on every question and reports the same accuracies.
 """
 
 import collections

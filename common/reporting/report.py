@@ -45,7 +45,6 @@ PARTS = (
     Part("eval", "07_eval.py", "eval.json"),
 )
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
-DECIDED = ("groups", "aligned", "train", "gqa")  # parts whose summaries contain the target's kv_heads
 
 
 def write(directory: str, force: bool = False) -> str:
@@ -99,7 +98,7 @@ def read_records(directory: str) -> dict[str, dict]:
 
 def overview(directory: str, records: dict[str, dict]) -> dict:
     """Overview of a run for the template: model, target, what it cost, and results."""
-    summaries = [records[name]["summary"] for name in DECIDED if name in records]
+    summaries = [record["summary"] for record in records.values()]
     return {
         "directory": directory,
         "model": next(record["model"] for record in records.values()),

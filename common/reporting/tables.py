@@ -257,38 +257,35 @@ def score_tables(results: dict[str, dict], prompts) -> list[Table]:
 
     results: checkpoint -> metrics. prompts: the list that the checkpoints answered; any other has no table.
     """
-    by_model = {}  # checkpoint -> task -> scores
-    for name, figures in results.items():
-        by_model[name] = {task: flatten(scores) for task, scores in figures.get("tasks", {}).items()}
-    names = next((list(scores) for tasks in by_model.values() for scores in tasks.values()), [])
+    models = list(results.values())
+    names = next((list(scores) for model in models for scores in model.get("tasks", {}).values()), [])
     kinds = [name for name in names if name not in ("questions", "chance") and not name.endswith("_stderr")]
-    tables = [_score_table(kind, results, by_model) for kind in kinds]
+    tables = [_score_table(kind, results) for kind in kinds]
 
     averages = {f"{average}_{name}" for average in AVERAGES for name in (*kinds, "chance")}
     shown = {"tasks", "answers"} | averages | {f"{name}_stderr" for name in averages}
-    others = []
-    for figures in results.values():
-        others.append(flatten({name: value for name, value in figures.items() if name not in shown}))
+    others = [flatten({name: value for name, value in model.items() if name not in shown})
+              for model in models]
     names = dict.fromkeys(name for figures in others for name in figures)
     rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
     tables.append(Table(("", *results), rows))
-    columns = [prompts, *(figures.get("answers") for figures in results.values())]
+    columns = [prompts, *(model.get("answers") for model in models)]
     if all(isinstance(column, list) for column in columns):
         tables.append(Table(("prompt", *results), list(zip(*columns, strict=False)), "greedy answers"))
     return tables
 
 
-def _score_table(kind: str, results: dict[str, dict], by_model: dict[str, dict]) -> Table:
+def _score_table(kind: str, results: dict[str, dict]) -> Table:
     """One kind of score: a row per task and average, a column per checkpoint."""
-    first, tasks = next(iter(results.values())), next(iter(by_model.values()))
-    rows = []
-    for task, scores in tasks.items():
-        rates = [rate(model.get(task, {}), kind) for model in by_model.values()]
+    models, rows = list(results.values()), []
+    tasks = [model.get("tasks", {}) for model in models]
+    for task, scores in tasks[0].items():
+        rates = [rate(by_task.get(task, {}), kind) for by_task in tasks]
         rows.append((task, scores.get("questions"), rate(scores, "chance"), *rates))
     for average, title in AVERAGES.items():
-        rates = [rate(figures, f"{average}_{kind}") for figures in results.values()]
-        rows.append((title, "", rate(first, f"{average}_chance"), *rates))
-    errors = any(f"{kind}_stderr" in scores for scores in tasks.values())
+        rates = [rate(model, f"{average}_{kind}") for model in models]
+        rows.append((title, "", rate(models[0], f"{average}_chance"), *rates))
+    errors = any(f"{kind}_stderr" in scores for scores in tasks[0].values())
     caption = f"{label(kind)}, ± standard error" if errors else label(kind)
     return Table(("", "questions", "chance", *results), rows, caption)
 
