@@ -123,13 +123,12 @@ def install(name: str) -> str:
         return ""
     print(f"installing {pins}", flush=True)
     shutil.rmtree(home, ignore_errors=True)
-    options = ["--quiet"]
+    place = ["--no-deps", "--target", home]
     if name == VLLM:
         run([sys.executable, "-m", "venv", home])
-    else:
-        options += ["--no-deps", "--target", home]
+        place = []
     pip = [interpreter(name), "-m", "pip"]
-    _, refusal = run([*pip, "install", *options, *PINS[name]])
+    _, refusal = run([*pip, "install", "--quiet", *place, *PINS[name]])
     if refusal:
         shutil.rmtree(home, ignore_errors=True)
         return f"not installed: {refusal}"
