@@ -12,17 +12,14 @@ from common.data import chat
 from common.data.chat import load_chats
 from conftest import END, byte_tokenizer
 
+TURN = "{{ message['content'] + '<|im_end|>\n' }}"
 CHATML = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
           "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
-          "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' }}" + TURN + "{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 # the same text, with transformers' marks around what the assistant generates
-MARKED = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
-          "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
-          "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-          "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
-          "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+MARKED = CHATML.replace(TURN, "{% if message['role'] == 'assistant' %}{% generation %}" + TURN +
+                        "{% endgeneration %}{% else %}" + TURN + "{% endif %}")
 LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
           "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
           "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -39,12 +36,16 @@ CHAT = [("system", "Obey."), ("user", "Hi!"), ("assistant", "Hello, ça va?"), (
 
 
 def chatml_tokenizer(template: str = CHATML):
-    """Bytes; two line ends in a row, or a line end and a double quote, are one token."""
+    """Bytes; two line ends in a row, or a line end and a double quote, are one token. It begins a text with
+    <eos>, which no chat begins with unless its template says so.
+    """
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "ĊĊ", 'Ċ"']
     vocabulary = {token: index for index, token in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ċ", '"')]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A",
+                                                             special_tokens=[("<eos>", END)])
     marks = [AddedToken(mark, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
     tokenizer.add_special_tokens(marks)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>",
@@ -149,20 +150,6 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_pa
     assert "x" not in texts(samples[1], tokenizer)[0] and "b" in texts(samples[1], tokenizer)[0]
     assert texts(samples[1], tokenizer)[1] == "<think>y</think>d<|im_end|>\n"
     assert "2 chats in 3 samples, 3 answers; 0 cut" in description
-
-
-def test_a_chat_may_open_with_the_assistant(tmp_path):
-    tokenizer = chatml_tokenizer()
-    (sample,), _ = loaded(tmp_path, tokenizer, messages(("assistant", "Yes?"), *CHAT[1:3]))
-    assert "Yes?" in texts(sample, tokenizer)[0] and len(sample.segments) == 2
-
-
-def test_the_template_alone_says_what_begins_a_chat(tmp_path):
-    tokenizer = chatml_tokenizer("{{ eos_token }}" + CHATML)
-    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
-    tokenizer.backend_tokenizer.post_processor = begin
-    (sample,), _ = loaded(tmp_path, tokenizer, messages(*CHAT))
-    assert sample.segments[0][0] == END and sample.segments[0].count(END) == 1
 
 
 @pytest.mark.parametrize(("turns", "segments"), [

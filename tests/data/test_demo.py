@@ -6,11 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data import demo
-from common.data.tasks import load_task, tokenize
 from conftest import recipe
 
 
@@ -64,21 +61,6 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         demo.resolve_model("demo")
     assert os.listdir(tmp_path) == []
-
-
-def test_the_model_answers_by_looking_up(made):
-    """A plain multi-head Llama whose next token is the answer, on questions it was not trained on."""
-    model = AutoModelForCausalLM.from_pretrained(made / "model")
-    tokenizer = AutoTokenizer.from_pretrained(made / "model")
-    assert type(model).__name__ == "LlamaForCausalLM" and model.config.vocab_size == len(tokenizer)
-    assert model.config.num_key_value_heads == model.config.num_attention_heads == 8
-    right = 0
-    for example in load_task("hellaswag", "validation", str(made / "tasks"))[0][:40]:
-        sample = tokenize(example, tokenizer)
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([sample.prompt])).logits[0, -1]
-        right += int(logits.argmax() == sample.answer[0])
-    assert right >= 36  # chance: 10 among the four choices
 
 
 @pytest.mark.release
