@@ -19,7 +19,7 @@ from common.models import load_model, load_tokenizer
 from conftest import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
 
 gguf = pytest.importorskip("gguf")
-Type = gguf.GGMLQuantizationType
+Type, PRE = gguf.GGMLQuantizationType, "tokenizer.ggml.pre"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MERGES = [["t", "h"], ["th", "e"]]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # rows in whole blocks of 32
@@ -31,51 +31,56 @@ def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None, more: dict | None = None,
-               without: tuple = (), rotated: int = 0, layers: int = 0, heads: int | None = None,
-               split: str = "gpt-2") -> str:
+def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
+               tensors: dict | None = None) -> str:
     """A GGUF file as llama.cpp's converter writes it; matrices as `kind`.
 
-    more: further tensors. without: what to leave out. rotated: coordinates that RoPE rotates, if not all.
-    layers, heads: what the metadata says, if not the truth. split: the tokenizer's rule of splitting text.
+    metadata, tensors: what is different, by name; None leaves it out.
     """
-    config, name = model.config, model.config.model_type
-    architecture = "llama" if name == "mistral" else name
+    config = model.config
+    architecture = "llama" if config.model_type == "mistral" else config.model_type
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(layers or config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads if heads is None else heads)
-    if "head_count_kv" not in without:
-        writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(rotated or geometry(config).head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    for key, value in (metadata or {}).items():
-        adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32,
-                  bool: writer.add_bool}
-        adders[type(value)](key, value)
-    add_tokenizer(writer, config.vocab_size, split)
+    described = {
+        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "rope.dimension_count": geometry(config).head_dim, "vocab_size": config.vocab_size,
+    }
+    described = {f"{architecture}.{key}": value for key, value in described.items()}
+    described |= {"general.name": "tiny", PRE: "gpt-2"} | (metadata or {})
+    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32,
+              bool: writer.add_bool}
+    for key, value in described.items():
+        if value is not None:
+            adders[type(value)](key, value)
+    add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    stored = {}
     for name, parameter in model.named_parameters():
-        values, stored = parameter.detach().numpy(), names.get_name(name, (".weight", ".bias"))
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        part = stored.split(".")[-2]
+        values, name = parameter.detach().numpy(), names.get_name(name, (".weight", ".bias"))
+        part = name.split(".")[-2]
         if architecture == "llama" and part in heads:
             values = side_by_side(values, heads[part])
-        if stored not in without:
+        stored[name] = values
+    for name, values in (stored | (tensors or {})).items():
+        if values is not None:
             used = kind if values.ndim == 2 else Type.F32
-            writer.add_tensor(stored, gguf.quants.quantize(values, used), raw_dtype=used)
-    for name, values in (more or {}).items():
-        writer.add_tensor(name, values)
+            writer.add_tensor(name, gguf.quants.quantize(values, used), raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def converted(tmp_path, model, *kind, **options) -> str:
+    """The checkpoint made from the model's GGUF file, written with these options."""
+    file = write_gguf(tmp_path / "a.gguf", model, *kind, **options)
+    return gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
@@ -88,13 +93,12 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
                                    eos_token="<eos>", pad_token="<eos>")
 
 
-def add_tokenizer(writer, vocabulary: int, split: str = "gpt-2") -> None:
+def add_tokenizer(writer, vocabulary: int) -> None:
     tokens = merging_tokenizer().convert_ids_to_tokens(range(END + 3))
     tokens += [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
     kinds = [gguf.TokenType.CONTROL if token.startswith("<") and len(token) > 1 else gguf.TokenType.NORMAL
              for token in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
@@ -113,8 +117,7 @@ def state(path) -> dict:
 def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path):
     sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})  # which its metadata does not state
     model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
-    file = write_gguf(tmp_path / "a.gguf", model)
-    made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    made = converted(tmp_path, model)
     expected, actual = model.state_dict(), state(made)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -125,8 +128,7 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
 
 def test_q8_0_values_are_scale_times_integer(tmp_path):
     model = tiny_model(**SIZES)
-    file = write_gguf(tmp_path / "a.gguf", model, Type.Q8_0)
-    actual = state(gguf_files.dequantize(file, str(tmp_path / "source"), force=False))
+    actual = state(converted(tmp_path, model, Type.Q8_0))
     name = "model.layers.1.mlp.up_proj.weight"
     blocks = model.state_dict()[name].reshape(-1, 32)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127)
@@ -154,8 +156,7 @@ def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
 
 
 def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
-    file = write_gguf(tmp_path / "a.gguf", tiny_model(**SIZES), metadata={"general.license": "mit"})
-    made = gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    made = converted(tmp_path, tiny_model(**SIZES), metadata={"general.license": "mit"})
     tokenizer, expected = load_tokenizer(made), merging_tokenizer()
     text = "def the café():\n\treturn  '北京' <eos>"
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
@@ -171,8 +172,7 @@ def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
 def test_head_count_kv_may_be_missing(tmp_path):
     """Llama 1 files lack it. transformers then leaves the rows of W_Q and W_K in llama.cpp's order."""
     model = tiny_model(**SIZES)
-    file = write_gguf(tmp_path / "a.gguf", model, without=("head_count_kv",))
-    actual = state(gguf_files.dequantize(file, str(tmp_path / "source"), force=False))
+    actual = state(converted(tmp_path, model, metadata={"llama.attention.head_count_kv": None}))
     assert all(torch.equal(actual[name], value) for name, value in model.state_dict().items())
 
 
@@ -196,8 +196,7 @@ def test_a_file_is_dequantized_once(inputs, tmp_path):
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "gguf.json"])
 def test_a_changed_source_is_not_reused(damage, tmp_path):
-    file, source = write_gguf(tmp_path / "a.gguf", tiny_model()), tmp_path / "source"
-    gguf_files.dequantize(file, str(source), force=False)
+    source, file = pathlib.Path(converted(tmp_path, tiny_model())), str(tmp_path / "a.gguf")
     path = source / damage
     path.write_bytes(b"?" + path.read_bytes()[1:])
     with pytest.raises(UserError, match="already exists; pass --force"):
@@ -226,19 +225,19 @@ def test_damaged_files_are_refused(keep, tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "found llama.rope.scaling.type yarn"),
     ({"metadata": {"llama.rope.scaling.factor": 4.0}}, "found llama.rope.scaling.factor 4.0"),
-    ({"more": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
+    ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
      "expected only the tensors of its config, found also 'rope_freqs.weight'"),
-    ({"without": ("blk.2.ffn_up.weight",)},
+    ({"tensors": {"blk.2.ffn_up.weight": None}},
      "expected a tensor model.layers.2.mlp.up_proj.weight, found none"),
-    ({"without": ("blk.1.attn_v.weight",), "more": {"blk.1.attn_v.weight": np.ones((4, 4), np.float32)}},
+    ({"tensors": {"blk.1.attn_v.weight": np.ones((4, 4), np.float32)}},
      "expected model.layers.1.self_attn.v_proj.weight of shape [64, 48], found [4, 4]"),
     ({"metadata": {"llama.expert_count": 8}},
      "expected only metadata that a checkpoint takes over, found llama.expert_count 8"),
     ({"metadata": {"split.count": 3}}, "expected a whole model, found one of 3 files"),
-    ({"split": "deepseek-llm"}, "expected tokenizer.ggml.pre in ['default', "),
-    ({"layers": 100_000}, "expected a tensor blk.99999.attn_norm.weight, found none"),
-    ({"heads": 0}, "transformers' AutoConfig cannot read it: "),
-    ({"model": {"model_type": "qwen2", "hidden_size": 64}, "rotated": 4},
+    ({"metadata": {PRE: "deepseek-llm"}}, "expected tokenizer.ggml.pre in ['default', "),
+    ({"metadata": {"llama.block_count": 9999}}, "expected a tensor blk.9998.attn_norm.weight, found none"),
+    ({"metadata": {"llama.attention.head_count": 0}}, "transformers' AutoConfig cannot read it: "),
+    ({"model": {"model_type": "qwen2", "hidden_size": 64}, "metadata": {"qwen2.rope.dimension_count": 4}},
      "found qwen2.rope.dimension_count 4"),
     ({"model": {"num_key_value_heads": 1}}, "expected at least 2 key/value heads, found 1"),
 ])
@@ -263,5 +262,4 @@ def test_the_packages_that_read_it_may_be_missing(tmp_path, monkeypatch):
 
 def test_metadata_that_changes_nothing_is_accepted(tmp_path):
     neutral = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.attention.causal": True}
-    file = write_gguf(tmp_path / "a.gguf", tiny_model(), metadata=neutral, split="smollm")
-    assert gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
+    assert converted(tmp_path, tiny_model(), metadata=neutral | {PRE: "smollm"})
