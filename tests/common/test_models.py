@@ -49,8 +49,7 @@ def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
     """Layer by layer no mask is passed, which is causal for sdpa alone."""
     path, tokens = save_tiny(tmp_path / "model"), torch.arange(40)[None] % 26
     expected = tiny_model()(tokens).logits[0]
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | setting))
+    edit_config(tmp_path / "model", **setting)
     model = load_model(path)
     for logits in (model(tokens).logits[0], *Layers(path, torch.float32, "cpu").logits(tokens),
                    *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens)):
@@ -79,7 +78,8 @@ def test_no_model_is_loaded_with_code_of_its_own():
     called = []
     for folder in (".", "common", "related", "bench", "pipelines"):
         for path in ROOT.glob("*.py" if folder == "." else f"{folder}/**/*.py"):
-            nodes = ast.walk(ast.parse(path.read_text()))
+            source = path.read_text()
+            nodes = ast.walk(ast.parse(source)) if "Auto" in source else ()
             for call in (node for node in nodes if isinstance(node, ast.Call)):
                 name = ast.unparse(call.func)
                 if re.fullmatch(r"Auto\w+\.from_(pretrained|config)", name):
@@ -102,9 +102,8 @@ def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):
 
 @pytest.fixture
 def copy(checkpoints, tmp_path):
-    def make(kind: str, name: str = "model") -> Path:
-        shutil.copytree(checkpoints / kind, tmp_path / name)
-        return tmp_path / name
+    def make(kind: str) -> Path:
+        return shutil.copytree(checkpoints / kind, tmp_path / "model [ö]*")  # not a pattern
 
     return make
 
@@ -185,15 +184,6 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     assert files.known_sha256(str(path)) == sha256(path)
 
 
-@pytest.mark.parametrize("name", ["m [1]", "mö*"])
-def test_names_with_glob_characters_are_read(copy, name):
-    path = str(copy("shards", name))
-    assert len(open_checkpoint(path)) == 30 and len(weight_files(path)) > 2
-    with Layers(path, torch.float32, "cpu", layerwise=True).layer(0):
-        pass
-    assert models.local_model(path) == path
-
-
 # -- what is refused --
 
 
@@ -265,19 +255,16 @@ def edit_config(path: Path, **changes) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-WEIGHTS = "model.safetensors"
-
-
 def replace_up(path: Path, tensor: torch.Tensor) -> None:
     drop(path, UP, **{UP: tensor})
 
 
+WEIGHTS = "model.safetensors"
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
-    "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN),
-            f"NaN or Inf in {UP}"),
+    "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN), f"NaN or Inf in {UP}"),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
@@ -365,7 +352,7 @@ def test_a_source_model_is_as_recorded(copy):
     for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
         message = refusal(source_model, {"model": recorded | {field: value}}, str(path))
         assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
-    drop(path, UP, **{UP: torch.zeros(64, 48)})
+    replace_up(path, torch.zeros(64, 48))
     assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded}, str(path))
     shutil.rmtree(path)
     assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded}, str(path))
@@ -380,25 +367,25 @@ def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
 # -- tokenizers --
 
 
-def test_a_tokenizer_is_copied_byte_for_byte(tmp_path):
+def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
     """All files that some program reads it from, whether or not this one does, and no others."""
-    save_tiny(tmp_path / "source")
+    source, target = copy("whole"), tmp_path / "target"
     others = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
               "merges.txt", "chat_template.jinja", "qwen.tiktoken", "additional_chat_templates/tools.jinja"]
-    (tmp_path / "source" / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates").mkdir()
     for name in others:
-        (tmp_path / "source" / name).write_bytes(name.encode() + b"\r\n\xff")
-    (tmp_path / "copy").mkdir()
-    models.save_tokenizer(str(tmp_path / "source"), str(tmp_path / "copy"))
-    written = files_in(str(tmp_path / "copy"))
+        (source / name).write_bytes(name.encode() + b"\r\n\xff")
+    target.mkdir()
+    models.save_tokenizer(str(source), str(target))
+    written = files_in(str(target))
     assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
     for name in written:
-        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "source" / name).read_bytes(), name
-    before = fingerprint(str(tmp_path / "source"))
+        assert (target / name).read_bytes() == (source / name).read_bytes(), name
+    before = fingerprint(str(source))
     for name in others:  # each is part of what the model is
-        (tmp_path / "source" / name).write_bytes(b"another")
-        assert fingerprint(str(tmp_path / "source")) != before, name
-        before = fingerprint(str(tmp_path / "source"))
+        (source / name).write_bytes(b"another")
+        assert fingerprint(str(source)) != before, name
+        before = fingerprint(str(source))
 
 
 def test_a_sentencepiece_model_alone_needs_a_package(copy):

@@ -1,6 +1,5 @@
 """Norms of keys and queries, over all heads or of single ones: what they allow, and merging behind them."""
 
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -131,7 +130,8 @@ def test_masks_blend_norms_of_single_heads():
 @torch.no_grad()
 def test_keys_and_queries_of_qwen3_are_calibrated_behind_their_norms_too(inputs, tmp_path, monkeypatch):
     """Against hooks on the norms; a calibration from before there were such Grams is not merged."""
-    path, home = save_tiny(tmp_path / "model", model_type="qwen3", num_key_value_heads=4), tmp_path / "run"
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4}
+    path, home = save_tiny(tmp_path / "model", model_type="qwen3", **sizes), tmp_path / "run"
     text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
     run("01_calibrate.py", "--run", home, "--model", path, *text)
     calibration, watched = Calibration(str(home / "calibration")), {}

@@ -178,29 +178,22 @@ def flat(samples: TextSamples) -> list[int]:
 
 
 def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
+    """Without the tokens that the tokenizer begins texts with: samples get them where they are read."""
     monkeypatch.setattr(text, "BATCH", 60)  # two batches
     plain, path = tmp_path / "plain.txt", str(tmp_path / "new" / "tokens.npy")
+    tokenizer = byte_tokenizer()
+    begins = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
+    tokenizer.backend_tokenizer.post_processor = begins
     plain.write_text("one document\nof two lines")
-    lines = write_text_tokens([documents, str(plain)], byte_tokenizer(), 16, None, path)
+    lines = write_text_tokens([documents, str(plain)], tokenizer, 16, None, path)
     expected = expected_tokens(*DOCUMENTS, plain.read_text())
     samples = TextSamples(path, 16)
     assert len(expected) % 16 and flat(samples) == expected[: len(expected) // 16 * 16]
     assert len(samples) == len(expected) // 16 and {len(sample) for sample in samples} == {16}
     assert lines == [f"{documents}: 114 tokens", f"{plain}: 26 tokens"]
     assert os.listdir(tmp_path / "new") == ["tokens.npy"]
-    stored = np.load(path)
-    assert stored.dtype == np.int32 and stored.shape == (128,)
-
-
-def test_samples_of_text_are_a_sequence(tmp_path):
-    source, path = save_lines(tmp_path / "t.jsonl", DOCUMENTS), str(tmp_path / "tokens.npy")
-    write_text_tokens([source], byte_tokenizer(), 10, None, path)
-    samples, expected = TextSamples(path, 10), expected_tokens(*DOCUMENTS)
-    assert list(samples) == [Sample(expected[start : start + 10]) for start in range(0, 110, 10)]
-    assert isinstance(samples[0].segments[0][0], int)
-    for index in (11, -1):
-        with pytest.raises(IndexError):
-            samples[index]
+    np.save(tmp_path / "plain.npy", np.array(expected[:128], dtype=np.int32))
+    assert Path(path).read_bytes() == (tmp_path / "plain.npy").read_bytes()
 
 
 @pytest.mark.parametrize("count, asked, heldout", [
@@ -249,7 +242,7 @@ def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkey
     monkeypatch.setattr(text, "PIECE", 4096)
     monkeypatch.setattr(text, "OVERLAP", 512)
     source, path, peaks = tmp_path / "t.txt", str(tmp_path / "tokens.npy"), []
-    for lines in (1000, 5000):
+    for lines in (1000, 3000):
         content = "".join(f"line {number}\n" for number in range(lines))
         source.write_text(content)
         expected = expected_tokens(content)
@@ -261,24 +254,6 @@ def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkey
         assert flat(TextSamples(path, 1)) == expected
         assert load_tokens(str(source), byte_tokenizer(), 1, len(expected) - 1)[0].tolist() == [expected[:-1]]
     assert peaks[1] < 1.2 * peaks[0]
-
-
-def test_documents_of_training_text_do_not_begin_with_special_tokens(tmp_path):
-    """Samples do, where they are read (test_bos.py)."""
-    tokenizer = byte_tokenizer()
-    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
-    tokenizer.backend_tokenizer.post_processor = begin
-    assert tokenizer("a")["input_ids"][0] == END
-    source = save_lines(tmp_path / "t.jsonl", DOCUMENTS)
-    write_text_tokens([source], tokenizer, 10, None, str(tmp_path / "tokens.npy"))
-    assert flat(TextSamples(str(tmp_path / "tokens.npy"), 10)) == expected_tokens(*DOCUMENTS)[:110]
-
-
-def test_the_rest_is_not_in_the_file(tmp_path):
-    source, path = save_lines(tmp_path / "t.jsonl", DOCUMENTS), tmp_path / "tokens.npy"
-    write_text_tokens([source], byte_tokenizer(), 100, None, str(path))
-    np.save(tmp_path / "plain.npy", np.array(expected_tokens(*DOCUMENTS)[:100], dtype=np.int32))
-    assert path.read_bytes() == (tmp_path / "plain.npy").read_bytes()
 
 
 def test_the_file_and_its_digest_depend_on_the_tokens_alone(tmp_path, monkeypatch):
@@ -306,7 +281,7 @@ def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         return tokenizer(documents, **options)
 
     counting.eos_token_id = END
-    for documents in (500, 5000):
+    for documents in (250, 2500):
         source = save_lines(tmp_path / "t.jsonl", ["x" * 90] * documents)
         tracemalloc.start()
         write_text_tokens([source], counting, 50, None, str(tmp_path / "tokens.npy"))
@@ -315,13 +290,14 @@ def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(batches) <= 2000 + 90
-    assert peaks[1] < 1.2 * peaks[0] < 5000 * 91
+    assert peaks[1] < 1.2 * peaks[0] < 2500 * 91
 
 
 @pytest.mark.parametrize(("sources", "tokens", "message"), [
     (["t.jsonl", "t.jsonl"], 115, r"--text .*t.jsonl: expected 115 tokens \(--text-tokens\), found 114"),
     (["t.jsonl"], None, "--text .*t.jsonl: expected at least one sequence of 120 tokens, found 114"),
     (["t.jsonl", "bad.jsonl"], None, "bad.jsonl line 2: column 'text' is missing"),
+    ([np.zeros(114, "<i4")], None, "--text generated: expected at least one sequence of 120 tokens, found"),
 ])
 def test_training_text_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, sources, tokens, message):
     """Nothing is left behind."""
@@ -362,10 +338,3 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         Path(path).write_bytes(content)
         with pytest.raises(UserError, match="expected a .npy file of tokens"):
             load_tokens(path, byte_tokenizer(), 1, 4)
-
-
-def test_too_few_generated_tokens_are_one_line(tmp_path):
-    message = "--text generated: expected at least one sequence of 120 tokens, found 114"
-    with pytest.raises(UserError, match=message):
-        write_text_tokens([np.zeros(114, "<i4")], byte_tokenizer(), 120, None, str(tmp_path / "tokens.npy"))
-    assert not list(tmp_path.iterdir())
