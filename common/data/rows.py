@@ -24,15 +24,13 @@ def read_rows(path: str) -> Iterator[tuple[str, dict]]:
 
     Raises UserError for a file that cannot be read as what its name says, or has no rows.
     """
-    place = None
     if path.endswith(LINES_OF_JSON):
-        for number, row in read_objects(path):
-            place = f"line {number}"
-            yield place, row
+        rows = ((f"line {number}", row) for number, row in read_objects(path))
     else:
-        for index, row in enumerate(_parquet(path)):
-            place = f"row {index}"
-            yield place, row
+        rows = ((f"row {index}", row) for index, row in enumerate(_parquet(path)))
+    place = None
+    for place, row in rows:
+        yield place, row
     if place is None:
         raise UserError(f"{path}: expected at least one row, found none")
 

@@ -176,7 +176,6 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     TASK.SPLIT.labels if the release stores labels separately). split: "train" or "validation". Raises
     UserError naming file, line and column of the first bad row.
     """
-    labels = None
     if source == "hub":
         path, rows = _hub_rows(task, split)
     else:
@@ -187,12 +186,13 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
         rows = list(read_rows(path))
         if os.path.exists(f"{stem}.labels"):
             labels = read_text(f"{stem}.labels").split()
-    if labels is not None and len(labels) != len(rows):
-        raise UserError(f"{stem}.labels: expected {len(rows)} labels, one per row, found {len(labels)}")
+            if len(labels) != len(rows):
+                raise UserError(f"{stem}.labels: expected {len(rows)} labels, one per row, "
+                                f"found {len(labels)}")
+            for (_, row), label in zip(rows, labels, strict=True):
+                row["label"] = label
     examples = []
-    for index, (place, row) in enumerate(rows):
-        if labels is not None:
-            row["label"] = labels[index]
+    for place, row in rows:
         try:
             examples.append(example_from_row(task, row))
         except ValueError as error:

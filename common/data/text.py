@@ -40,9 +40,8 @@ OVERLAP = 2**14  # characters that neighbouring pieces share
 AROUND = 32  # tokens on either side of a joint that both pieces have
 
 
-def sequence_length(
-    requested: int | None, default: int, positions: int, least: int = 1, flag: str = "--length"
-) -> int:
+def sequence_length(requested: int | None, default: int, positions: int, least: int = 1,
+                    flag: str = "--length") -> int:
     """Tokens per sequence of text: the requested number, or `default` limited to the model's positions.
 
     least: 2 where next tokens are predicted. Raises UserError for a request outside least..positions.

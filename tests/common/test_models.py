@@ -187,30 +187,22 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
 # -- what is refused --
 
 
-def edit_index(path: Path, change) -> None:
-    index = json.loads((path / INDEX).read_text())
-    change(index["weight_map"])
-    (path / INDEX).write_text(json.dumps(index))
+ELSEWHERE = ("../outside.safetensors", "a/b.safetensors", "", "missing.safetensors")
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "a/b.safetensors", "", "missing.safetensors"])
-def test_an_index_names_only_files_beside_it(copy, name):
+@pytest.mark.parametrize("content", [
+    b"\xff", b"{}", b'{"weight_map": {"a": 1}}',
+    *(json.dumps({"weight_map": {UP: name}}).encode() for name in ELSEWHERE),
+])
+def test_a_damaged_index_and_one_of_files_elsewhere_are_refused(copy, content):
     path = copy("shards")
-    save_file({UP: torch.zeros(64, 48)}, path.parent / "outside.safetensors")
     (path / "a").mkdir()
-    save_file({UP: torch.zeros(64, 48)}, path / "a" / "b.safetensors")
-    edit_index(path, lambda weight_map: weight_map.update({UP: name}))
+    for name in ELSEWHERE[:2]:
+        save_file({UP: torch.zeros(64, 48)}, path / name)
+    (path / INDEX).write_bytes(content)
     for action in (weight_files, fingerprint, open_checkpoint, load_model):
         message = refusal(action, str(path))
         assert f"{INDEX}: " in message and "expected" in message and message.isprintable()
-
-
-@pytest.mark.parametrize("content", [b"\xff", b"{}", b'{"weight_map": {"a": 1}}'])
-def test_a_damaged_index_is_refused(copy, content):
-    path = copy("shards")
-    (path / INDEX).write_bytes(content)
-    for action in (fingerprint, open_checkpoint, load_model):
-        assert INDEX in refusal(action, str(path))
 
 
 class Command:

@@ -201,12 +201,10 @@ def test_documents_are_continued(model, tmp_path):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
 
 
-@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
-def test_held_out_documents_are_the_last_ones_of_a_file(tmp_path, name):
+def test_held_out_documents_are_the_last_ones_of_a_file(tmp_path):
     documents = [f"document {number}" for number in range(1000)]
-    lines = [json.dumps({"text": text}) for text in documents] if name == "text.jsonl" else documents
-    (tmp_path / name).write_text("\n".join(lines))
-    assert list(generate.from_the_last(str(tmp_path / name))) == documents[::-1]
+    (tmp_path / "text.txt").write_text("\n".join(documents))
+    assert list(generate.from_the_last(str(tmp_path / "text.txt"))) == documents[::-1]
 
 
 def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):

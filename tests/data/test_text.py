@@ -59,8 +59,6 @@ def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokenizer.backend_tokenizer.post_processor = begins
     tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=31)
     assert tokenizer.batch_decode(tokens) == ["^" + "b" * 30, "^" + "d" * 30]
-    with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token"):
-        load_tokens(documents, byte_tokenizer(), sequences=2, length=31, bos=True)
 
 
 def test_blank_lines_are_skipped(tmp_path):
@@ -254,21 +252,6 @@ def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkey
         assert flat(TextSamples(path, 1)) == expected
         assert load_tokens(str(source), byte_tokenizer(), 1, len(expected) - 1)[0].tolist() == [expected[:-1]]
     assert peaks[1] < 1.2 * peaks[0]
-
-
-def test_the_file_and_its_digest_depend_on_the_tokens_alone(tmp_path, monkeypatch):
-    paths = [str(tmp_path / f"{name}.npy") for name in "abc"]
-    one, two = (save_lines(tmp_path / f"{name}.jsonl", DOCUMENTS) for name in ("one", "two"))
-    write_text_tokens([one], byte_tokenizer(), 10, None, paths[0])
-    monkeypatch.setattr(text, "BATCH", 1)
-    write_text_tokens([two], byte_tokenizer(), 10, None, paths[1])
-    save_lines(tmp_path / "two.jsonl", [*DOCUMENTS[:-1], "e" * 30])
-    write_text_tokens([two], byte_tokenizer(), 10, None, paths[2])
-    contents = [Path(path).read_bytes() for path in paths]
-    assert contents[0] == contents[1] != contents[2] and len(contents[0]) == len(contents[2])
-    digests = [TextSamples(path, 10).digest for path in paths]
-    assert digests[0] == digests[1] != digests[2]
-    assert TextSamples(paths[0], 11).digest != digests[0]
 
 
 def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
