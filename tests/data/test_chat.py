@@ -154,7 +154,6 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_pa
 
 @pytest.mark.parametrize(("turns", "segments"), [
     (["a", "b\n", "\nc"], ["a", "b\n\n", "c"]),
-    (["a\n", "\nb", "c"], ["a", "\n\nb", "c"]),
     (["a", "\n", "", "\n", "b"], ["a", "\n\n", "", "", "b"]),
 ])
 def test_a_token_that_crosses_a_border_is_the_answers(tmp_path, turns, segments):

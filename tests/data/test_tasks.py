@@ -175,7 +175,6 @@ GOOD = json.dumps(PIQA) + "\n"
 
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
-    ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
     ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
