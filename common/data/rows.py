@@ -67,7 +67,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict]]:
 def parse_object(line: bytes, place: str) -> dict:
     """A JSON object. Raises UserError naming `place` for anything but an object in UTF-8 JSON."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
@@ -76,6 +76,13 @@ def parse_object(line: bytes, place: str) -> dict:
         raise UserError(f"{place}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{place}: expected a JSON object, found {abbreviated(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"a column is given twice, found columns {[name for name, _ in pairs]}")
     return value
 
 

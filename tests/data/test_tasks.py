@@ -110,22 +110,47 @@ def test_lengths_are_checked_against_the_positions():
         tasks.check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
 
 
-def test_sets_are_read_from_the_hub(tmp_path, monkeypatch, capsys):
-    """A directory laid out as a repository there: with two configurations, as ARC's, and with the default."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    card, expected = ["---", "configs:"], {}
-    for task, configuration in (("arc_easy", "ARC-Easy"), ("arc_challenge", "ARC-Challenge"), ("piqa", None)):
-        monkeypatch.setitem(tasks.HUB, task, (str(tmp_path), configuration))
+def on_the_hub(task: str, row: dict) -> dict:
+    """A row of an original release in the columns and types of the hub."""
+    if task == "boolq":
+        return {"question": row["question"], "passage": row["passage"], "answer": row["label"]}
+    if task.startswith("arc"):
+        objects = row["question"]["choices"]
+        choices = {key: [choice[key] for choice in objects] for key in ("text", "label")}
+        question = row["question"]["stem"]
+        return {"id": "1", "question": question, "choices": choices, "answerKey": row["answerKey"]}
+    return row | {"source_id": "1"}
+
+
+def save_hub(home, rows: dict[str, list[dict]]) -> dict[str, tuple[str, str | None]]:
+    """Directories laid out as the hub's repositories are; returns the table of them in place of tasks.HUB."""
+    hub, cards = {}, {}
+    for task, (name, configuration) in tasks.HUB.items():
+        directory = home / name
+        files = directory / (configuration or "data")
+        files.mkdir(parents=True)
+        table = datasets.Dataset.from_list([on_the_hub(task, row) for row in rows[task]])
+        card = cards.setdefault(directory, ["---", "configs:"])  # ai2_arc holds two configurations
         card += [f"- config_name: {configuration or 'default'}", "  data_files:"]
         for split in ("train", "validation"):
-            path, rows = tmp_path / f"{task}-{split}.parquet", task_rows(6, seed=len(expected))[task]
-            datasets.Dataset.from_list(rows).to_parquet(path)
-            card += [f"  - split: {split}", f"    path: {path.name}"]
-            expected[task, split] = [example_from_row(task, row) for row in rows]
-    (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
+            table.to_parquet(files / f"{split}-00000-of-00001.parquet")
+            card += [f"  - split: {split}", f"    path: {files.name}/{split}-*"]
+        hub[task] = (str(directory), configuration)
+    for directory, card in cards.items():
+        (directory / "README.md").write_text("\n".join([*card, "---", ""]))
+    return hub
+
+
+def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypatch, capsys):
+    rows = task_rows(6, 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tasks, "HUB", save_hub(tmp_path, rows))
     capsys.readouterr()
-    for (task, split), examples in expected.items():
-        assert load_task(task, split, "hub") == (examples, f"hub:{tmp_path}")
+    for task in TASKS:
+        for split in ("train", "validation"):
+            examples, path = load_task(task, split, "hub")
+            assert examples == [example_from_row(task, row) for row in rows[task]]
+            assert path == f"hub:{tasks.HUB[task][0]}"
     assert "\r" not in capsys.readouterr().err  # no progress bar
 
 
@@ -175,6 +200,7 @@ GOOD = json.dumps(PIQA) + "\n"
 
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
+    ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
     ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
