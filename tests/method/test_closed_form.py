@@ -1,11 +1,13 @@
 """Closed-form merging by definition: exact where possible, a singular value decomposition elsewhere."""
 
+import importlib
 from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 
+from common.families import geometry
 from common.method import low_rank
 from common.method.closed_form import (
     RIDGE,
@@ -19,10 +21,12 @@ from common.method.closed_form import (
 from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, log_uniform, start_by_pairs
-from common.method.stats import LayerGrams, LayerStats, group_blocks, output_gram
+from common.method.stats import LayerGrams, LayerStats, group_blocks
 from conftest import tiny_model
 from students import merge_model
 from test_rope_merge import normal, rotations
+
+stage1 = importlib.import_module("01_calibrate")
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
@@ -34,30 +38,14 @@ def doubled(**options):
 
 @torch.no_grad()
 def statistics(model) -> list[LayerGrams]:
-    """Every layer's Grams on TOKENS, as stage 1 makes them."""
-    source_kv_heads, layers = model.config.num_key_value_heads, []
-    normed = hasattr(model.model.layers[0].self_attn, "k_norm")
-    for layer in model.model.layers:
-        stats = LayerStats(source_kv_heads, 8, head_norms=normed)
-        updates = {"q_proj": stats.update_queries, "k_proj": stats.update_keys, "v_proj": stats.update_values}
-        if normed:
-            updates["q_norm"] = updates.pop("q_proj")
-            layer.self_attn.k_norm.register_forward_hook(
-                lambda module, inputs, output, update=stats.update_normed_keys: update(
-                    *(keys.view(-1, source_kv_heads, 8) for keys in (*inputs, output))))
-        for name, update in updates.items():
-            def hook(module, inputs, output, update=update):
-                update(output.reshape(output.shape[0] * output.shape[1], -1, 8))
-
-            getattr(layer.self_attn, name).register_forward_hook(hook)
-        layers.append((stats, output_gram(layer.self_attn.o_proj.weight, source_kv_heads, 8)))
+    """Every layer's Grams on TOKENS, by stage 1."""
+    shape, nothing_sampled = geometry(model.config), torch.arange(0)
+    collectors = [stage1.Collector(layer, "", shape, nothing_sampled, "cpu") for layer in model.model.layers]
+    for collector in collectors:
+        collector.begin(0, 0)
     model.model(input_ids=TOKENS, use_cache=False)
-    for layer in model.model.layers:
-        for module in layer.self_attn.children():
-            module._forward_hooks.clear()
     frequencies = {"rope.frequencies": model.model.rotary_emb.inv_freq.double()}
-    return [LayerGrams(stats.tensors() | frequencies | {"output.gram": output}, source_kv_heads)
-            for stats, output in layers]
+    return [LayerGrams(collector.finish() | frequencies, shape.kv_heads) for collector in collectors]
 
 
 def grams_of(values, keys, queries, outputs) -> LayerGrams:

@@ -28,11 +28,6 @@ def heads() -> torch.Tensor:
     return correlated(1, H, noise=0.5)
 
 
-def best_pair_rotations(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x [n, d] with each RoPE pair rotated towards y (Eq. 14)."""
-    return x @ paper.key_rotation(y.T, x.T).T
-
-
 @pytest.mark.parametrize("criterion", ["cos", "dist"])
 def test_similarity_equals_direct_formulas(heads, criterion):
     chosen = to_unit(heads) if criterion == "cos" else heads
@@ -58,15 +53,10 @@ def value_gram(values: torch.Tensor) -> torch.Tensor:
     return torch.einsum("nia,njb->ijab", values, values)
 
 
-def complex_pairs(keys: torch.Tensor) -> torch.Tensor:
-    """The definition: z[p] = k[p] + i k[p + d/2] of keys [n, H, d]."""
-    half = keys.shape[-1] // 2
-    return keys[..., :half] + 1j * keys[..., half:]
-
-
 def complex_gram(keys: torch.Tensor) -> torch.Tensor:
-    """The definition: c[i, j, p] = sum_n conj(z_i[p]) z_j[p]."""
-    z = complex_pairs(keys)
+    """The definition: c[i, j, p] = sum_n conj(z_i[p]) z_j[p] with z[p] = k[p] + i k[p + d/2]."""
+    half = keys.shape[-1] // 2
+    z = keys[..., :half] + 1j * keys[..., half:]
     return torch.einsum("nip,njp->ijp", z.conj(), z)
 
 
@@ -156,11 +146,6 @@ def eye() -> torch.Tensor:
     return torch.eye(D, dtype=torch.float64).expand(H, D, D)
 
 
-def algorithm_1(shapes: list[torch.Tensor], rounds: int) -> list[torch.Tensor]:
-    """Generalized Procrustes of values [n, d] by the printed update, with Eq. 4's minimizer."""
-    return paper.algorithm_1(shapes, paper.minimizer, rounds, gain=-1)
-
-
 def rotated_values(values: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hab,nhb->nha", rotation, values)
 
@@ -181,7 +166,7 @@ def test_alignment_reaches_what_algorithm_1_reaches(kind, count):
     for seed in range(4):
         vectors = correlated(seed, count, noise=1 + seed)
         if kind == "values":
-            expected = algorithm_1(list(vectors.unbind(1)), 500)
+            expected = paper.algorithm_1(list(vectors.unbind(1)), paper.minimizer, rounds=500, gain=-1)
             ours = rotated_values(vectors, align_values(value_gram(vectors)))
         else:
             pairs = [paper.pairs(head.T).mT for head in vectors.unbind(1)]
@@ -190,25 +175,10 @@ def test_alignment_reaches_what_algorithm_1_reaches(kind, count):
         assert objective(ours.unbind(1)) > objective(expected) * (1 - 1e-4)
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_each_head_is_turned_towards_the_sum_of_the_others(count):
-    """A fixed point of the definition, by scipy: R minimizes |v_i R - sum_{j != i} v_j Q_j^T|."""
-    values = correlated(3, count, noise=2)
-    rotation = align_values(value_gram(values), tolerance=-1, sweeps=300)
-    rotated, moved = rotated_values(values, rotation), rotated_keys(values, align_keys(key_gram(values)))
-    for i in range(count):
-        others = rotated.sum(1) - rotated[:, i]
-        best, _ = scipy.linalg.orthogonal_procrustes(values[:, i].numpy(), others.numpy())
-        np.testing.assert_allclose(rotation[i].T.numpy(), best, atol=1e-6)
-        towards = best_pair_rotations(moved[:, i], moved.sum(1) - moved[:, i])
-        torch.testing.assert_close(moved[:, i], towards, rtol=0, atol=1e-4)
-    torch.testing.assert_close(rotation @ rotation.mT, eye()[:1].expand(count, D, D), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("rank", [D, 2])
+@pytest.mark.parametrize("rank", [D, 2, 0])
 def test_one_sweep_aligns_two_heads_to_their_optimum(rank, monkeypatch):
-    """sum_n <v_0, Q v_1> is then the nuclear norm of C[0, 1]: in 40 draws, also of vectors of low rank. Keys
-    start there, before any sweep: sum_n Re(conj(u_0 z_0) u_1 z_1) is |c[0, 1]|.
+    """sum_n <v_0, Q v_1> is then the nuclear norm of C[0, 1]: in 40 draws, also of vectors of low rank and of
+    zeros. Keys start there, before any sweep: sum_n Re(conj(u_0 z_0) u_1 z_1) is |c[0, 1]|.
     """
     generator = torch.Generator().manual_seed(2)
     coordinates = torch.randn(40, 2, N, rank, generator=generator, dtype=torch.float64)
@@ -262,19 +232,6 @@ def test_both_starts_are_near_the_end_and_the_better_end_is_kept():
     assert better == {0, 1}
 
 
-@pytest.mark.parametrize("silent", [[1], [0], [0, 2], [0, 1, 2, 3]])
-def test_heads_without_values_or_of_low_rank_leave_the_others_alone(heads, silent):
-    values, rest = heads.clone(), [head for head in range(H) if head not in silent]
-    values[:, silent] = 0
-    values[:, :, 5:] = 0  # of rank 5
-    rotation = align_values(value_gram(values))
-    torch.testing.assert_close(rotation @ rotation.mT, eye(), rtol=0, atol=1e-12)
-    if rest:
-        alone = rotated_values(values[:, rest], align_values(value_gram(values[:, rest])))
-        together = rotated_values(values, rotation)
-        assert objective(together.unbind(1)) == pytest.approx(objective(alone.unbind(1)), rel=1e-3)
-
-
 def test_key_rotation_is_orthogonal_never_a_reflection_and_commutes_with_rope(heads):
     rotation = align_keys(key_gram(heads)[None])[0]
     matrix = rotate_pairs(eye(), rotation)  # the d x d map of each head
@@ -307,27 +264,13 @@ def test_similarity_of_pairs_that_only_flip_is_the_real_part(heads):
     torch.testing.assert_close(after, best.sum(-1) / N, rtol=0, atol=1e-12)
 
 
-def test_signs_are_the_best_of_all_in_nearly_all_groups():
-    """Of 100, as tried one by one; from one start alone in 78 %. No single flip improves any."""
-    gram = torch.randn(100, 6, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    gram = gram + gram.transpose(1, 2)
-    signs = best_phases(gram)
-    assert (signs.abs() == 1).all() and (signs[:, 0] == 1).all()
-    pull = torch.einsum("gijp,gjp->gip", gram, signs) - torch.einsum("giip,gip->gip", gram, signs)
-    assert (signs * pull >= 0).all()  # flipping head i changes the sum by -4 s_i pull_i
-    trials = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 6)
-    best = torch.einsum("ti,gijp,tj->gpt", trials, gram, trials).amax(-1)
-    reached = torch.einsum("gip,gijp,gjp->gp", signs, gram, signs)
-    assert (reached > best - 1e-9).double().mean() > 0.95
-
-
 def test_phases_are_the_best_of_many_starts_in_nearly_all_groups():
     """Of 20 random ones; the phases from one head alone are in 83 %."""
     generator = torch.Generator().manual_seed(6)
-    gram = torch.randn(100, 10, 10, 4, dtype=torch.complex128, generator=generator)
+    gram = torch.randn(25, 10, 10, 4, dtype=torch.complex128, generator=generator)
     gram = gram + gram.transpose(1, 2).conj()
     between = gram * (1 - torch.eye(10, dtype=torch.float64))[..., None]
-    trials = torch.randn(20, 100, 10, 4, dtype=torch.complex128, generator=generator)
+    trials = torch.randn(20, 25, 10, 4, dtype=torch.complex128, generator=generator)
     for _ in range(40):
         for head in range(10):
             pull = torch.einsum("gjp,tgjp->tgp", between[:, head], trials)

@@ -1,5 +1,5 @@
 """The output refit against numpy's least squares, on layers of one linear map; the attention refit against
-plain training of a whole decoder layer; Muon against singular value decompositions and torch's own."""
+plain training of a whole decoder layer; Muon against torch's own."""
 
 import math
 from collections import defaultdict
@@ -12,7 +12,7 @@ from torch import nn
 
 from common.layers import run_layer
 from common.method import refit
-from common.method.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit, orthogonalized
+from common.method.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
 from conftest import tiny_model
 from students import merge_model
 
@@ -211,7 +211,7 @@ def trained(monkeypatch, tokens=TOKENS, options=FAMILIES[0], **constants):
 
 @pytest.mark.parametrize("options", FAMILIES[:2])
 def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options):
-    """On the sequences that are not held out, in the order of a seeded permutation per epoch."""
+    """On the five sequences that are not held out, in the order of a seeded permutation per epoch."""
     model, student, merged = trained(monkeypatch, options=options, EPOCHS=2)
     outputs = []
     for each in (model, student):
@@ -246,16 +246,6 @@ def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options)
                                    rtol=1e-3, atol=1e-4, msg=name)  # training amplifies rounding
 
 
-def test_held_out_text_is_never_trained_on(monkeypatch):
-    changed = torch.cat((TOKENS[:5], TOKENS[5:].flip(1)))
-    _, start, merged = trained(monkeypatch)
-    _, _, other = trained(monkeypatch, changed)
-    for name, parameter in merged.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
-    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight,
-                           start.model.layers[0].self_attn.q_proj.weight)
-
-
 def test_the_epoch_of_the_least_held_out_error_is_kept(monkeypatch):
     """Errors of 0.5, 0.3, 0.4 and 0.3 after the epochs: the second stays."""
     errors = iter([0.5, 0.3, 0.4, 0.3])
@@ -275,24 +265,13 @@ def test_the_epoch_of_the_least_held_out_error_is_kept(monkeypatch):
     assert len(states) == 4 and [torch.equal(kept, state) for state in states] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 40, 8), (3, 16, 16)])
-def test_singular_values_become_one_and_directions_stay(shape):
-    """Of heads of any size, each by itself."""
-    heads = normal(*shape).float() * torch.tensor([1e-4, 1.0, 1e4]).view(3, 1, 1)
-    for head, result in zip(heads.numpy(), orthogonalized(heads).numpy(), strict=True):
-        U, S, Vt = np.linalg.svd(head, full_matrices=False)
-        middle = U.T @ result @ Vt.T
-        values = np.diagonal(middle)[S > 0.01 * S[0]]
-        assert 0.65 < values.min() and values.max() < 1.25
-        np.testing.assert_allclose(middle, np.diag(np.diagonal(middle)), atol=1e-4)
-        np.testing.assert_allclose(U @ middle @ Vt, result, atol=1e-4)  # nothing outside of its spaces
-    assert not orthogonalized(0 * heads).any()
-
-
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("shape", [(24, 40), (160, 5)])
 def test_each_head_takes_the_step_of_torchs_muon(shape, columns):
-    """Twenty steps, head by head; torch's multiplies in bfloat16, which loses 2^-8 a product."""
+    """Twenty steps, head by head; torch's multiplies in bfloat16, which loses 2^-8 a product.
+
+    The first head, whose gradients are zero, stays.
+    """
     weight = torch.nn.Parameter(normal(*(shape[::-1] if columns else shape)).float())
     start = weight.detach().clone()
     heads = [torch.nn.Parameter(head.detach().clone()) for head in weight.split(8, dim=int(columns))]
@@ -301,6 +280,7 @@ def test_each_head_takes_the_step_of_torchs_muon(shape, columns):
     torchs = torch.optim.Muon(heads, lr=0.1, momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw")
     for step in range(20):
         weight.grad = normal(*weight.shape, seed=step + 1).float()
+        weight.grad.split(8, dim=int(columns))[0].zero_()
         for head, gradient in zip(heads, weight.grad.split(8, dim=int(columns)), strict=True):
             head.grad = gradient.clone()
         ours.step()

@@ -1,4 +1,4 @@
-"""The masks of the authors' code: their distribution by integration, their rules number by number."""
+"""The masks of the authors' code: against transcriptions of it, their rules number by number."""
 
 import math
 
@@ -7,25 +7,24 @@ import torch
 
 from common.method import masks, released_masks
 from common.training import students
-from common.training.packing import build_row
 from common.training.students import Rates, ReleasedMasks
-from pipelines.audit_training import pulled
-from students import SAMPLES, distillation_terms, masked_student, rates, run_masked_step, tiny_trainee
+from pipelines.audit_training import pulled, released, released_size
+from students import masked_student, rates
 
 
-def mask(log_alpha: float, u: float) -> float:
-    """z as the released code computes it: 1/3 divides log alpha alone."""
-    gate = 1 / (1 + math.exp(-(math.log(u / (1 - u)) + log_alpha / (1 / 3))))
-    return min(1.0, max(0.0, (gate - 0.5) * 1.005 + 0.5))
-
-
-def test_masks_for_given_noise():
-    log_alpha = torch.linspace(-3, 3, 50)
-    u = 0.4 + 0.2 * torch.rand(50, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
-    expected = [mask(*pair) for pair in zip(log_alpha.tolist(), u.tolist(), strict=True)]
-    torch.testing.assert_close(released_masks.draw(log_alpha, seed=3, step=7), torch.tensor(expected))
-    without_noise = [mask(value, 0.5) for value in log_alpha.tolist()]
-    torch.testing.assert_close(released_masks.deterministic(log_alpha), torch.tensor(without_noise))
+def test_masks_their_sizes_and_their_gradients_as_released():
+    """Samples with a step's noise, masks without noise, and sizes; the clip of masks is straight-through."""
+    log_alpha = torch.linspace(-9, 9, 91, dtype=torch.float64, requires_grad=True)
+    u = torch.rand(91, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
+    slopes = 2 * torch.randn(91, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in (
+        (released_masks.draw(log_alpha, seed=3, step=7), released(u, log_alpha)),
+        (released_masks.deterministic(log_alpha), released(torch.full_like(u, 0.5), log_alpha)),
+        (released_masks.expected(log_alpha), released_size(log_alpha)),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-7)  # the noise is in float32
+        gradients = (torch.autograd.grad(side, log_alpha, slopes)[0] for side in (ours, theirs))
+        torch.testing.assert_close(*gradients, rtol=0, atol=5e-6)
 
 
 def test_masks_start_at_one_in_a_random_order():
@@ -34,30 +33,6 @@ def test_masks_start_at_one_in_a_random_order():
     assert (float(start.mean()), float(start.std())) == pytest.approx((2.0, 0.1), abs=5e-3)
     assert torch.equal(start, released_masks.start((500, 40), seed=1))
     assert not torch.equal(start, released_masks.start((500, 40), seed=2))
-
-
-def test_the_clip_is_straight_through():
-    """Masks at 0 and 1 have the gradient of the stretched sigmoid; dL/dz is clamped to +-1."""
-    for value, log_alpha in ((1.0, 2.5), (0.0, -2.5), (0.5, 0.0)):
-        leaf = torch.tensor([log_alpha], requires_grad=True)
-        z = released_masks.deterministic(leaf)
-        assert float(z.detach()) == value
-        gate = 1 / (1 + math.exp(-3 * log_alpha))
-        for gradient, clamped in ((0.5, 0.5), (-0.25, -0.25), (7.0, 1.0), (-7.0, -1.0)):
-            (slope,) = torch.autograd.grad(z, leaf, torch.tensor([gradient]), retain_graph=True)
-            assert float(slope) == pytest.approx(clamped * 1.005 * 3 * gate * (1 - gate), rel=1e-4)
-
-
-def test_expected_size():
-    """sigmoid(log alpha / T + T logit(0.995)), T = 1/3."""
-    log_alpha = torch.linspace(-4, 4, 9)
-    expected = [1 / (1 + math.exp(-3 * value - math.log(199) / 3)) for value in log_alpha.tolist()]
-    torch.testing.assert_close(released_masks.expected(log_alpha), torch.tensor(expected))
-    ends = torch.tensor([-9.0, 9.0], requires_grad=True)
-    sizes = released_masks.expected(ends)
-    sizes.sum().backward()
-    assert (sizes - torch.tensor([0, 1])).abs().tolist() == pytest.approx([1e-6, 1e-6], rel=0.1)
-    assert not ends.grad.any()
 
 
 @pytest.mark.parametrize("goal", [1.0, 0.75, 0.3, 0.0])
@@ -133,17 +108,16 @@ def transcription(start: list[float], slopes: list[float]) -> list[list[float]]:
 
 
 def trained(start: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """log_alpha after each step, by common/method/released_masks.py, in float64."""
-    log_alpha, size, passed = start.clone().requires_grad_(), torch.ones((), dtype=torch.float64), []
+    """log_alpha after each step, by ReleasedMasks, in float64."""
+    log_alpha, size = start.clone().requires_grad_(), torch.ones((), dtype=torch.float64)
+    held, passed = ReleasedMasks({"log_alpha": log_alpha, "mask_size": size}, STEPS, seed=9), []
     optimizer = torch.optim.AdamW([log_alpha], lr=1e-2, **ReleasedMasks.ADAM)
     for step in range(MASKED):
-        goal, next_goal = masks.target(step, STEPS), masks.target(step + 1, STEPS)
-        copy = released_masks.pulled(log_alpha, size, goal, step / MASKED)
-        l0 = masks.l0_loss(released_masks.expected(copy).mean(), goal)
-        ((released_masks.draw(copy, 9, step) * slopes).sum() + l0).backward()
+        loss = (held.draw(step) * slopes).sum()
+        (loss + masks.l0_loss(held.expected().mean(), held.target(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        size = released_masks.settle(log_alpha, copy, next_goal, (step + 1) / MASKED)
+        held.settle(step)
         passed.append(log_alpha.detach().clone())
     return torch.stack(passed)
 
@@ -167,38 +141,6 @@ def test_masks_follow_the_target_without_any_gradient():
         size = released_masks.settle(log_alpha, copy, next_goal, (step + 1) / masked)
     assert max(behind) == pytest.approx(0.117, abs=0.005)
     assert float(released_masks.deterministic(copy).max()) < 0.01
-
-
-def test_a_step_pulls_draws_and_settles(group_of_one):
-    """The gradient is Eq. 31's at the pulled copy; the update is of log_alpha, and averaged with the copy."""
-    start = released_masks.start((3, 8), seed=4) - 2  # about 0, between open and closed
-    student, teacher = masked_student(start, {"mask_size": torch.tensor(0.5)}), tiny_trainee(2)
-    rows, step = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))], 20
-    trained_masks = ReleasedMasks(student.replicated, 100, seed=5)
-    figures = run_masked_step(trained_masks, student, step, rows, l0_weight=0.3)
-
-    goal = 1 - 20 / 30
-    copy = released_masks.pulled(start, torch.tensor(0.5), goal, 20 / 80)
-    assert torch.equal(trained_masks.current.detach(), copy) and not torch.equal(copy, start)
-    reference = masked_student(copy)
-    log_alpha = reference.replicated["log_alpha"]
-    drawn = released_masks.draw(log_alpha, 5, step)
-    masks.set_masks(reference.net, drawn)
-    gap = released_masks.expected(log_alpha).mean() - goal
-    (sum(distillation_terms(reference, teacher).values()) + 0.3 * (gap.abs() + gap**2)).backward()
-    torch.testing.assert_close(trained_masks.log_alpha.grad, log_alpha.grad, rtol=1e-3, atol=1e-6)
-    assert figures["mask_mean"] == pytest.approx(float(drawn.detach().mean()), rel=1e-5)
-    torch.testing.assert_close(figures["mask_mean_per_layer"].float(), drawn.detach().mean(1),
-                               rtol=0, atol=1e-5)
-
-    moved = start.clone()  # the step has settled it, after an update of zero
-    size = released_masks.settle(moved, copy, 1 - 21 / 30, 21 / 80)
-    torch.testing.assert_close(trained_masks.log_alpha.detach(), moved)
-    torch.testing.assert_close(student.replicated["mask_size"].detach(), size)
-    settled = released_masks.deterministic(moved)
-    for index, _, projections in masks.blended_projections(student.net):
-        for projection in projections:  # as a held-out measurement finds them
-            torch.testing.assert_close(projection.z, settled[index])
 
 
 def test_their_start_and_their_adam():

@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.families import FAMILIES
-from common.method.rope import free_pairs, rotate_pairs, to_complex, unit_phase
+from common.method.rope import free_pairs, rotate_pairs, to_complex
 from conftest import tiny_model
 
 
@@ -31,12 +31,6 @@ def test_rotate_pairs_is_complex_multiplication():
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
     torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
-
-
-def test_unit_phase_of_zero_is_one():
-    number = torch.polar(torch.tensor([2.0, 0.0, 1e-30]).double(), torch.tensor([1.0, 0.0, 2.0]).double())
-    expected = torch.polar(torch.ones(3).double(), torch.tensor([1.0, 0.0, 2.0]).double())
-    torch.testing.assert_close(unit_phase(number), expected)
 
 
 def test_only_qwen3_norms_heads():
