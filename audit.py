@@ -48,6 +48,7 @@ SMALL = 2e7  # layers x (heads x head_dim)^2 of models whose layers take less th
 
 HEADER = "equation", "as printed", "what the stages computed", "difference", "allowed", "ok"
 
+
 class Row(NamedTuple):
     equation: str
     printed: str = "-"

@@ -20,7 +20,7 @@ from common.method.rope_merge import (
     merge_rope_keys,
     start_by_pairs,
 )
-from common.method.stats import LayerGrams, group_blocks
+from common.method.stats import LayerGrams, group_blocks, stack_heads
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as well
@@ -94,8 +94,8 @@ def before_norms(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rota
     Other arguments: as for closed_form_layer.
     """
     heads, rotation, gram = grams.source_kv_heads, to_matrix(key_rotation), grams.normed() / grams.tokens
-    source, cross = (rotated(group_blocks(gram[rows, heads:], groups), rotation).transpose(2, 3).flatten(3)
-                     .flatten(1, 2) for rows in (slice(heads, None), slice(heads)))  # [G, D d, D d]
+    source, cross = (stack_heads(rotated(group_blocks(gram[rows, heads:], groups), rotation))
+                     for rows in (slice(heads, None), slice(heads)))
     energies, products = (torch.diagonal(matrix, dim1=-2, dim2=-1) for matrix in (source, cross))
     target = merge.key_in.transpose(1, 2).flatten(2)
     combine = target * share(products, energies)[:, None]  # each coordinate by itself

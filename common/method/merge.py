@@ -56,20 +56,16 @@ def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
 @torch.no_grad()
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
-    groups, members, size, _ = merge.value_in.shape
+    _, members, size, _ = merge.value_in.shape
     repeats, device = attention.num_key_value_groups, attention.o_proj.weight.device
-
-    def per_kv_head(parts):  # [G, D, ...] -> [G * D, ...]
-        return parts.flatten(0, 1).to(device)
-
-    def per_query_head(parts):  # [G, D, ...] -> [query heads, ...]
-        return per_kv_head(parts).repeat_interleave(repeats, 0)
+    maps = merge.value_in, merge.key_in, merge.value_out, merge.key_out.mT
+    value_in, key_in, *outs = (part.flatten(0, 1).to(device) for part in maps)  # [G * D, d, d]
+    value_out, key_out = (part.repeat_interleave(repeats, 0) for part in outs)  # [query heads, d, d]
 
     def group_sum(blocks):  # [G * D, d, n] -> [G, d, n]
-        return blocks.view(groups, members, *blocks.shape[1:]).sum(1)
+        return blocks.unflatten(0, (-1, members)).sum(1)
 
     parameters, merged = head_parameters(attention), {}
-    key_in, key_out = per_kv_head(merge.key_in), per_query_head(merge.key_out.mT)
     single = family(attention.config).norm == "head"  # one norm, which the heads share
     norms = {name[0]: head_rows(parameters[name], size) for name in parameters if "_norm." in name}
     if single:
@@ -81,25 +77,23 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
         elif projection == "k_proj":
             merged[name] = group_sum(key_in @ (norms.get("k", 1) * head_rows(parameter, size)))
         elif projection == "v_proj":
-            merged[name] = group_sum(per_kv_head(merge.value_in) @ head_rows(parameter, size))
+            merged[name] = group_sum(value_in @ head_rows(parameter, size))
         elif name == "o_proj.weight":
-            columns = head_columns(parameter, size)
-            merged[name] = torch.einsum("oia,iab->oib", columns, per_query_head(merge.value_out))
+            merged[name] = torch.einsum("oia,iab->oib", head_columns(parameter, size), value_out)
     if norms:
         variance = (merge.key_variance[:, None].to(device) if single
                     else group_sum(key_in.square() @ norms["k"].square()))
         behind_norm(merged, "k", variance, merge.key_energy)
-        spread = (key_out.square() @ norms["q"].square()).view(groups * members, repeats, size, 1)
-        spread, energy = spread.mean(1).repeat_interleave(repeats, 0), merge.query_energy
-        spread = spread.mean(0) if single else spread
-        behind_norm(merged, "q", spread, None if energy is None else per_query_head(energy) / repeats)
-        if energy is None:
-            merged = {name: blocks for name, blocks in merged.items() if name[0] != "q"}
-    for name, blocks in merged.items():
-        parameter = parameters[name]
-        rows = (len(parameter),) if name == "o_proj.weight" else (-1,)
-        merged[name] = blocks.reshape(*rows, *parameter.shape[1:]).to(parameter.dtype)
-    return as_stored(attention, merged)
+    if norms and merge.query_energy is not None:
+        variance = (key_out.square() @ norms["q"].square()).unflatten(0, (-1, repeats)).mean(1)
+        variance = variance.repeat_interleave(repeats, 0)
+        energy = merge.query_energy.flatten(0, 1).to(device).repeat_interleave(repeats, 0) / repeats
+        behind_norm(merged, "q", variance.mean(0) if single else variance, energy)
+    elif norms:
+        merged = {name: blocks for name, blocks in merged.items() if name[0] != "q"}
+    stored = {name: blocks.reshape(-1, *parameters[name].shape[1:]).to(parameters[name].dtype)
+              for name, blocks in merged.items()}
+    return as_stored(attention, stored)
 
 
 def behind_norm(merged: dict, letter: str, variance: torch.Tensor, energy: torch.Tensor | None) -> None:

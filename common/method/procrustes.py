@@ -234,10 +234,7 @@ def key_overlap(gram: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 def within_group_cosine(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
                         key_rotation: torch.Tensor) -> dict[str, float]:
-    """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u.
-
-    Returns key_before, key_after, value_before and value_after.
-    """
+    """Mean cosine (Eq. 2, 3) over pairs of heads within groups, before and after rotation by Q and u."""
     value, key = group_blocks(grams.value("unit"), groups), group_blocks(grams.key("unit"), groups)
     overlaps = {
         "key_before": key.real.sum(-1),

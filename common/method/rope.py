@@ -63,10 +63,9 @@ def free_pairs(attention) -> torch.Tensor:
     norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
     which exchange those of a pair, are exact, too.
     """
-    if family(attention.config).norm == "joint":
-        return torch.zeros(attention.head_dim // 2, dtype=torch.bool)
-    if family(attention.config).norm != "head":
-        return torch.ones(attention.head_dim // 2, dtype=torch.bool)
+    norm = family(attention.config).norm
+    if norm != "head":
+        return torch.full((attention.head_dim // 2,), norm != "joint")
     a, b = attention.q_norm.weight.detach().double().cpu().chunk(2)
     c, e = attention.k_norm.weight.detach().double().cpu().chunk(2)
     return (a * c == b * e) & (a * e == b * c)

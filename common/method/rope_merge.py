@@ -21,6 +21,7 @@ import torch
 
 from common.method.low_rank import key_weights, merge_keys, merge_values
 from common.method.rope import pair_products, to_complex, to_matrix, unit_phase
+from common.method.stats import stack_heads
 
 ROUNDS = 8  # of the alternation; later ones gain about a percent
 STRATA = 40  # of the distribution of distances
@@ -96,7 +97,7 @@ class KeyFit:
         groups, members, _, size, _ = gram.shape
         self.gram, self.mean, self.query, self.turns = gram, mean, query, turns
         self.shape = groups, members, size
-        stacked = gram.transpose(2, 3).reshape(groups, members * size, members * size)
+        stacked = stack_heads(gram)
         noise, dead = NOISE * mean_diagonal(stacked), (stacked == 0).all(-1).all(-1)[:, None, None]
         self.stacked = stacked + noise.where(~dead, 0) * identity_like(stacked)  # K
         energy = self.stacked.view(groups, members, size, members, size)

@@ -108,6 +108,11 @@ def group_blocks(gram: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return gram[groups[:, :, None], groups[:, None, :]]
 
 
+def stack_heads(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks C [G, D, D, d, d] -> the Gram of the groups' stacked heads, [G, D d, D d]."""
+    return blocks.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
 class LayerStats:
     """Running sums for one layer: products within a batch in float32, sums over batches in float64."""
 
