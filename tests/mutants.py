@@ -4,9 +4,9 @@
 
 A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
 in a scratch copy of the repository. It is caught if a test fails, or takes too long, of any row that names
-the definition. Survivors are printed as {old => new}. The command fails if tests/equivalents.txt does not say
-why no test can notice one, or if tests fail without a change. Every run of tests is a fork of this process,
-which has imported tests/packages.txt, and none of the project's modules.
+the definition, or else its file. Survivors are printed as {old => new}. The command fails if
+tests/equivalents.txt does not say why no test can notice one, or if tests fail without a change. Every run of
+tests is a fork of this process, which has imported tests/packages.txt, and none of the project's modules.
 """
 
 import argparse
@@ -80,15 +80,22 @@ def rows() -> list[tuple[str, list[tuple[str, str]], list[str]]]:
 
 
 def mutants() -> list[Trial]:
-    """Every change of every definition that a row names, with all rows that name it and their tests."""
-    found = {}
+    """Every change of every definition that a row names, with all rows that name it.
+
+    The tests are first those of these rows, then those of all rows that name the file.
+    """
+    found, of_file = {}, collections.defaultdict(list)
     for row, definitions, tests in rows():
+        for file in {file for file, _ in definitions}:
+            of_file[file] += tests
         for file, name in definitions:
             source = (ROOT / file).read_bytes()
             for edit in edits(source, name.split(".")[-1]) if file.endswith(".py") else ():
                 mutant = found.setdefault((file, *edit), Trial((), (), name, file, source, *edit))
                 mutant.rows = (*dict.fromkeys((*mutant.rows, row)),)
                 mutant.tests = (*dict.fromkeys((*mutant.tests, *tests)),)
+    for mutant in found.values():
+        mutant.tests = (*dict.fromkeys((*mutant.tests, *of_file[mutant.file])),)
     return list(found.values())
 
 
@@ -152,11 +159,11 @@ def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
             copy = f"git ls-files -coz --exclude-standard | tar -c --null -T - | tar -x -C {slot}"
             subprocess.run(copy, shell=True, cwd=ROOT, check=True)
             trees.put(slot)
-        plain = {tests: Trial(tests) for tests in {trial.tests: None for trial in chosen}}
+        plain = {frozenset(trial.tests): Trial(trial.tests) for trial in chosen}
         yield from pool.map(lambda trial: run_trial(trial, trees), plain.values())
-        able = [trial for trial in chosen if plain[trial.tests].verdict == "survived"]
+        able = [trial for trial in chosen if plain[frozenset(trial.tests)].verdict == "survived"]
         for trial in able:
-            trial.limit = max(LIMIT, SLOWER * plain[trial.tests].seconds)
+            trial.limit = max(LIMIT, SLOWER * plain[frozenset(trial.tests)].seconds)
         yield from pool.map(lambda trial: run_trial(trial, trees), able)
 
 
