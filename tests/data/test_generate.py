@@ -27,7 +27,7 @@ def logits_of(model, rows: np.ndarray) -> torch.Tensor:
 
 
 def test_sampled_frequencies_are_the_softmax():
-    model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
+    model, n = tiny_model(num_hidden_layers=1, vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
     tokens = generate.sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
     assert tokens.dtype == np.int32 and (tokens[:, :2] == [3, 7]).all()
     expected = n * logits_of(model, tokens[:1, :2])[0, -1].softmax(-1).numpy()
@@ -139,12 +139,12 @@ def origin(model: str, home, **changes) -> Origin:
     return Origin(model, str(home), "cpu", **changes)
 
 
-@pytest.mark.parametrize("chats", [False, True])
-def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats):
+@pytest.mark.parametrize(("chats", "length"), [(False, 30), (True, 60)])
+def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats, length):
     monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
-    arguments = {"sequences": 5, "length": 60, "chats": chats}
+    arguments = {"sequences": 5, "length": length, "chats": chats}
     expected = generated("generated", origin(model, tmp_path / "a"), **arguments)
-    assert expected.shape == (5, 60) and len(np.unique(expected[:, -20:], axis=0)) == 5
+    assert expected.shape == (5, length) and len(np.unique(expected[:, -20:], axis=0)) == 5
     assert (generated("generated", origin(model, tmp_path / "b"), **arguments) == expected).all()
 
     calls, through = [], generate.sample
@@ -160,7 +160,7 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
         generated("generated", origin(model, tmp_path / "c"), **arguments)
     assert (generated("generated", origin(model, tmp_path / "c"), **arguments) == expected).all()
     assert len(calls) == 4  # three pieces, and the killed one again
-    assert generated("generated", origin(model, tmp_path / "c"), **arguments).shape == (5, 60)
+    assert generated("generated", origin(model, tmp_path / "c"), **arguments).shape == (5, length)
     assert len(calls) == 4
 
     for rank in (1, 0):  # as ranks without the others: the last one finds all pieces
