@@ -35,7 +35,7 @@ from common.calibration import Calibration
 from common.cli import UserError, positive, run_stage, stage_parser
 from common.data.text import load_tokens
 from common.evaluate import mean_kl
-from common.families import check_kv_heads, key_context
+from common.families import allowed_kv_heads, check_kv_heads, key_context
 from common.files import write_directory
 from common.layers import Layers, run_layer
 from common.method.closed_form import key_fit, merging_loss
@@ -71,8 +71,6 @@ def parse():
          help="groups of least energy lost, or those of search with its head counts")
     flag("--counts", choices=("measured", "search", "uniform"), default="measured",
          help="heads that each layer keeps")
-    flag("--ladder", type=positive, nargs="+", metavar="N",
-         help="measured: numbers of heads to choose from (default: all divisors)")
     flag("--sequences", type=positive, default=32, help="training sequences to measure on")
     flag("--refit", choices=("output", "attention"), help="as --refit of 04_align.py")
     flag("--refit-sequences", type=positive, default=128, help="to refit on, of training text")
@@ -107,13 +105,13 @@ def energy_losses(grams: LayerGrams, context: int) -> dict[str, np.ndarray]:
     return {"key": (merging_loss(grams, context) - value).numpy(), "value": value.numpy()}
 
 
-def energy_groups(losses: list[np.ndarray], counts: list[int], seed: int = 0) -> list[list[list[int]]]:
+def energy_groups(losses: list[np.ndarray], counts: list[int]) -> list[list[list[int]]]:
     """Groups of least loss for each layer. losses: of each layer [H, H]; counts: its number of groups."""
     groups = [None] * len(counts)
     for count in set(counts):  # all layers with as many groups at once
         layers = [index for index, number in enumerate(counts) if number == count]
         similarity = -np.stack([losses[index] for index in layers])
-        for index, chosen in zip(layers, anneal(similarity, count, RESTARTS, SWAPS, seed), strict=True):
+        for index, chosen in zip(layers, anneal(similarity, count, RESTARTS, SWAPS, seed=0), strict=True):
             groups[index] = chosen.tolist()
     return groups
 
@@ -177,7 +175,7 @@ class Source:
 def cheapest_counts(costs: list[dict[int, float]], total: int) -> list[int]:
     """One number of heads from each of `costs` (number -> cost), of sum `total` and least total cost.
 
-    Exact, by dynamic programming over the sum so far. Raises UserError if no numbers sum to the total.
+    Exact, by dynamic programming over the sum so far.
     """
     best = {0: (0.0, [])}
     for choices in costs:
@@ -187,19 +185,17 @@ def cheapest_counts(costs: list[dict[int, float]], total: int) -> list[int]:
                 candidate = cost + more, [*chosen, heads]
                 following[so_far + heads] = min(following.get(so_far + heads, candidate), candidate)
         best = following
-    if total not in best:
-        raise UserError(f"--ladder: expected numbers of heads that sum to {total}, found {list(costs[0])}")
     return best[total][1]
 
 
-def measure_counts(source: Source, losses: dict, ladder: list[int], total: int, tokens) -> tuple[dict, dict]:
+def measure_counts(source: Source, losses: dict, total: int, tokens) -> tuple[dict, dict]:
     """Head counts of least measured KL, by kind, and the KL with each layer's keys or values merged alone.
 
     The latter: kind -> layer -> heads -> nats per token.
     """
     logits, layers = all_logits(source.layers.model, tokens), range(source.config.num_hidden_layers)
     costs = {kind: [{len(source.single): 0.0} for _ in layers] for kind in KINDS}
-    merges = [heads for heads in ladder if heads < len(source.single)]
+    merges = allowed_kv_heads(len(source.single))
     for kind, heads in Progress(list(itertools.product(KINDS, merges)), desc="measuring", unit="merge"):
         for index, groups in enumerate(energy_groups(losses[kind], [heads] * len(layers))):
             alone = {kind: [source.single] * len(layers) for kind in KINDS}
@@ -220,10 +216,7 @@ def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> t
     losses = {kind: [loss[kind] for loss in by_layer] for kind in KINDS}
     counts, figures = {kind: [kv_heads] * layers for kind in KINDS}, {}
     if args.counts == "measured":
-        ladder = args.ladder or [number for number in range(1, heads + 1) if heads % number == 0]
-        if any(heads % number for number in ladder):
-            raise UserError(f"--ladder: expected divisors of {heads} heads, found {ladder}")
-        counts, costs = measure_counts(source, losses, sorted(ladder), 2 * kv_heads * layers, tokens)
+        counts, costs = measure_counts(source, losses, 2 * kv_heads * layers, tokens)
         figures = {"measured_kl": costs}
     elif args.counts == "search":
         counts = {kind: search["summary"][kind]["heads"] for kind in KINDS}
