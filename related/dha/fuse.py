@@ -34,9 +34,6 @@ from common.training.metrics import read_metrics
 from related.dha import fusion, grouping, training
 from related.dha.records import FUSE, SEARCH, read
 
-# flags that a resumed fusion repeats
-SETTINGS = ("steps", "margin_steps", "check_steps", "operator_lr", "lambda_lr")
-
 
 def parse():
     parser = stage_parser(__doc__)
@@ -127,10 +124,10 @@ def fuse(args, started, ranks) -> bool:
 
     schedule = training.make_schedule(data, args.steps, args, margin_steps=args.margin_steps,
                                       check_steps=args.check_steps)
-    settings = data | {"search": digest(source), "warmup": schedule.warmup}
-    settings |= {name: getattr(args, name) for name in SETTINGS}
-    rates = data["lr"], args.operator_lr, args.lambda_lr
-    job = training.begin(directory, settings, source, ranks, rates, groups, args.force)
+    settings = data | {"search": digest(source), "warmup": schedule.warmup, "steps": args.steps,
+                       "margin_steps": args.margin_steps, "check_steps": args.check_steps,
+                       "operator_lr": args.operator_lr, "lambda_lr": args.lambda_lr}
+    job = training.begin(directory, settings, source, ranks, groups, args.force)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
         finish(args, started, search, training.as_tokens(heldout), unchanged)

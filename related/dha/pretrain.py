@@ -93,7 +93,7 @@ def pretrain(args, started, ranks) -> bool:
               "steps")
     settings = data | {"start": fingerprint(start), "batch": schedule.batch, "steps": schedule.steps,
                        "warmup": schedule.warmup}
-    job = training.begin(directory, settings, start, ranks, (data["lr"],), force=args.force)
+    job = training.begin(directory, settings, start, ranks, force=args.force)
     if not training.train(job, schedule, samples, heldout):
         return False
     loss = training.heldout_loss(job, schedule, heldout)

@@ -195,8 +195,7 @@ def search(args, started, ranks) -> bool:
     schedule = training.make_schedule(data, args.steps, args)
     settings = data | {"model": model["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr,
                        "warmup": schedule.warmup}
-    rates = args.lr, args.operator_lr
-    job = training.begin(directory, settings, path, ranks, rates, whole, args.force)
+    job = training.begin(directory, settings, path, ranks, whole, args.force)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
         finish(args, started, model, summary)

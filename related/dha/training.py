@@ -154,20 +154,20 @@ def operators_in(trainee) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in trainee.replicated.items() if name != MULTIPLIER}
 
 
-def make_optimizer(trainee, lr: float, operator_lr: float = 0.0, multiplier_lr: float = 0.0):
+def make_optimizer(trainee, settings: dict):
     """AdamW: descent on the weights and the operators, ascent on lambda, as far as the trainee has them."""
-    ascent = {"initial_lr": multiplier_lr, "maximize": True, **OPERATOR_ADAM}
-    descent = {"initial_lr": operator_lr, **OPERATOR_ADAM}
+    ascent = {"initial_lr": settings.get("lambda_lr"), "maximize": True, **OPERATOR_ADAM}
+    descent = {"initial_lr": settings.get("operator_lr"), **OPERATOR_ADAM}
     special = {rf"^replicated\.{MULTIPLIER}$": ascent, r"^replicated\.": descent}
-    return engine.make_optimizer(trainee, {"initial_lr": lr, **ADAM}, special)
+    return engine.make_optimizer(trainee, {"initial_lr": settings["lr"], **ADAM}, special)
 
 
-def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, groups=None, force=False) -> Job:
+def begin(directory: str, settings: dict, source: str, ranks, groups=None, force=False) -> Job:
     """A phase at its first step or, if its directory has checkpoints, resumed from the newest one.
 
-    settings: those that must match on resume. source: the checkpoint to start from. rates: the learning rates
-    of the weights, the operators and lambda, as far as the phase trains them. groups: those of the operators.
-    force: move an earlier training aside.
+    settings: those that must match on resume, with the learning rate "lr" of the weights and, as far as the
+    phase trains them, those of the operators and of lambda. source: the checkpoint to start from. groups:
+    those of the operators. force: move an earlier training aside.
     Raises UserError if the directory was started with other settings.
     """
     if force:
@@ -176,14 +176,14 @@ def begin(directory: str, settings: dict, source: str, ranks, rates: tuple, grou
     saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
     config = load_config(source)
     replicated = starting_operators(groups, config.head_dim) if groups else {}
-    if len(rates) == 3:
+    if "lambda_lr" in settings:
         replicated[MULTIPLIER] = torch.zeros(1)
     execution = Execution(compute=torch.bfloat16 if cuda else torch.float32, recompute=cuda)
     sources = None if saved else lambda name: (source, name)
     trainee = build(config, ranks, execution, sources, replicated=replicated)
     if groups:
         with_operators(trainee.net, operators_in(trainee), groups)
-    job = Job(trainee, make_optimizer(trainee, *rates), directory, ranks)
+    job = Job(trainee, make_optimizer(trainee, settings), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
     return job
@@ -216,9 +216,8 @@ def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
 
 @torch.no_grad()
 def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab], float32 on the CPU."""
-    rows = (row[None].to(model.device) for row in tokens)
-    return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
+    """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab]."""
+    return [model(input_ids=row[None], use_cache=False).logits[0] for row in tokens]
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ import torch
 
 from common.cli import UserError
 from common.data.rows import Sample
-from common.training.engine import Step
 from common.training.packing import build_row
 from conftest import byte_tokenizer, save_tiny, tiny_model
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators, save_record
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
+from students import Gradients
 
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
 FLAGS = SimpleNamespace(warmup=0.1, print_every=100, heldout_every=100)
@@ -25,15 +25,9 @@ def random_samples(count: int) -> list:
 
 def fusing(path: str, directory, ranks, count: int, margin_steps: int = 20):
     """Fusion of the model at `path`, begun in a directory or resumed there: its job and schedule."""
-    job = training.begin(str(directory), {"steps": count}, path, ranks, (1e-3, 2e-2, 5.0), GROUPS)
+    settings = {"steps": count, "lr": 1e-3, "operator_lr": 2e-2, "lambda_lr": 5.0}
+    job = training.begin(str(directory), settings, path, ranks, GROUPS)
     return job, training.make_schedule(DATA, count, FLAGS, margin_steps=margin_steps)
-
-
-class Gradients(Step):
-    """A step that leaves the gradients as they are."""
-
-    def update(self, **figures) -> None:
-        self.figures |= figures
 
 
 def gradients(job, schedule, number: int, rows: list) -> dict:
@@ -111,7 +105,8 @@ def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_p
 
 def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, group_of_one):
     path, samples = save_tiny(tmp_path / "model"), random_samples(4)
-    job = training.begin(str(tmp_path), {}, path, group_of_one, (1e-3, 1e-2), WHOLE)
+    settings = {"lr": 1e-3, "operator_lr": 1e-2}
+    job = training.begin(str(tmp_path), settings, path, group_of_one, WHOLE)
     assert training.MULTIPLIER not in job.trainee.replicated
     schedule = training.make_schedule(DATA, 10, FLAGS)
     figures = gradients(job, schedule, 0, [build_row(samples, 4)])
