@@ -89,10 +89,6 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
     assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
     assert {row["heldout"][-1][0] for row in rows.values()} == {total * 4 * 32}
 
-    record = home / "mean-pool" / "stage.json"
-    record.write_text(record.read_text().replace(f'"tokens": {total * 4 * 32}', '"tokens": 64'))
-    expect_error("expected the tokens of dha", "related/dha/report.py", "--run", home, "--names", "mean-pool",
-                 "dha", "--force")
     damage(home / "searched")
     expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")
 
@@ -108,16 +104,15 @@ fi
 
 
 def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
-    interpreter, log, pwned = tmp_path / "python", tmp_path / "log", tmp_path / "pwned"
+    interpreter, log, pwned = (tmp_path / name for name in ("python", "log", "pwned"))
     interpreter.write_text(INTERPRETER)
     interpreter.chmod(0o755)
     home = f"{tmp_path}/it's a run [1] $(touch {pwned})'); import os; os.system('touch {pwned}') #"
     flags = ["--model", "my model", "--text", "a b.txt"]
     done = recipe("../related/dha/run.sh", *flags, RUN=home, PYTHON=interpreter, LOG=log, PWNED=pwned,
                   FUSE="--steps 9 --lambda-lr 2", STEPS=12, STAGED=1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and not pwned.exists(), done.stdout + done.stderr
     calls = [call.splitlines() for call in log.read_text().split("\n\n") if call]
-    assert not pwned.exists()
     assert calls[0] == ["-m", "related.dha.search", f"--run={home}", *flags]
     assert calls[1][2:] == [f"--run={home}", "--steps", "9", "--lambda-lr", "2"]
     calibrate = next(call for call in calls if call[0] == "01_calibrate.py")
