@@ -1,12 +1,10 @@
 """Small models of related/dha, operators, samples and records, for its tests."""
 
-import json
-from pathlib import Path
-
 import torch
 
 from conftest import tiny_model
 from related.dha import fusion, records
+from test_records import SHA, valid
 
 EIGHT = list(range(8))
 PAIRS, HALVES = [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -44,15 +42,9 @@ def fused_tiny(groups=GROUPS, bias=True, **options):
 
 def example_records() -> dict[str, dict]:
     """A record of each command, valid but for files that it does not have."""
-    digest = "0" * 64
-    model = {"name": "m", "path": "m", "fingerprint": digest, "layers": 2, "heads": 4, "kv_heads": 4,
-             "head_dim": 8, "hidden": 32}
     data = {"text": "a.txt", "heldout": "b.txt", "sequences": 8, "heldout_sequences": 2, "length": 16,
-            "batch": 2, "tokens_per_microbatch": 64, "seed": 0, "lr": 1e-3, "tokens_sha256": digest}
-    choice, phase = {"source_heads": [4, 4], "heads": [1, 2]}, {"steps": 4, "data": data}
-    groups = {"key": [[[0, 1, 2, 3]], [[0, 3], [1, 2]]], "value": [[[0, 1, 2, 3]], [[0, 1], [2, 3]]]}
-    record = {"arguments": {}, "model": model, "inputs": {}, "packages": {}, "commit": None, "seconds": 1.0,
-              "date": "2026-01-01", "files": {}, "groups": groups}
+            "batch": 2, "tokens_per_microbatch": 64, "seed": 0, "lr": 1e-3, "tokens_sha256": SHA}
+    choice, phase = {"source_heads": [8, 8], "heads": [1, 2]}, {"steps": 4, "data": data}
     summaries = {
         records.SEARCH: phase | {"steps_so_far": 3, "kv_heads": 1, "key": choice, "value": choice},
         records.FUSE: phase | {"steps_so_far": 7, "fusion_loss": 1e-4, "loss_ended": 4.0, "loss_fused": 4.1},
@@ -60,13 +52,5 @@ def example_records() -> dict[str, dict]:
         records.PRETRAIN: phase | {"batch": 2, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]],
                                    "cache_bytes_per_token": 64.0},
     }
-    made = {stage: record | {"stage": stage, "summary": summary} for stage, summary in summaries.items()}
-    return json.loads(json.dumps(made))  # which share nothing
-
-
-def save_record(home: Path, record) -> str:
-    """Write a record where `records.read` looks for it, and return that path."""
-    path = home / "artifact"
-    path.mkdir(exist_ok=True)
-    (path / "stage.json").write_text(json.dumps(record))
-    return str(path)
+    record = valid("06_export.py") | {"groups": {"key": [[EIGHT], HALVES], "value": [[EIGHT], HALVES]}}
+    return {stage: record | {"stage": stage, "summary": summary} for stage, summary in summaries.items()}

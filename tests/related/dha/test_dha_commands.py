@@ -10,6 +10,7 @@ from conftest import byte_tokenizer, expect_error, recipe, run
 from dha_models import SMALL
 from related.dha import fusion, start
 from students import merge_model
+from training_runs import flip
 
 pytestmark = pytest.mark.slow
 FAST = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]
@@ -21,11 +22,6 @@ def dha(command: str, *arguments, **options):
 
 def summary_of(path: Path) -> dict:
     return json.loads((path / "stage.json").read_text())["summary"]
-
-
-def damage(directory: Path) -> None:
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def test_two_halvings_each_search_and_fuse_and_all_their_steps_count(halved):
         steps, heads_before = fused["steps_so_far"], heads
     again = ["--run", home / "again", "--model", home / "half" / "fused", "--kv-heads", 2, *flags]
     expect_error("batch: expected 4", "related/dha/search.py", *again, "--batch", 2)
-    damage(home / "half" / "fused")
+    flip(home / "half" / "fused" / "model.safetensors")
     expect_error("its content does not match", "related/dha/search.py", *again)
 
 
@@ -89,7 +85,7 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
     assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
     assert {row["heldout"][-1][0] for row in rows.values()} == {total * 4 * 32}
 
-    damage(home / "searched")
+    flip(home / "searched" / "model.safetensors")
     expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")
 
 

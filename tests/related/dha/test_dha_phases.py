@@ -9,10 +9,11 @@ from common.cli import UserError
 from common.data.rows import Sample
 from common.training.packing import build_row
 from conftest import byte_tokenizer, save_tiny, tiny_model
-from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators, save_record
+from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
 from students import Gradients
+from test_records import write
 
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
 FLAGS = SimpleNamespace(warmup=0.1, print_every=100, heldout_every=100)
@@ -192,9 +193,9 @@ def test_fused_checkpoints_are_sources_and_other_shared_heads_are_not(tmp_path):
     with pytest.raises(UserError, match="model_type llama"):
         search.source_record("model", tiny_model(model_type="mistral").config)
     config, examples = fused_tiny()[1].config, example_records()
-    path = save_record(tmp_path, examples[records.FUSE])
+    path = write(tmp_path, examples[records.FUSE])
     assert search.source_record(path, config) == examples[records.FUSE]
     for stage in (records.START, records.PRETRAIN):
-        save_record(tmp_path, examples[stage])
+        write(tmp_path, examples[stage])
         with pytest.raises(UserError, match="or heads that related/dha/fuse.py fused, found 2 for 8"):
             search.source_record(path, config)

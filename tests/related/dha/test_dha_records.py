@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import pytest
 
 from common.cli import UserError
-from dha_models import example_records, save_record
+from dha_models import HALVES, example_records
 from related.dha import pretrain, records, report
-from test_records import changed
+from test_records import changed, write
 
 
 @pytest.mark.parametrize("stage, place, value", [
-    (records.SEARCH, ("groups", "key", 1), [[0, 3], [1, 1]]),
-    (records.SEARCH, ("groups", "value", 0), [[0, 1], [2, 3]]),
+    (records.SEARCH, ("groups", "key", 1), [[0, 1, 2, 3], [4, 5, 6, 6]]),
+    (records.SEARCH, ("groups", "value", 0), HALVES),
     (records.FUSE, ("summary", "steps_so_far"), 7.5),
 ])  # fmt: skip
 def test_damaged_records_are_refused(stage, place, value, tmp_path):
     record = example_records()[stage]
-    assert records.read(save_record(tmp_path, record), stage) == record
+    assert records.read(write(tmp_path, record), stage) == record
     with pytest.raises(UserError, match=r"expected .*, found .*; run related/dha/\w+.py again"):
-        records.read(save_record(tmp_path, changed(record, place, value)), stage)
+        records.read(write(tmp_path, changed(record, place, value)), stage)
 
 
 def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
@@ -29,13 +29,13 @@ def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
     data = examples[records.SEARCH]["summary"]["data"]
     assert records.read_start(str(tmp_path)) is None and records.steps_before(None, data) == 0
     for stage, steps in ((records.FUSE, 7), (records.START, 3), (records.PRETRAIN, 0)):
-        path = save_record(tmp_path, examples[stage])
+        path = write(tmp_path, examples[stage])
         assert records.steps_before(records.read_start(path), data) == steps
     with pytest.raises(UserError, match="batch: expected 2, as in the search before, found 4"):
         records.steps_before(examples[records.FUSE], data | {"batch": 4})
     for record in ([1], {"stage": None}, {"stage": records.FUSE}):
         with pytest.raises(UserError, match="stage.json: "):
-            records.read_start(save_record(tmp_path, record))
+            records.read_start(write(tmp_path, record))
 
 
 @pytest.mark.parametrize("batch, steps", [(None, 12), (2, 12), (8, 3), (1, 24)])
