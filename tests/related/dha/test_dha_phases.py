@@ -12,7 +12,7 @@ from conftest import byte_tokenizer, save_tiny, tiny_model
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
-from students import Gradients
+from students import ALONE, Gradients
 from test_records import write
 
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
@@ -142,17 +142,17 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
 
 
 def test_text_that_changed_since_search_is_refused(tmp_path):
-    ranks, tokenizer = SimpleNamespace(say=lambda text: None), byte_tokenizer()
+    tokenizer = byte_tokenizer()
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.txt").write_text(f"some text to {name} on, long enough")
     data = {"text": str(tmp_path / "train.txt"), "heldout": str(tmp_path / "heldout.txt")}
     data |= {"sequences": 3, "heldout_sequences": 2, "length": 8}
-    samples, heldout = training.load_data(data, tokenizer, ranks)
+    samples, heldout = training.load_data(data, tokenizer, ALONE)
     assert len(samples) == 3 and len(heldout) == 2 and training.as_tokens(samples).shape == (3, 8)
-    training.load_data(data, tokenizer, ranks)
+    training.load_data(data, tokenizer, ALONE)
     (tmp_path / "heldout.txt").write_text("some text to judge on, long enough")
     with pytest.raises(UserError, match="expected the tokens that search read"):
-        training.load_data(data, tokenizer, ranks)
+        training.load_data(data, tokenizer, ALONE)
 
 
 def test_another_fusion_in_its_directory_and_operators_that_change_something_are_refused(
@@ -177,8 +177,8 @@ def test_another_fusion_in_its_directory_and_operators_that_change_something_are
     ([8, 2, 2, 4], [4] * 4, 4, None, "for 4 key/value heads, found 4"),
 ])  # fmt: skip
 def test_flags_of_the_budget(keys, values, kv_heads, ladder, expected):
-    args, (key_groups, value_groups) = SimpleNamespace(kv_heads=kv_heads, ladder=ladder), (
-        [[[]] * count for count in counts] for counts in (keys, values))
+    args = SimpleNamespace(kv_heads=kv_heads, ladder=ladder)
+    key_groups, value_groups = ([[[]] * count for count in counts] for counts in (keys, values))
     config = DhaConfig(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=sum(keys) // 4,
                        key_groups=key_groups, value_groups=value_groups)
     if isinstance(expected, tuple):
