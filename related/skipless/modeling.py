@@ -9,7 +9,7 @@ other.
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 
 
@@ -27,7 +27,7 @@ class SkiplessConfig(LlamaConfig):
     removed: list[str] | tuple[str, ...] = ()
 
 
-class SkiplessLayer(llama.LlamaDecoderLayer):
+class SkiplessLayer(LlamaDecoderLayer):
     """One block. Only linear maps lie between its input and Q, K and V (parallel: and the FFN)."""
 
     def __init__(self, config: SkiplessConfig, layer_idx: int):
@@ -44,34 +44,16 @@ class SkiplessLayer(llama.LlamaDecoderLayer):
         return attended + self.mlp(hidden_states) if self.parallel else self.mlp(attended)
 
 
-class SkiplessModel(llama.LlamaModel):
-    """Llama's decoder with skipless layers and without the final norm."""
-
-    config: SkiplessConfig
-    _no_split_modules = ["SkiplessLayer"]
-    _can_record_outputs = {"hidden_states": SkiplessLayer, "attentions": llama.LlamaAttention}
-
-    def __init__(self, config: SkiplessConfig):
-        llama.LlamaPreTrainedModel.__init__(self, config)  # LlamaModel's would build unused layers
-        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(SkiplessLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.Identity()
-        self.rotary_emb = llama.LlamaRotaryEmbedding(config)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-
 class SkiplessForCausalLM(LlamaForCausalLM):
-    """The language model: trained, saved, loaded and sampled from like any transformers model."""
+    """LlamaForCausalLM with skipless layers and without the final norm."""
 
-    config: SkiplessConfig
+    config_class = SkiplessConfig
+    _no_split_modules = ["SkiplessLayer"]
 
     def __init__(self, config: SkiplessConfig):
-        llama.LlamaPreTrainedModel.__init__(self, config)
-        self.model = SkiplessModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        super().__init__(config)
+        layers = (SkiplessLayer(config, index) for index in range(config.num_hidden_layers))
+        self.model.layers, self.model.norm = nn.ModuleList(layers), nn.Identity()
         self.post_init()
 
 
