@@ -162,9 +162,8 @@ def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tu
         removed = torch.ones_like(weights[..., 0], dtype=torch.bool)
         removed.scatter_(-1, layer.channels.long(), False)
         after = layer.attend(queries[:, :, prompt:], values, mask, scaling)
-        error, norm = (after - before).square().sum(), before.square().sum()
-        effects[ratio, select] = {"objective": objective(weights, removed) / whole, "error": error,
-                                  "output": norm}
+        effects[ratio, select] = {"objective": objective(weights, removed) / whole,
+                                  "error": (after - before).square().sum(), "output": before.square().sum()}
     if size <= EXACT_SIZE:
         for ratio in args.ratios:
             best = exact(weights, removed_count(ratio, size))
@@ -267,8 +266,7 @@ def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
 def tables(figures: dict) -> str:
     """Markdown for one checkpoint: what the selectors chose, and what using the pruned cache does."""
     model, rows, plain, chosen = figures["model"], figures["rows"], figures["cache_bytes"], []
-    size, perplexity = f"{plain / 1024:.1f} KiB", f"{figures['perplexity']:.3f}"
-    used = [(0, "plain cache", perplexity, "", "", size, 1, 1, 1)]
+    used = [(0, "plain cache", f"{figures['perplexity']:.3f}", "", "", f"{plain / 1024:.1f} KiB", 1, 1, 1)]
     for row in rows:
         change = counts = lower = ""
         if row["select"] != "think":
@@ -303,11 +301,10 @@ def picture(plt, results: dict[str, dict], title: str):
              "perplexity": "perplexity of the continuation"}
     for line, (path, figures) in zip(axes, results.items(), strict=True):
         for axis, (name, title_of_axis) in zip(line, names.items(), strict=True):
-            for number, select in enumerate(dict.fromkeys(row["select"] for row in figures["rows"])):
+            for select in dict.fromkeys(row["select"] for row in figures["rows"]):
                 rows = [row for row in figures["rows"] if row["select"] == select]
                 values = [row[name] + (name == "change_to_think") for row in rows]
-                axis.plot([row["ratio"] for row in rows], values, color=f"C{number}", marker="o",
-                          markersize=3, label=select)
+                axis.plot([row["ratio"] for row in rows], values, "o-", markersize=3, label=select)
             axis.set(title=title_of_axis, xlabel="lambda, share of key channels removed")
         line[0].set_title(f"{path}\n{names['change_to_think']}")
         line[2].axhline(figures["perplexity"], color="black", linewidth=0.8, label="plain cache")

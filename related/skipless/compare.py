@@ -45,7 +45,7 @@ PYTHIA = "gpt_neox"
 COUNTED = (*families.SUPPORTED, SkiplessConfig.model_type, PYTHIA)  # model types
 COLUMNS = ("model", "blocks", "attention", "Q + P per layer", "weights", "without Q and P", "saved, speed-up",
            "by an exact fold")
-KINDS = ("serial", "parallel")
+KINDS = {"serial": False, "parallel": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 SWEEP = [10.0**power for power in range(0, 13, 2)]  # condition numbers
@@ -140,9 +140,8 @@ def conditions_table(layers: list[dict]) -> str:
 
 def differences(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> dict[str, float]:
     """Relative differences between a float64 model and the reference, in each of PRECISIONS."""
-    stored = {name: fold.rounded(model, dtype) for name, dtype in PRECISIONS.items()}
-    return {name: fold.relative_difference(reference, fold.exact_logits(copied, tokens))
-            for name, copied in stored.items()}
+    return {name: fold.rounded_difference(reference, model, tokens, dtype)
+            for name, dtype in PRECISIONS.items()}
 
 
 @torch.no_grad()
@@ -196,18 +195,23 @@ def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> 
 
 
 @torch.no_grad()
+def ill_conditioned(model, condition: float):
+    """A copy with this condition number of every Q, whose norms stay the same."""
+    changed = copy.deepcopy(model)
+    for layer in changed.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        left, values, right = torch.linalg.svd(weight)
+        spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
+        weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
+    return changed
+
+
 def sweep(model, tokens: torch.Tensor) -> list[dict]:
     """For each condition number of SWEEP: give it to every Q of the model, fold Q out, compare logits."""
     lines = []
     for condition in SWEEP:
-        ill_conditioned = copy.deepcopy(model)
-        for layer in ill_conditioned.model.layers:
-            weight = layer.self_attn.q_proj.weight
-            left, values, right = torch.linalg.svd(weight)
-            spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
-            weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
-        folded = fold.fold(ill_conditioned, "q", math.inf)
-        reference = fold.exact_logits(ill_conditioned, tokens)
+        changed = ill_conditioned(model, condition)
+        reference, folded = fold.exact_logits(changed, tokens), fold.fold(changed, "q", math.inf)
         lines.append({"condition": condition} | differences(reference, folded, tokens))
     return lines
 
@@ -223,7 +227,7 @@ def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
 
     Raises UserError unless the two trained models are there, complete, and of the same shape.
     """
-    paths = {kind: train.model_path(args.run, kind == "parallel") for kind in KINDS}
+    paths = {kind: train.model_path(args.run, parallel) for kind, parallel in KINDS.items()}
     recorded, trained, skipless = read_record(paths["serial"], train.STAGE)["model"], {}, {}
     source, name = recorded["path"], recorded["name"]
     model, shape = models.describe(source, name), train.load_shape(source, args.length, "q")
@@ -233,15 +237,15 @@ def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
         trained[kind] = {when: record["summary"][f"conditions_{when}"] for when in ("before", "after")}
     tokens, text = load_tokens(args.text, models.load_tokenizer(source), 4, args.length, split="heldout")
     print(f"reads   {text}, for the logit differences")
-    for kind in KINDS:
+    for kind, parallel in KINDS.items():
         for heads, kv_heads in head_counts(shape.num_attention_heads).items():
-            config = train.skipless_config(shape, kind == "parallel", kv_heads, **BIASES)
+            config = train.skipless_config(shape, parallel, num_key_value_heads=kv_heads, **BIASES)
             skipless[f"random {kind} {heads}"] = random_model(config, args.seed)
-        config = train.skipless_config(shape, kind == "parallel", gated=False, hidden_act="gelu", **BIASES)
+        config = train.skipless_config(shape, parallel, gated=False, hidden_act="gelu", **BIASES)
         skipless[f"random {kind}, plain FFN"] = random_model(config, args.seed)
     stock = models.load_model(source, torch.float64)
-    for kind in KINDS:
-        skipless[f"{kind} of {name}'s matrices"] = transplanted(stock, kind == "parallel")
+    for kind, parallel in KINDS.items():
+        skipless[f"{kind} of {name}'s matrices"] = transplanted(stock, parallel)
     for kind, path in paths.items():
         print(f"reads   {path}")
         skipless[f"trained {kind}"] = models.load_model(path, torch.float64)
@@ -296,8 +300,7 @@ def picture(plt, name: str, checkpoint: list[dict], trained: dict | None, swept,
     number that a fold accepts.
     """
     panels, width = (3, 15) if trained else (1, 5.4)
-    figure, axes = plt.subplots(1, panels, figsize=(width, 3.8), layout="constrained", squeeze=False)
-    axes = axes[0]
+    figure, (axes,) = plt.subplots(1, panels, figsize=(width, 3.8), layout="constrained", squeeze=False)
     draw_conditions(axes[0], checkpoint, "-", "")
     axes[0].set(title=name, yscale="log")
     if trained:
@@ -333,9 +336,9 @@ def main():
     output, path = os.path.join(args.run, "compare"), resolve_model(args.model)
     config = models.load_config(path)
     separate = [name for name, family in families.FAMILIES.items() if not family.fused]  # Q, K and V apart
-    if config.model_type not in (*separate, SkiplessConfig.model_type):
-        raise UserError(f"{path}: expected model_type in {[*separate, SkiplessConfig.model_type]}, "
-                        f"found {config.model_type!r}")
+    separate.append(SkiplessConfig.model_type)
+    if config.model_type not in separate:
+        raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
     weights, lines, trained, swept = count_all(args, config), None, None, None
     beside = [os.path.basename(output) + kind for kind in (".md", ".png")]
     started = claim(STAGE, args, output + ".json", beside=beside)

@@ -193,9 +193,10 @@ def relative_difference(reference: list[torch.Tensor], logits: list[torch.Tensor
     return max_difference(reference, logits) / max(float(row.abs().max()) for row in reference)
 
 
-def rounded(model, dtype: torch.dtype):
-    """A copy with its weights rounded to dtype. It still computes in float64, so only the rounding shows."""
-    return copy.deepcopy(model).to(dtype).double()
+def rounded_difference(reference: list, model, tokens: torch.Tensor, dtype: torch.dtype) -> float:
+    """relative_difference of a model whose weights are rounded to dtype. It still computes in float64."""
+    rounded = copy.deepcopy(model).to(dtype).double()
+    return relative_difference(reference, exact_logits(rounded, tokens))
 
 
 def parse():
@@ -229,7 +230,7 @@ def folded_model(args, model, tokens: torch.Tensor, dtype: torch.dtype) -> tuple
         raise UserError(f"expected fewer weights, found {before} -> {after}: "
                         "the tied embedding must be stored twice")
     reference = exact_logits(model, tokens)
-    difference, stored = (relative_difference(reference, exact_logits(rounded(folded, kind), tokens))
+    difference, stored = (rounded_difference(reference, folded, tokens, kind)
                           for kind in (torch.float64, dtype))
     print(f"check   max |logit difference| / max |logit| {difference:.1e} in float64 "
           f"(allowed {LOGIT_TOLERANCE:.0e}), {stored:.1e} with weights in {dtype}; {tokens.numel()} tokens")

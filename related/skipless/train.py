@@ -58,8 +58,8 @@ VARIANTS = {None: "full", "q": "without Q and P", "k": "without K and P", "v": "
 SHARPNESS = 1.5  # initial scale of Q and K: at 1 the average over a hundred tokens outweighs the token itself
 GATE, GATE_BIAS = 0.3, 1.0  # initial scale of the gate's weights and its bias: open for any input
 COPIED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-          "max_position_embeddings", "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id",
-          "pad_token_id")
+          "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "hidden_act",
+          "bos_token_id", "eos_token_id", "pad_token_id")
 LOSS_CHUNK = 512  # tokens whose logits are in memory at a time
 HELDOUT = 32  # sequences for the perplexity
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -107,11 +107,9 @@ def load_shape(source: str, length: int, without):
     return config
 
 
-def skipless_config(source, parallel: bool, kv_heads: int | None = None, **changes) -> SkiplessConfig:
+def skipless_config(source, parallel: bool, **changes) -> SkiplessConfig:
     """The config of a skipless model with the shape of a Llama-like one."""
-    shape = {name: getattr(source, name) for name in COPIED}
-    shape["num_key_value_heads"] = kv_heads or source.num_key_value_heads
-    shape["head_dim"] = getattr(source, "head_dim", None)
+    shape = {name: getattr(source, name, None) for name in COPIED}  # some have no head_dim
     return SkiplessConfig(**(shape | {"parallel": parallel} | changes))
 
 
@@ -163,15 +161,14 @@ def model_path(run: str, parallel: bool, without: str | None = None) -> str:
     return os.path.join(run, f"{name}-trained-without-{without}" if without else name)
 
 
-def train_skipless(args, source: str, parallel: bool, ranks: Ranks, started: Claim,
-                   without: str | None = None) -> bool:
+def train_skipless(args, source: str, without: str | None, ranks: Ranks, started: Claim) -> bool:
     """Train one model and write model_path. False when a signal stopped it, after saving.
 
-    args: those of the command; source: the checkpoint that gives shape and tokenizer;
-    without: "q", "k" or "v", which is then absent from the start, and P with it. A stopped training run is
-    resumed; one with other settings raises UserError. With force either is moved aside.
+    source: the checkpoint that gives shape and tokenizer; without: "q", "k" or "v", which is then absent from
+    the start, and P with it. A stopped training run is resumed; one with other settings raises UserError.
+    With force either is moved aside.
     """
-    path, tokenizer = model_path(args.run, parallel, without), models.load_tokenizer(source)
+    path, tokenizer = model_path(args.run, args.parallel, without), models.load_tokenizer(source)
     text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
     heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, split="heldout")
     samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
@@ -187,7 +184,7 @@ def train_skipless(args, source: str, parallel: bool, ranks: Ranks, started: Cla
         checkpoints.start_anew(path + ".train", [], {}, ranks)
     checkpoints.begin(path + ".train", settings, ranks)
     removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
-    config = skipless_config(models.load_config(source), parallel, mlp_bias=True, removed=removed)
+    config = skipless_config(models.load_config(source), args.parallel, mlp_bias=True, removed=removed)
     job = make_job(path + ".train", config, text[: args.batch], args, ranks)
     for step in steps(job, schedule, samples):
         for row in step.rows:
@@ -244,8 +241,7 @@ def train_variants(args, source: str, ranks: Ranks, started: Claim) -> dict[str,
         settings.seed, settings.run = number, os.path.join(args.run, f"seed-{number}")
         for without, title in VARIANTS.items():
             path = model_path(settings.run, args.parallel, without)
-            missing = not os.path.isdir(path)
-            if missing and not train_skipless(settings, source, args.parallel, ranks, started, without):
+            if not os.path.isdir(path) and not train_skipless(settings, source, without, ranks, started):
                 return None
             summary = read_record(path, STAGE, models.describe(source))["summary"]
             losses[title].append(math.log(summary["perplexity"]))
@@ -273,7 +269,7 @@ def main() -> int:
     started = claim(STAGE, args, output + ".json" if args.variants else path, beside=(table_file,))
     with joined_ranks() as ranks:
         if not args.variants:
-            return 0 if train_skipless(args, source, args.parallel, ranks, started, args.without) else STOPPED
+            return 0 if train_skipless(args, source, args.without, ranks, started) else STOPPED
         losses = train_variants(args, source, ranks, started)
     if losses is None:
         return STOPPED
