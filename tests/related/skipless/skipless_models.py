@@ -2,26 +2,22 @@
 
 import torch
 
+from related.skipless.compare import random_model
 from related.skipless.fold import exact_logits, relative_difference
-from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
+from related.skipless.modeling import SkiplessConfig
 
 COMPARE, FOLD, TRAIN = (f"related/skipless/{name}.py" for name in ("compare", "fold", "train"))
 LAYERS, HEADS, SIZE = 3, 4, 8
 WIDTH = HEADS * SIZE
 
 
-@torch.no_grad()
 def model_of(parallel=False, kv_heads=HEADS, seed=0, **changes):
     """A float64 model of Gaussian weights and, where it has them, biases."""
-    torch.manual_seed(seed)
     shape = {"vocab_size": 50, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": LAYERS,
              "num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "head_dim": SIZE,
              "max_position_embeddings": 64, "parallel": parallel, "bos_token_id": None, "eos_token_id": None,
              "attention_bias": True, "mlp_bias": True}
-    model = SkiplessForCausalLM(SkiplessConfig(**(shape | changes))).double().eval()
-    for parameter in model.parameters():
-        parameter.normal_(std=1.0 if parameter.ndim == 1 else 1.5 * parameter.shape[1] ** -0.5)
-    return model
+    return random_model(SkiplessConfig(**(shape | changes)), seed)
 
 
 def matrices(model) -> int:
