@@ -15,27 +15,7 @@ from common.training.packing import batch_indices
 from conftest import copy_run, expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
-from skipless_models import HEADS, TRAIN, WIDTH, model_of, tokens
-
-
-def fresh_model(parallel: bool = False, kv_heads: int = HEADS, ids=None, removed=()):
-    """A float32 model as train_skipless makes it, initialised on these tokens."""
-    config = skipless_config(model_of(kv_heads=kv_heads).config, parallel, mlp_bias=True, removed=removed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    initialise(model, tokens() if ids is None else ids, seed=0)
-    return model
-
-
-@torch.no_grad()
-def hidden_states(model, ids) -> list[torch.Tensor]:
-    """The input of the first block and the output of each block."""
-    hidden, outputs = model.model.embed_tokens(ids), []
-    hooks = [layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-             for layer in model.model.layers]
-    model.model(ids)
-    for hook in hooks:
-        hook.remove()
-    return [hidden, *outputs]
+from skipless_models import TRAIN, model_of, tokens
 
 
 def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -44,29 +24,22 @@ def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("parallel", [False, True])
-def test_training_starts_near_the_identity(parallel):
-    model = fresh_model(parallel)
-    for block in hidden_states(model, tokens())[1:]:
-        assert float(block.square().mean()) == pytest.approx(1, rel=1e-3)
-    for layer in model.model.layers:
+@pytest.mark.parametrize("without", [None, "q_proj", "k_proj", "v_proj"])
+def test_training_starts_near_the_identity(without, parallel):
+    """Sharp attention reads the token itself, and the open gate passes it on: what is left is x V P.
+
+    Sharp is q k = SHARPNESS^2 |x|^2 for a token and itself, in the subspace of each head.
+    """
+    removed = [without, "o_proj"] if without else []
+    config = skipless_config(model_of().config, parallel, mlp_bias=True, removed=removed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(model, tokens(), seed=0)
+    hidden = model(tokens(), output_hidden_states=True).hidden_states
+    for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
         attention, mlp = layer.self_attn, layer.mlp
         assert max(fold.condition_numbers(attention).values()) < 1.001
-        assert torch.equal(attention.q_proj.weight, attention.k_proj.weight)
-        scale = attention.q_proj.weight.norm() / WIDTH**0.5
-        assert float(scale) == pytest.approx(train.SHARPNESS, rel=1e-4)
         assert (mlp.gate_proj.bias == train.GATE_BIAS).all() and (mlp.up_proj.bias == 0).all()
         assert similarity(mlp.down_proj.weight[None], mlp.up_proj.weight.T[None]) > 0.9999
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("without", ["q_proj", "k_proj", "v_proj"])
-def test_without_a_projection_training_starts_near_the_identity_too(without, parallel):
-    """As sharp as with it: q k = SHARPNESS^2 |x|^2 for a token and itself, in the subspace of each head."""
-    model = fresh_model(parallel, removed=[without, "o_proj"])
-    hidden = hidden_states(model, tokens())
-    for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
-        attention = layer.self_attn
         if parallel and without == "v_proj":  # what attention writes is the mean of its inputs, at full size
             assert 0.3 < float(after.square().mean() / before.square().mean()) < 3
         else:
@@ -75,17 +48,8 @@ def test_without_a_projection_training_starts_near_the_identity_too(without, par
         expected = train.SHARPNESS**2 * before.square().sum(-1)
         torch.testing.assert_close(scores.sum(-1), expected, rtol=1e-4, atol=1e-4)
         if not parallel:
-            assert similarity(attention.v_proj(before), after) > 0.6  # a start of random directions has 0
-
-
-@torch.no_grad()
-def test_a_block_starts_as_a_rotation_of_its_input():
-    """Sharp attention reads the token itself and the open gate passes it on: what is left is x V P."""
-    model = fresh_model()
-    hidden = hidden_states(model, tokens())
-    for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
-        rotation = layer.self_attn.o_proj.weight @ layer.self_attn.v_proj.weight
-        assert similarity(before @ rotation.T, after) > 0.8
+            rotated = attention.o_proj(attention.v_proj(before))
+            assert similarity(rotated, after) > 0.7  # in random directions it is 0
 
 
 def contents(directory) -> dict[str, bytes]:
