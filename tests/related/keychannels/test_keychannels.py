@@ -183,8 +183,11 @@ def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name, select):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_channels_are_those_of_each_sample_alone(name):
-    """Each layer's channels in a padded batch, against the queries and keys of the unpadded sample."""
-    model, texts = tiny_model(**MODELS[name]), [random_text(20, 0), random_text(13, 1)]
+    """Each layer's channels in a padded batch, against the queries and keys of the unpadded sample.
+
+    The shortest has padding among the observed queries.
+    """
+    model, texts = tiny_model(**MODELS[name]), [random_text(20, 0), random_text(13, 1), random_text(6, 2)]
     think, grown = (prefilled(model, batch_of(texts), select=select) for select in ("think", "greedy"))
     for sample, text in enumerate(texts):
         seen = states(model, torch.tensor([text]))
@@ -196,15 +199,6 @@ def test_channels_are_those_of_each_sample_alone(name):
                 together = greedy(energy * (key[:-5].T @ key[:-5]), 4)
                 assert first.channels[sample, head].tolist() == (~alone).nonzero()[:, 0].tolist()
                 assert second.channels[sample, head].tolist() == (~together).nonzero()[:, 0].tolist()
-
-
-def test_padding_among_the_observed_queries_is_not_counted():
-    """A prompt shorter than the observation window chooses as it does alone."""
-    model = tiny_model()
-    together = prefilled(model, two_texts(6), recent=2, observed=12)
-    alone = prefilled(model, batch_of([random_text(6, 1)]), recent=2, observed=12)
-    for batch, single in zip(together.layers, alone.layers, strict=True):
-        assert torch.equal(batch.channels[1:], single.channels)
 
 
 def test_a_second_prompt_after_a_short_one_is_not_pruned():
