@@ -109,7 +109,7 @@ def load_shape(source: str, length: int, without):
 
 def skipless_config(source, parallel: bool, **changes) -> SkiplessConfig:
     """The config of a skipless model with the shape of a Llama-like one."""
-    shape = {name: getattr(source, name, None) for name in COPIED}  # some have no head_dim
+    shape = {name: getattr(source, name, None) for name in COPIED}  # some configs have no head_dim
     return SkiplessConfig(**(shape | {"parallel": parallel} | changes))
 
 
