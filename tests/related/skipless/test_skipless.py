@@ -181,9 +181,7 @@ def test_relative_difference_is_over_the_largest_logit_of_the_reference():
 
 
 def test_weights_are_rounded_and_logits_computed_in_float64():
-    model, rounded = model_of(), model_of()
-    for parameter in rounded.parameters():
-        parameter.data = parameter.bfloat16().double()
-    expected = difference(model, rounded)
-    reference = exact_logits(model, tokens())
+    model, reference = model_of(), exact_logits(model_of(), tokens())
+    expected = difference(model, model_of().bfloat16().double())
     assert fold.rounded_difference(reference, model, tokens(), torch.bfloat16) == expected > 0
+    assert difference(model, model_of()) == 0
