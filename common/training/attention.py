@@ -47,10 +47,15 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     passed through the model's forward; without them, one sample. sliding_window: number of positions a token
     attends to, including its own; None for all.
     """
-    if starts is not None:
-        return varlen_attention((query, key, value), starts, longest, sliding_window, scaling), None
-    options = {"scaling": scaling, "dropout": dropout} | kwargs
-    return one_by_one(module, (query, key, value), lengths or query.shape[2], sliding_window, options), None
+    if starts is None:
+        options = {"scaling": scaling, "dropout": dropout} | kwargs
+        lengths = lengths or query.shape[2]
+        return one_by_one(module, (query, key, value), lengths, sliding_window, options), None
+    by_token = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H or G, d]
+    reach = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before and after; -1: all
+    output = varlen_attn(*by_token, starts, starts, longest, longest, scale=scaling, window_size=reach,
+                         enable_gqa=True)
+    return output[None], None
 
 
 @torch.compiler.disable  # it would be recompiled for every packed row: the lengths are Python numbers
@@ -80,21 +85,6 @@ def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:
         return False
     half = weight.dtype in (torch.bfloat16, torch.float16)
     return half and head_dim <= 256 and head_dim % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def varlen_attention(
-    states,  # query [1, H, T, d], key and value [1, G, T, d]
-    starts: torch.Tensor,  # [samples + 1] int32, each sample's first token, then T
-    longest: int,  # tokens in the longest sample
-    window: int | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """packed_attention's result [1, T, H, d] from one call of varlen_attn. window: its sliding_window."""
-    by_token = (tensor[0].transpose(0, 1) for tensor in states)  # [T, H or G, d]
-    reach = (-1 if window is None else window - 1, 0)  # tokens before and after its own; -1: all
-    output = varlen_attn(*by_token, starts, starts, longest, longest, scale=scale, window_size=reach,
-                         enable_gqa=True)
-    return output[None]
 
 
 AttentionInterface.register("packed", packed_attention)

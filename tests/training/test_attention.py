@@ -8,17 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import library
 from torch.nn.attention.varlen import varlen_attn
 
-from common.models import load_config
 from common.training import attention
-from common.training.attention import packed_attention, varlen_applies
-from common.training.packing import build_row
-from common.training.sharding import Execution, build
-from conftest import save_tiny, tiny_model
+from common.training.attention import varlen_applies
+from conftest import tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
-from test_packing import random_samples
 
 
 def varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
@@ -65,22 +60,6 @@ def test_one_kernel_for_all_samples_is_the_familys_own_attention(changes, formul
     assert len(formula_as_kernel) == tiny_model(**changes).config.num_hidden_layers  # once a layer
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 1000])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads, formula_as_kernel):
-    samples, generator = random_samples(6), torch.Generator().manual_seed(1)
-    row = build_row(samples, 6)
-    total = row.input_ids.numel()
-    states = [torch.randn(1, heads, total, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
-    module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
-    options = {"sliding_window": window, "scaling": 0.3}
-    expected, _ = packed_attention(module, *states, None, lengths=row.lengths, **options)
-    starts, longest = row.starts, max(row.lengths)
-    together, _ = packed_attention(module, *states, None, starts=starts, longest=longest, **options)
-    assert len(formula_as_kernel) == 1
-    torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("applies, changes", [
     (True, {}), (True, {"dtype": torch.float16}), (True, {"head_dim": 256}),
     (False, {"is_cuda": False}), (False, {"dtype": torch.float32}), (False, {"head_dim": 264}),
@@ -90,63 +69,3 @@ def test_the_kernel_is_called_within_its_limits(monkeypatch, applies, changes):
     given = {"is_cuda": True, "dtype": torch.bfloat16, "head_dim": 128, "capability": (8, 0)} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: given["capability"])
     assert varlen_applies(SimpleNamespace(**given), given["head_dim"]) == applies
-
-
-@library.custom_op("tests::varlen", mutates_args={})
-def opaque_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
-                   longest: int, scale: float, before: int) -> torch.Tensor:
-    """varlen_formula that torch.compile does not look into, as it does not into torch's kernel."""
-    return varlen_formula(query, key, value, starts, starts, longest, longest, scale=scale,
-                          window_size=(before, 0), enable_gqa=True).contiguous()
-
-
-@opaque_formula.register_fake
-def _(query, *_):
-    return torch.empty_like(query)
-
-
-def keep_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.others = inputs[4:]
-
-
-def differentiate_formula(ctx, gradient):
-    *states, starts = ctx.saved_tensors
-    states = [state.detach().requires_grad_() for state in states]
-    with torch.enable_grad():
-        output = opaque_formula._init_fn(*states, starts, *ctx.others)
-    return *torch.autograd.grad(output, states, gradient), None, None, None, None
-
-
-opaque_formula.register_autograd(differentiate_formula, setup_context=keep_inputs)
-
-
-def opaque_kernel(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
-    return opaque_formula(query, key, value, starts, longest, scale, window_size[0])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_is_compiled_once_for_rows_of_any_length(group_of_one, tmp_path, monkeypatch, recompute):
-    """Sizes become symbols when they first change; all layers share a graph."""
-    monkeypatch.setattr(attention, "varlen_attn", opaque_kernel)
-    monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
-    source, samples, graphs, gradients = save_tiny(tmp_path / "model"), random_samples(12), [], []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    for compiled in (False, True):
-        execution = Execution(recompute=recompute)
-        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
-        for layer in trainee.net.model.layers if compiled else ():
-            layer.compile(backend=backend, fullgraph=True)
-        for count in range(2, 10):
-            trainee(build_row(samples[:count], 3)).square().sum().backward()
-        gradients.append([p.grad.full_tensor() for p in trainee.parameters() if p.grad is not None])
-    assert 1 <= len(graphs) <= 3
-    for eager, same in zip(*gradients, strict=True):
-        torch.testing.assert_close(same, eager)
