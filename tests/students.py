@@ -1,11 +1,15 @@
 """Tiny students and teachers, the steps of stage 5; merging a whole model, and distillation written out."""
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paper
 from common.data.rows import Sample
@@ -17,7 +21,7 @@ from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks, build
-from common.training.students import Masks, Rates, frozen
+from common.training.students import Masks, Pair, Rates, frozen
 from conftest import save_tiny, tiny_model
 
 stage5 = importlib.import_module("05_prune_train")
@@ -117,6 +121,30 @@ def saved(path: Path, **options) -> str:
     return str(path) if path.exists() else save_tiny(path, **options)
 
 
+def built(source: str, ranks, execution: Execution = IN_FLOAT32) -> Trainee:
+    """A checkpoint's model, sharded."""
+    return build(load_config(source), ranks, execution, lambda name: (source, name))
+
+
+def saved_pair(directory: Path, blended=masks.KEY_VALUE, dtype=torch.float32, **options) -> Pair:
+    """Random models of 8 and of 2 kv heads in place of aligned/ and merged/."""
+    paths = [save_tiny(directory / f"of-{kv_heads}", dtype, num_key_value_heads=kv_heads, **options)
+             for kv_heads in (8, 2)]
+    return Pair(*paths, {"layers": 3, "kv_heads": 8}, 2, "mean", blended)
+
+
+@contextlib.contextmanager
+def pretended_ranks(world: int):
+    """Context manager: the first of so many ranks, eight a node, whose collectives do nothing."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", "8")
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        try:
+            yield Ranks(0, world, torch.device("cpu"))
+        finally:
+            dist.destroy_process_group()
+
+
 def teacher_of(ranks, tmp_path, execution: Execution = IN_FLOAT32):
     return frozen(saved(tmp_path / "teacher", seed=1), ranks, execution)
 
@@ -150,7 +178,7 @@ def gqa_student(
 ) -> Student:
     """A student with two kv heads and dropout, which would show if measuring drew or changed anything."""
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=dropout)
-    student = build(load_config(source), ranks, execution, lambda name: (source, name))
+    student = built(source, ranks, execution)
     (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.student_optimizer(student, RATES, masks.KEY_VALUE)
     teacher = teacher_of(ranks, tmp_path, execution)

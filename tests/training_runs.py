@@ -17,7 +17,7 @@ import torch
 
 from common.training import engine
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from conftest import ROOT, TRAINING, copy_run
+from conftest import ROOT, TRAINING, copy_run, run
 
 STAGE = "05_prune_train.py"
 TIMING = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds"}
@@ -83,6 +83,25 @@ def interrupt(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
     monkeypatch.setattr(engine.Schedule, "rate", interrupting)
 
 
+def stop(step: int, *arguments, number: int = signal.SIGTERM) -> subprocess.CompletedProcess:
+    """Stage 5 with a signal during a step (from 0), after which it must exit with 75."""
+    with pytest.MonkeyPatch.context() as patched:
+        interrupt(patched, step, number)
+        return run(STAGE, *arguments, code=75)
+
+
+def run_script(script: str, directory: Path, processes: int, *arguments) -> str:
+    """What a script that imports the tests' modules prints, run under torchrun."""
+    path = directory / "script.py"
+    path.write_text(script)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/training"}
+    done = subprocess.run([sys.executable, *launcher, str(path), *map(str, arguments)], cwd=ROOT,
+                          env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def flip(path: Path) -> None:
     """Change a bit in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -96,8 +115,7 @@ def start(home, inputs, *arguments, processes: int = 2, **options) -> subprocess
     command = [sys.executable, *launcher, str(ROOT / STAGE), "--run-dir", str(home)]
     command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **(quiet | options))
+    return subprocess.Popen(command, cwd=ROOT, **(quiet | options))
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:

@@ -1,6 +1,5 @@
 """Stage 5 in one process: resuming, signals, settings, refusals, and what a finished run has recorded."""
 
-import datetime
 import gc
 import json
 import os
@@ -17,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import cli
 from common.cli import run_stage
 from common.data import corpus
 from common.data.corpus import Sources, load_tasks
@@ -26,37 +24,13 @@ from common.training import checkpoints, students
 from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from conftest import TRAINING, copy_run, expect_error, run, run_in_process, save_tiny, tiny_model
+from conftest import TRAINING, copy_run, expect_error, run, save_tiny, tiny_model
 from students import stage5
 from test_layers import Tensors
-from training_runs import (
-    STAGE,
-    assert_same_bits,
-    flip,
-    interrupt,
-    train_arguments,
-    with_teacher,
-)
+from training_runs import STAGE, assert_same_bits, flip, stop, train_arguments, with_teacher
 
 
-@pytest.fixture
-def start_stage(tmp_path, monkeypatch, capsys):
-    """start_stage(TRAIN, *FLAGS): stage 5's main with prune_train replaced. Returns exit code and errors."""
-
-    def start(train, *flags):
-        monkeypatch.setattr(stage5, "prune_train", train)
-        monkeypatch.setattr(sys, "argv", [STAGE, "--run", str(tmp_path), *flags])
-        with pytest.raises(SystemExit) as ended:
-            run_stage(stage5.main)
-        return ended.value.code, capsys.readouterr().err
-
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    yield start
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-def test_deterministic_kernels_are_chosen_on_request(start_stage):
+def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
     settings = []
 
     def note(*_):
@@ -64,22 +38,17 @@ def test_deterministic_kernels_are_chosen_on_request(start_stage):
         deterministic = torch.are_deterministic_algorithms_enabled()
         settings.append((deterministic, fills, os.environ.get("NCCL_NVLS_ENABLE")))
 
-    for asked in ([], ["--deterministic"]):
-        assert start_stage(note, *asked) == (0, "")
+    monkeypatch.setattr(stage5, "prune_train", note)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    try:
+        for asked in ([], ["--deterministic"]):
+            monkeypatch.setattr(sys, "argv", [STAGE, "--run", str(tmp_path), *asked])
+            with pytest.raises(SystemExit):
+                run_stage(stage5.main)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     assert settings == [(False, True, None), (True, False, "0")]
-
-
-def test_a_full_gpu_is_one_line_with_the_rank_and_what_to_lower(start_stage, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=0.1))  # no other rank will print it
-
-    def fill_up(args, started, ranks):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total")
-
-    code, errors = start_stage(fill_up)
-    assert code == 2 and errors.count("\n") == 1
-    assert errors.startswith("error: rank 0: CUDA out of memory. Tried to allocate 2.00 GiB. Lower ")
-    assert all(flag in errors for flag in ("--tokens-per-microbatch", "--loss-chunk", "--recompute"))
 
 
 TEACHING = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)
@@ -88,24 +57,19 @@ NEITHER = {"teacher": None, "student": None}
 
 def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
     """Modules refer to each other in circles, which only the garbage collector takes apart."""
-    model, alive = torch.nn.Linear(1, 1), []
-    model.circle = [model]
-    reference = weakref.ref(model)
+    alive = []
 
     def train_teacher(run, schedule, rates):
-        nonlocal model
-        del model
-        return True
-
-    def train_student(run, args, schedule):
-        alive.append(reference())
+        model = torch.nn.Linear(1, 1)
+        model.circle = [model]
+        alive.append(weakref.ref(model))
         return True
 
     monkeypatch.setattr(stage5.students, "train_teacher", train_teacher)
-    monkeypatch.setattr(stage5, "train_student", train_student)
+    monkeypatch.setattr(stage5, "train_student", lambda *_: alive[0]() is None)
     gc.disable()
     try:
-        assert stage5.train(MagicMock(ranks=group_of_one), TEACHING, NEITHER) == 0 and alive == [None]
+        assert stage5.train(SimpleNamespace(ranks=group_of_one), TEACHING, NEITHER) == 0
     finally:
         gc.enable()
 
@@ -113,7 +77,7 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
 def test_a_teacher_learns_at_its_own_rate(monkeypatch):
     asked = []
     monkeypatch.setattr(stage5.students, "train_teacher", lambda run, schedule, rates: asked.append(rates))
-    assert stage5.train(MagicMock(), TEACHING, NEITHER) == STOPPED
+    assert stage5.train(None, TEACHING, NEITHER) == STOPPED
     assert asked == [students.Rates(1e-3, 0.9, 0.1)]
 
 
@@ -178,16 +142,12 @@ def test_a_plan_of_this_machine_computes_in_float32_and_recomputes_nothing(align
     pytest.param(8, signal.SIGTERM, marks=pytest.mark.slow),
 ])
 def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
-    finished_run, aligned_run, inputs, tmp_path, monkeypatch, step, number
+    finished_run, aligned_run, inputs, tmp_path, step, number
 ):
     """Stopped in the last of the masked steps, among them, and in the first as a GQA model."""
     home = with_teacher(aligned_run, finished_run, tmp_path / "run [1]")  # glob characters
-    command = [str(word) for word in train_arguments(home, inputs)]
-    with monkeypatch.context() as patched:
-        interrupt(patched, step, number)
-        done = run_in_process(STAGE, command)
-    assert done.returncode == STOPPED == 75, done.stdout + done.stderr
-    assert f"stopped by a signal after step {step + 1}" in done.stdout
+    command = train_arguments(home, inputs)
+    assert f"stopped by a signal after step {step + 1}" in stop(step, *command, number=number).stdout
     done = run(STAGE, *command)
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
@@ -203,24 +163,22 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
         return original(*arguments)
 
     monkeypatch.setattr(corpus, "tokenize", interrupting)
-    done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
-    assert done.returncode == 130
+    done = run(STAGE, *train_arguments(home, inputs), code=130)
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert not list(home.glob(".*lock"))
 
 
-@pytest.mark.parametrize("name", ["aligned", "merged", "teacher"])
-@pytest.mark.parametrize("force", [[], ["--force"]])
-def test_changed_weights_are_refused_before_anything_is_written(
-    finished_run, inputs, tmp_path, name, force
-):
+@pytest.mark.parametrize("name, force", [
+    ("aligned", []), ("merged", ["--force"]), ("teacher", []), ("teacher", ["--force"]),
+])  # fmt: skip
+def test_changed_weights_are_refused_before_anything_is_written(finished_run, inputs, tmp_path, name, force):
     home = copy_run(finished_run, tmp_path / "run")
     options = ["--teacher", home / "teacher"] if force else []  # a shared one stays with --force
     shutil.move(home / "train", home / "before")
     flip(next((home / name).glob("*.safetensors")))
-    message = "its content does not match its record"
-    expect_error(message, STAGE, *train_arguments(home, inputs, *options, *force))
+    command = train_arguments(home, inputs, *options, *force)
+    expect_error("its content does not match its record", STAGE, *command)
     assert not (home / "train").exists() and (home / "teacher").exists()
 
 
@@ -229,19 +187,14 @@ def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
     path = home / "aligned" / "stage.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"date": "another time"}))
-    message = "expected the artifact that 04_align.py read"
-    expect_error(message, STAGE, *train_arguments(home, inputs, "--force"))
+    command = train_arguments(home, inputs, "--force")
+    expect_error("expected the artifact that 04_align.py read", STAGE, *command)
 
 
-def test_a_teacher_in_the_making_is_not_continued_for_another_source(
-    aligned_run, inputs, tmp_path, monkeypatch
-):
+def test_a_teacher_in_the_making_is_not_continued_for_another_source(aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
+    stop(1, *train_arguments(home, inputs))
     path = home / "teacher.train" / checkpoints.SETTINGS
-    with monkeypatch.context() as patched:
-        interrupt(patched, 1)
-        done = run_in_process(STAGE, [str(word) for word in train_arguments(home, inputs)])
-    assert done.returncode == STOPPED
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"source": "another"}))
     expect_error("source", STAGE, *train_arguments(home, inputs))
@@ -325,31 +278,25 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
 
 
 @pytest.mark.slow
-def test_force_starts_over_once(aligned_run, inputs, tmp_path, monkeypatch):
+def test_force_starts_over_once(aligned_run, inputs, tmp_path):
     """Stopped in the teacher's training and in the student's, it goes on; complete, it starts over."""
     home = copy_run(aligned_run, tmp_path / "run")
     short = ["--masks", "off", "--steps", "3", "--teacher-steps", "3", "--save-steps", "1"]
     command = train_arguments(home, inputs, *short, "--force")
     run(STAGE, *train_arguments(home, inputs, *short))
-    for step in (1, 0):  # the teacher's second step; in a resumed run the student's first, after its third
-        with monkeypatch.context() as patched:
-            interrupt(patched, step)
-            assert run_in_process(STAGE, list(map(str, command))).returncode == STOPPED
-    done = run(STAGE, *command)
-    assert f"resumes {home / 'train'} after step 1\n" in done.stdout
+    stop(1, *command)  # the teacher's second step
+    stop(0, *command)  # of a teacher that goes on after its second step, so the student's first
+    assert f"resumes {home / 'train'} after step 1\n" in run(STAGE, *command).stdout
     assert not list(home.glob("*.old-2"))
     assert "moved" in run(STAGE, *command).stdout and (home / "train.old-2" / "stage.json").exists()
 
 
 @pytest.mark.slow
-def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_path, monkeypatch):
+def test_force_starts_over_from_other_flags_or_damage(aligned_run, inputs, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     short = ["--masks", "off", "--steps", "3", "--teacher-steps", "1"]
     for number, words in enumerate(([], ["--seed", "1"], ["--seed", "1"])):
-        with monkeypatch.context() as patched:
-            interrupt(patched, 1)
-            words = train_arguments(home, inputs, *short, *words, "--force")
-            assert run_in_process(STAGE, list(map(str, words))).returncode == STOPPED
+        stop(1, *train_arguments(home, inputs, *short, *words, "--force"))
         assert len(list(home.glob("train.old-*"))) == number
         if number:
             (home / "train" / "metrics.jsonl").write_text("damaged\n")

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -18,19 +17,17 @@ from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
-from common.training.engine import STOPPED
-from conftest import ROOT, TRAINING, copy_run, run, run_in_process
+from conftest import ROOT, TRAINING, copy_run, run
 from training_runs import (
     STAGE,
     assert_same_bits,
     assert_same_training,
-    flip,
-    interrupt,
     kill,
     metrics,
     ranks_of,
     saved_files,
     start,
+    stop,
     wait_for_step,
     with_teacher,
 )
@@ -87,15 +84,12 @@ def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
-    alone, aligned_run, inputs, tmp_path, monkeypatch
+    alone, aligned_run, inputs, tmp_path
 ):
     homes = [with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped", "together")]
     words = ["--tasks", inputs["tasks"], *SHARED, "--mask-lr", "0.3", "--masks", "l0-released"]
     run(STAGE, "--run", homes[0], *words)
-    with monkeypatch.context() as patched:
-        interrupt(patched, 2)
-        stopped = run_in_process(STAGE, [str(word) for word in ("--run", homes[1], *words)])
-    assert stopped.returncode == STOPPED
+    stop(2, "--run", homes[1], *words)
     assert "after step 3\n" in run(STAGE, "--run", homes[1], *words).stdout
     assert_same_bits(homes[1], homes[0])
     run(STAGE, "--run-dir", homes[2], *words, processes=2)
@@ -134,7 +128,7 @@ def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path
     for node in ("0", "1"):
         command = [*launcher, "--node-rank", node, str(ROOT / STAGE), "--run-dir", str(home)]
         command += ["--tasks", inputs["tasks"], *SHARED]
-        nodes.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options))
+        nodes.append(subprocess.Popen(command, **options))
     try:
         for node in nodes:
             output, _ = node.communicate(timeout=120)
@@ -188,16 +182,12 @@ def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count)
     assert_same_bits(home, quiet)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
-def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run, inputs, tmp_path, damage):
+def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run, inputs, tmp_path):
     home = copy_run(distributed_run, tmp_path / "run")
     (home / "train" / "stage.json").unlink()
-    damage(saved_files(home)[-1][0])
+    file = saved_files(home)[-1][0]
+    file.write_bytes(file.read_bytes()[:-100])
     done = run("06_export.py", "--run", home, "--force", fails=True)
     assert "train not found" in done.stderr or "expected the record" in done.stderr
     done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
@@ -225,8 +215,7 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, errors
     assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
-    reasons = ("File too large", "inline_container")  # torch's own zip writer may speak first
-    assert any(reason in lines[0] for reason in reasons), errors
+    assert "File too large" in lines[0], errors
     assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
     run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)

@@ -1,5 +1,7 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
+import argparse
+
 import pytest
 
 from common.cli import UserError
@@ -7,7 +9,7 @@ from common.data.corpus import Pool
 from common.data.demo import DEMO
 from common.data.rows import Sample
 from common.method import masks
-from common.training.engine import batch_for, epochs_to_steps, published_epochs, warmup_for
+from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.students import Pair
 from students import stage5
 from training_runs import flags
@@ -17,13 +19,23 @@ PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
      if isinstance(flag.default, list)} for column in range(3))
 
 
-def filled(args, pair: "Pair", positions: int = 2048):
-    """The flags with what is left out."""
+def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
+    model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
+    return Pair("a", "m", model, 16 // group_size, "mean", blended)
+
+
+def filled(pair: Pair, *words, positions: int = 2048) -> argparse.Namespace:
+    """A command line's flags with what is left out."""
+    args = flags(*words)
     return stage5.with_defaults(args, stage5.defaults_of(pair, args.tasks), pair, positions)
 
 
-def schedules_of(args, pair: "Pair", pool: Pool, cuda: bool, has_teacher: bool):
-    return stage5.make_schedules(args, stage5.defaults_of(pair, args.tasks), pair, pool, cuda, has_teacher)
+def schedules_of(pair: Pair, samples: int, *words, texts: int = 0) -> dict[str, Schedule]:
+    """The schedules of a command line for so many questions and texts."""
+    args = filled(pair, *words)
+    pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
+    defaults, has_teacher = stage5.defaults_of(pair, args.tasks), args.teacher == "source"
+    return stage5.make_schedules(args, defaults, pair, pool, False, has_teacher)
 
 
 def test_published_numbers():
@@ -42,17 +54,9 @@ def test_published_numbers():
     assert epochs_to_steps(0.001, 10, 64) == 1
 
 
-def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
-    model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
-    return Pair("a", "m", model, 16 // group_size, "mean", blended)
-
-
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
-    pair = pair_of(group_size, demo)
-    args = filled(flags(*words), pair, positions=2048)
-    pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    schedules = schedules_of(args, pair, pool, False, args.teacher == "source")
+    schedules = schedules_of(pair_of(group_size, demo), samples, *words, texts=texts)
     return {name: schedule.steps for name, schedule in schedules.items()}
 
 
@@ -85,65 +89,66 @@ def test_budgets_of_texts_and_chats():
 
 
 def test_data_flags_left_out():
-    cases = [(False, [], "hub", [], None), (True, [], "runs/demo-model/tasks", ["demo"], None),
-             (False, ["--tasks", "none"], "none", [], "source"), (True, ["--text", "none"], None, [], None),
-             (False, ["--tasks", "none", "--teacher", "DIR/", "--text", "a", "b"], "none", ["a", "b"], "DIR")]
-    for demo, words, tasks, text, teacher in cases:
-        given = flags(*words)
-        args, before = filled(given, pair_of(4, demo), positions=100), dict(vars(flags(*words)))
-        assert vars(given) == before  # a copy is filled in
-        assert args.tasks == (tasks or "runs/demo-model/tasks")
-        assert (args.text, args.chat, args.teacher, args.text_length) == (text, [], teacher, 100)
+    demo_tasks, given = "runs/demo-model/tasks", ["--tasks", "none"]
+    for demo, words, tasks, text, teacher, heldout in (
+        (False, [], "hub", [], None, "split"),
+        (False, ["--text", "c4", "a.txt", "--text-tokens", "9"], "hub", ["c4", "a.txt"], None, "c4"),
+        (True, [], demo_tasks, ["demo"], None, "demo"),
+        (True, ["--text", "none"], demo_tasks, [], None, "demo"),
+        (False, given, "none", [], "source", "split"),
+        (False, [*given, "--teacher", "DIR/", "--text", "a", "b"], "none", ["a", "b"], "DIR", "split"),
+        (True, ["--heldout-text", "b.txt"], demo_tasks, ["demo"], None, "b.txt"),
+    ):
+        args = filled(pair_of(4, demo), *words, positions=100)
+        assert (args.tasks, args.text, args.chat, args.teacher) == (tasks, text, [], teacher)
+        assert (args.heldout_text, args.text_length) == (heldout, 100)
     with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        filled(flags("--text-length", "101"), pair_of(4), positions=100)
+        filled(pair_of(4), "--text-length", "101", positions=100)
 
 
 def test_flags_left_out_take_the_published_values():
     for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
-        args, of_schedule = filled(flags(), pair_of(4, demo), positions=2048), set(stage5.OF_LENGTH)
+        args, of_schedule = filled(pair_of(4, demo)), set(stage5.OF_LENGTH)
         values = {name: getattr(args, name) for name in expected.keys() - of_schedule}
         assert values.items() <= expected.items()
-        pool = Pool([Sample((1,), (2,))] * 64_000)
-        schedules = schedules_of(args, pair_of(4, demo), pool, False, False)
+        schedules = schedules_of(pair_of(4, demo), 64_000)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
             schedule, batch = schedules[name], expected[f"{prefix}batch"]
             assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
             assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
             assert schedule.tokens_per_microbatch == 2048
-    args = filled(flags("--lr", "3e-4", "--batch", "5"), pair_of(4), positions=2048)
+    args = filled(pair_of(4), "--lr", "3e-4", "--batch", "5")
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 
+TEXT_ALONE = ["--tasks", "none", "--text", "a.txt"]
+
+
 def test_defaults_without_tasks():
-    """Rates of their own, and a start near the source is trained directly."""
-    words = ["--tasks", "none", "--text", "a.txt"]
+    """Learning rates of their own, and no masks where merging changed whole heads."""
     for pair, chosen in ((pair_of(4), "l0-released"), (pair_of(4, blended=masks.WHOLE_HEAD), "off"),
                          (pair_of(4, blended=("qkv_proj",)), "l0-released"),
                          (pair_of(4, blended=("qkv_proj", "o_proj")), "off"),
                          (pair_of(4, True), "l0-released"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
-        args = filled(flags(*words), pair, positions=2048)
+        args = filled(pair, *TEXT_ALONE)
         assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
-        assert filled(flags(*words, "--masks", "l0"), pair, positions=2048).masks == "l0"
-    with_tasks = [filled(flags(), pair_of(4, demo, masks.WHOLE_HEAD), 2048) for demo in (False, True)]
-    assert [args.masks for args in with_tasks] == ["l0-released", "l0"]
+        assert filled(pair, *TEXT_ALONE, "--masks", "l0").masks == "l0"
+    with_tasks = [filled(pair_of(4, demo, masks.WHOLE_HEAD)).masks for demo in (False, True)]
+    assert with_tasks == ["l0-released", "l0"]
 
 
 def test_the_batch_without_tasks_follows_from_the_samples():
     assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
-    pair, words = pair_of(4), ("--tasks", "none", "--text", "a.txt")
-    for extra, batch, count in (((), 8, 250), (("--batch", "5"), 5, 400)):
-        args = filled(flags(*words, *extra), pair, positions=2048)
-        student = schedules_of(args, pair, Pool([], [Sample((1, 2))] * 2000), False, True)["student"]
+    for extra, batch, count in (([], 8, 250), (["--batch", "5"], 5, 400)):
+        student = schedules_of(pair_of(4), 0, *TEXT_ALONE, *extra, texts=2000)["student"]
         assert (student.batch, student.steps) == (batch, count)
 
 
 def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     assert [warmup_for(32, steps) for steps in (1, 9, 25, 320, 10_000)] == [1, 1, 2, 32, 32]
     assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
-    pair = pair_of(4)
-    for words, warmup in ((("--steps", "50"), 5), (("--steps", "50", "--warmup", "20"), 20)):
-        args = filled(flags(*words, "--teacher-steps", "40"), pair, positions=2048)
-        schedules = schedules_of(args, pair, Pool([Sample((1,), (2,))] * 640), False, False)
+    for extra, warmup in (([], 5), (["--warmup", "20"], 20)):
+        schedules = schedules_of(pair_of(4), 640, "--steps", "50", "--teacher-steps", "40", *extra)
         assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
 
 

@@ -5,12 +5,8 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
-from common.data.corpus import NONE, SPLIT, Pool, Sources
-from common.data.demo import DEMO
+from common.data.corpus import NONE, Pool, Sources
 from common.data.generate import Origin
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task, tokenize
@@ -30,18 +25,15 @@ from common.models import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from common.training.engine import steps
+from common.training.engine import Step, steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, heldout_texts, load_heldout
-from common.training.metrics import METRICS, Metrics, read_metrics
-from common.training.sharding import Ranks
-from common.training.students import Pair
-from conftest import ROOT, copy_run, expect_error, run, tiny_model
+from common.training.metrics import METRICS, read_metrics
 from conftest import TRAINING as TRAINING_FLAGS
-from students import NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student, stage5
-from training_runs import STAGE, TIMING
+from conftest import copy_run, expect_error, run, tiny_model
+from students import ALONE, NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
+from training_runs import STAGE, TIMING, run_script, with_teacher
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
-RANKS = Ranks(0, 1, torch.device("cpu"))
 
 
 def random_ids(draw: torch.Generator, low: int, high: int) -> tuple[int, ...]:
@@ -162,37 +154,23 @@ def test_measured_steps_are_printed_and_grouped_in_tensorboard(group_of_one, tmp
     student = gqa_student(group_of_one, tmp_path)
     assert student.train(HELDOUT)
     lines = [line for line in read_metrics(str(tmp_path / "train" / METRICS)) if f"{TEXT_SET}_kl" in line]
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3 * len(lines) == 12 and max(map(len, printed)) <= 110
-    for line, shown in zip(lines, zip(*[iter(printed)] * 3, strict=True), strict=True):
-        for prefix, compared in zip((TEXT_SET, TASK_SET), shown[1:], strict=True):
-            figures = [f"{name} {line[f'{prefix}_{name}']:.4f}" for name in NAMES]
-            expected = [f"step {line['step']:5d}/5 {prefix}", *figures]
-            assert compared == " | ".join(expected).replace("_", " ")
+    printed = capsys.readouterr().out
+    for line in lines:
+        for prefix, name in (("heldout", "heldout"), ("heldout task", "heldout_task")):
+            assert f"step {line['step']:5d}/5 {prefix} | kl {line[f'{name}_kl']:.4f} | " in printed
     events = EventAccumulator(str(tmp_path / "train" / "tensorboard")).Reload()
-    for name in ("heldout/kl", "heldout/teacher_loss", "heldout_task/agreement", "heldout_task/teacher_loss"):
+    for name in ("heldout/kl", "heldout_task/teacher_loss"):
         scalars = [(event.step, event.value) for event in events.Scalars(name)]
         key = name.replace("/", "_")
         assert scalars == [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in lines]
     assert {"loss", "kl", "grad_norm"} <= set(events.Tags()["scalars"])
 
 
-def test_the_printed_line_leaves_out_what_is_zero_without_answers(capsys):
-    figures = {"step": 3, "loss": 0.5, "kl": 0.5, "bild": 0.0, "l0": 0.1, "mask_expected": 0.75,
-               "mask_target": 0.0, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_s": 1000}
-    schedule = replace(SCHEDULE, steps=9)
-    metrics = SimpleNamespace(began=time.perf_counter(), start=0, ranks=RANKS, schedule=schedule)
-    line = "step     3/9 | loss 0.5000 | {}mask 0.7500 | target 0.0000 | gradient 2.0000 | lr 1.00e-03"
-    for answers, terms in ((0.0, ""), (0.25, "kl 0.5000 | bild 0.2500 | ")):
-        Metrics.show(metrics, figures | {"bild": answers})
-        assert capsys.readouterr().out.startswith(line.format(terms))
-
-
-def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop=3):
+def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path):
     """Stopped between two measured steps."""
 
     def interrupt(step) -> None:
-        if step.number + 1 == stop:
+        if step.number == 2:
             signal.raise_signal(signal.SIGTERM)
 
     lines = []
@@ -202,19 +180,16 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path, stop=3):
             assert not student.train(HELDOUT, interrupt)
             student = half_masked_student(group_of_one, tmp_path, name)
             checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
-            assert student.job.step == stop
+            assert student.job.step == 3
         assert student.train(HELDOUT)
-        text = Path(tmp_path, name, METRICS).read_text()
-        lines.append([{k: v for k, v in json.loads(line).items() if k not in TIMING}
-                      for line in text.splitlines()])
+        lines.append([{key: value for key, value in line.items() if key not in TIMING}
+                      for line in read_metrics(str(tmp_path / name / METRICS))])
     assert lines[0] == lines[1]
 
 
 ON_EVERY_RANK = """
 import json
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 from common.training.sharding import joined_ranks
@@ -233,13 +208,7 @@ with joined_ranks() as ranks:
 def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes):
     """Ranks have unequal shares of the samples."""
     alone = [measured(make(group_of_one, tmp_path)) for make in (gqa_student, half_masked_student)]
-    script = tmp_path / "script.py"
-    script.write_text(ON_EVERY_RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(processes), str(script), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/training",
-                                "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    run_script(ON_EVERY_RANK, tmp_path, processes, tmp_path)
     for rank in range(processes):
         figures = json.loads(Path(tmp_path, f"figures-{rank}.json").read_text())
         for ours, theirs in zip(figures, alone, strict=True):
@@ -254,16 +223,15 @@ def test_steps_to_measure_after():
 
 
 def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, tmp_path):
+    """Not as a part of that step's time."""
     student = gqa_student(group_of_one, tmp_path)
     named = {f"start_{name}": figure for name, figure in measured(student).items()}
-    for number in (0, 1):
-        step = SimpleNamespace(
-            number=number, job=student.job, schedule=SCHEDULE, figures={"loss": 1.0}, began=7.0)
+    for number, expected in ((0, named), (1, {})):
+        step = Step(student.job, SCHEDULE, [], SAMPLES)
+        step.number = number
         HELDOUT.measure_start(step, student.teacher, OPTIONS.loss_chunk)
-        NOTHING.measure_start(step, student.teacher, OPTIONS.loss_chunk)
-        seconds = step.figures.pop("start_heldout_seconds", 0.0)
-        assert step.began == 7.0 + seconds and (seconds > 0) == (number == 0)
-        assert step.figures == {"loss": 1.0} | (named if number == 0 else {})
+        assert step.began == step.figures.pop("start_heldout_seconds", 0.0)
+        assert step.figures == expected
 
 
 # what is held out
@@ -298,37 +266,19 @@ def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, in
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("changes, count", [
-    ({}, 10), ({"heldout_questions": 3}, 6), ({"heldout_questions": 99}, 10), ({"heldout_questions": 0}, 0),
-    ({"tasks": NONE}, 0),
-])  # fmt: skip
-def test_number_of_questions(group_of_one, inputs, changes, count):
-    """Five validation questions of each of two tasks."""
-    assert count == len(kept_out(inputs, group_of_one, **changes).sets.get(TASK_SET, ()))
+def test_number_of_questions(group_of_one, inputs, tmp_path):
+    """Five validation questions of each of two tasks; by default none of a task without any."""
 
+    def count(**changes) -> int:
+        return len(kept_out(inputs, group_of_one, **changes).sets.get(TASK_SET, ()))
 
-def test_by_default_a_task_without_validation_questions_is_left_out(group_of_one, inputs, tmp_path):
+    assert count() == count(heldout_questions=99) == 10 and count(heldout_questions=3) == 6
+    assert count(heldout_questions=0) == count(tasks=NONE) == 0
     for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
         shutil.copy(Path(inputs["tasks"], name), tmp_path)
-    assert len(kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets[TASK_SET]) == 5
+    assert count(tasks=str(tmp_path)) == 5
     os.remove(tmp_path / "piqa.validation.jsonl")
-    assert not kept_out(inputs, group_of_one, tasks=str(tmp_path)).sets
-
-
-@pytest.mark.parametrize("demo, text, expected", [
-    (True, [DEMO], DEMO), (True, [NONE], DEMO), (False, None, SPLIT), (False, ["c4", "a.txt"], "c4"),
-    (False, ["a.txt"], SPLIT),
-])  # fmt: skip
-def test_default_held_out_text(demo, text, expected):
-    model = {"kv_heads": 8, "name": DEMO if demo else "other", "path": "model"}
-    pair = Pair("a", "m", model, 2, "mean", ())
-    for words, chosen in (([], expected), (["--heldout-text", "b.txt"], "b.txt")):
-        with pytest.MonkeyPatch.context() as patched:
-            flags = ["--text-tokens", "9", *(["--text", *text] if text else []), *words]
-            patched.setattr(sys, "argv", [STAGE, *flags])
-            given = stage5.parse()
-            args = stage5.with_defaults(given, stage5.defaults_of(pair, given.tasks), pair, 2048)
-        assert args.heldout_text == chosen
+    assert count(tasks=str(tmp_path)) == 0
 
 
 @pytest.mark.parametrize("words, message", [
@@ -352,8 +302,7 @@ def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs,
 
 def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run, inputs, tmp_path):
     """The held-out loss of the last line is what the exported checkpoint has on the same tokens."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    shutil.copytree(finished_run / "teacher", home / "teacher")
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
     run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--steps", "3", "--masks", "off",
         "--heldout-text", inputs["text"], "--heldout-sequences", "4", "--heldout-every", "2")
     lines = read_metrics(str(home / "train" / METRICS))
@@ -372,7 +321,7 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
 def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run, inputs):
     """start_heldout_task_kl of a run with masks: that of merged/, by transformers alone."""
     line = read_metrics(str(finished_run / "train" / METRICS))[0]
-    samples = kept_out(inputs, RANKS, only=TASKS).sets[TASK_SET]
+    samples = kept_out(inputs, ALONE, only=TASKS).sets[TASK_SET]
     models = [load_model(str(finished_run / name)) for name in ("teacher", "merged")]
     sums = torch.zeros(2, dtype=torch.float64)
     for sample in samples:
@@ -389,7 +338,7 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     """Forward passes of both models over all tokens: merged/, and after steps 1, 4, 8 and 10."""
     words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
     printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
-    samples = kept_out(inputs, RANKS, only=TASKS, heldout_questions=2).sets[TASK_SET]
+    samples = kept_out(inputs, ALONE, only=TASKS, heldout_questions=2).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
     flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)

@@ -14,8 +14,7 @@ from common.training.engine import Job, Schedule, Step
 from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks
 from conftest import tiny_model
-
-CPU = torch.device("cpu")
+from students import ALONE, SCHEDULE
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -30,8 +29,7 @@ def random_samples(count: int, seed: int = 0) -> list[Sample]:
 
 def schedule(capacity: int) -> Schedule:
     """Steps of 8 samples in rows of `capacity` tokens."""
-    return Schedule(10, 8, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=capacity, save_steps=None,
-                    save_minutes=20, print_every=1)
+    return replace(SCHEDULE, steps=10, batch=8, tokens_per_microbatch=capacity)
 
 
 def test_pack_holds_everything_once_and_within_capacity():
@@ -50,17 +48,7 @@ def test_batches_are_shuffled_epochs():
     assert seen[:30] != seen[30:60]
     again, other = (batch_indices(3, 7, 35, seed) for seed in (1, 2))
     assert batch_indices(3, 7, 35, seed=1) == again != other
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_ranks_share_a_step(world):
-    """Together the ranks hold each predicted token's weight once, in the same number of rows each."""
-    samples = random_samples(20)
-    shares = [rows_of_step(samples, 2, schedule(64), Ranks(rank, world, CPU)) for rank in range(world)]
-    assert len({len(share) for share in shares}) == 1
-    rows = [row for share in shares for row in share]
-    for weight in ("prompt_weight", "answer_weight", "all_weight"):
-        assert sum(float(getattr(row, weight).sum()) for row in rows) == pytest.approx(1, abs=1e-5)
+    assert sorted(batch_indices(0, 5, 5, 2**63 - 1)) == [0, 1, 2, 3, 4]  # huge seeds are as good as others
 
 
 def test_weights_stand_where_tokens_are_predicted():
@@ -98,7 +86,7 @@ class Reads(list):
 
 
 def test_rows_are_built_one_step_ahead_by_a_thread():
-    ranks, counted = Ranks(1, 2, CPU), Reads(random_samples(20))
+    ranks, counted = Ranks(1, 2, torch.device("cpu")), Reads(random_samples(20))
     for step in range(3, 6):
         rows_of_step(counted, step, schedule(64), ranks)
     samples = Reads(counted)
@@ -128,7 +116,7 @@ def test_what_a_thread_cannot_read_stops_training():
         def __getitem__(self, index):
             raise UserError("tokens.npy: truncated")
 
-    batches = rows_ahead(Unreadable(random_samples(20)), range(3), schedule(64), Ranks(0, 1, CPU))
+    batches = rows_ahead(Unreadable(random_samples(20)), range(3), schedule(64), ALONE)
     with pytest.raises(UserError, match="truncated"):
         next(batches)
 
@@ -160,7 +148,7 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
 
-        for row in rows_of_step(samples, 0, schedule(capacity), Ranks(0, 1, CPU)):
+        for row in rows_of_step(samples, 0, schedule(capacity), ALONE):
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
     close = 1e-5 * float(gradients[0].abs().max()) + 1e-7
@@ -168,30 +156,33 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
         torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=close)
 
 
-def test_ranks_with_fewer_rows_get_idle_ones():
-    samples = random_samples(20)
-    shares = dealt(samples, 0, schedule(32), 3)
-    packed = [pack([len(samples[i]) for i in share], 32) for share in shares]
-    assert len({len(rows) for rows in packed}) > 1  # of this seed
-    for rank in range(3):
-        rows = rows_of_step(samples, 0, schedule(32), Ranks(rank, 3, CPU))
-        busy = len(packed[rank])
-        assert len(rows) == max(map(len, packed))
-        assert [row.is_idle for row in rows] == [False] * busy + [True] * (len(rows) - busy)
-        for row in rows[busy:]:
-            assert not any(weight.any() for weight in (row.prompt_weight, row.answer_weight, row.all_weight))
-            assert len(row.prompt_at) == len(row.answer_at) == 0 and row.input_ids.numel() > 0
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_share_a_step(world):
+    """Together the ranks hold each predicted token's weight once; those with fewer rows get idle ones."""
+    samples, steps, rows = random_samples(20), schedule(32), []
+    packed = [pack([len(samples[i]) for i in share], 32) for share in dealt(samples, 2, steps, world)]
+    most = max(map(len, packed))
+    for rank, busy in enumerate(map(len, packed)):
+        share = rows_of_step(samples, 2, steps, Ranks(rank, world, torch.device("cpu")))
+        assert [row.is_idle for row in share] == [False] * busy + [True] * (most - busy)
+        rows += share
+    assert any(row.is_idle for row in rows) == (world > 1)  # of this seed
+    for weight in ("prompt_weight", "answer_weight", "all_weight"):
+        assert sum(float(getattr(row, weight).sum()) for row in rows) == pytest.approx(1, abs=1e-5)
+        assert not any(getattr(row, weight).any() for row in rows if row.is_idle)
+    assert all(row.input_ids.numel() for row in rows)
 
 
-@pytest.mark.parametrize("world", [8, 16])
+@pytest.mark.parametrize("world", [1, 8, 16])
 def test_ranks_get_equally_many_tokens(world):
     """Of lengths as those of the eight tasks; a rank with one long sample alone has as many as that has."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.empty(4000).exponential_(1 / 96, generator=generator) + 24).clamp(max=480).int().tolist()
-    samples, steps = [Sample((1,) * length, (2,)) for length in lengths], replace(schedule(4096), batch=64)
+    samples = [Sample((1,) * length, (2,)) for length in lengths]
+    steps = replace(schedule(4096), batch=64, seed=1)
     for step in range(20):
         shares = dealt(samples, step, steps, world)
-        batch = batch_indices(step, 64, len(samples), seed=0)
+        batch = batch_indices(step, 64, len(samples), seed=1)
         assert sorted(sum(shares, [])) == sorted(batch)
         places = [[batch.index(i) for i in share] for share in shares]
         assert all(share == sorted(share) for share in places)  # in the order of the batch
@@ -199,25 +190,9 @@ def test_ranks_get_equally_many_tokens(world):
         assert max(tokens) <= max(1.1 * sum(tokens) / world, *(len(samples[i]) for i in batch))
 
 
-def test_one_rank_takes_the_batch_as_it_is():
-    samples = random_samples(20)
-    for seed in (0, 1):
-        assert dealt(samples, 3, replace(schedule(64), seed=seed), 1) == [batch_indices(3, 8, 20, seed)]
-
-
-def test_an_idle_row_predicts_nothing():
-    sample = Sample((1, 2, 3), (4,))
-    assert idle_row(sample).is_idle
-    for other in (sample, Sample((1, 2, 3)), Sample((1,), (2,))):  # a text has no answer
-        assert not build_row([other], 1).is_idle
-
-
-def test_idle_rows_count_neither_tokens_nor_flops():
-    job = Job(None, None, "", Ranks(0, 1, CPU), flops=lambda row: 7)
-    rows = [build_row([Sample((1, 2), (3,))], 1), idle_row(Sample((1, 2, 3), (4,)))]
-    totals = Step(job, schedule(64), rows, []).totals
-    assert (float(totals["tokens"]), float(totals["flops"])) == (3, 7)
-
-
-def test_huge_seeds_are_as_good_as_others():
-    assert sorted(batch_indices(0, 5, 5, 2**63 - 1)) == [0, 1, 2, 3, 4]
+def test_an_idle_row_counts_neither_tokens_nor_flops():
+    """A text, or a question of one token, is not idle."""
+    samples = [Sample((1, 2), (3,)), Sample((4, 5, 6)), Sample((7,), (8,))]
+    rows = [idle_row(samples[0]), *(build_row([sample], 3) for sample in samples)]
+    totals = Step(Job(None, None, "", ALONE, flops=lambda row: 7), schedule(64), rows, []).totals
+    assert (float(totals["tokens"]), float(totals["flops"])) == (3 + 3 + 2, 7 * 3)

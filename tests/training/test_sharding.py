@@ -2,53 +2,39 @@
 
 import collections
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.cli import UserError
-from common.method import masks
 from common.models import load_config
 from common.training import sharding
 from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
-from common.training.sharding import (
-    Execution,
-    Ranks,
-    build,
-    joined_ranks,
-    reduce_gradients,
-    sum_over_ranks,
-)
-from common.training.students import Pair, masked_student
-from conftest import ROOT, save_tiny, tiny_model
-from students import SAMPLES, SCHEDULE, half_masked_student
+from common.training.sharding import Execution, build, joined_ranks, reduce_gradients, sum_over_ranks
+from conftest import save_tiny, tiny_model
+from students import SAMPLES, SCHEDULE, built, half_masked_student, pretended_ranks
 from test_engine import Operations
+from training_runs import run_script
 
 GRADIENTS_ARE_REDUCED = """
 import json, os, sys
 import torch
 from torch.profiler import profile
-from common.models import load_config
 from common.training.engine import clip_gradients
 from common.training.packing import build_row
-from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
-from students import SAMPLES
+from common.training.sharding import joined_ranks, reduce_gradients
+from students import SAMPLES, built
 
 with joined_ranks() as ranks:
     if "two nodes" in sys.argv:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
     results = {}
     for every_row in (False, True):
-        trainee = build(load_config(sys.argv[1]), ranks, Execution(), lambda name: (sys.argv[1], name))
+        trainee = built(sys.argv[1], ranks)
         rows = [build_row(SAMPLES[index:], 3) for index in range(3)]
         with profile() as profiled:
             for number, row in enumerate(rows, 1):
@@ -80,33 +66,27 @@ def test_gradients_are_reduced_once_a_step(tmp_path, nodes, each_step, each_row)
     FSDP reduces four groups of parameters: three layers, and what is outside them. The counts are of
     reduce-scatter, within a node, and of all-reduce, between nodes.
     """
-    source, script = save_tiny(tmp_path / "model"), tmp_path / "script.py"
-    script.write_text(GRADIENTS_ARE_REDUCED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(script), source, str(tmp_path / "gradients.pt"), nodes]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [each_step, each_row]
+    source, gradients = save_tiny(tmp_path / "model"), tmp_path / "gradients.pt"
+    printed = run_script(GRADIENTS_ARE_REDUCED, tmp_path, 2, source, gradients, nodes)
+    assert json.loads(printed.splitlines()[-1]) == [each_step, each_row]
     model = Trainee(tiny_model(attn_implementation="packed"))
     for index in range(3):
         model(build_row(SAMPLES[index:], 3)).square().sum().backward()
-    gradients, norm, clipped = torch.load(tmp_path / "gradients.pt")
+    reduced, norm, clipped = torch.load(gradients)
     # FSDP averages over ranks, whose losses were scaled by 1 and 2
     expected = {name: 1.5 * parameter.grad for name, parameter in model.net.named_parameters()
                 if parameter.grad is not None}
     length = sum(float(gradient.double().square().sum()) for gradient in expected.values()) ** 0.5
     assert float(norm) == pytest.approx(length, rel=1e-4) and length > 1
     for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(reduced[name], gradient, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(clipped[name], gradient * 0.1 / length, rtol=1e-4, atol=1e-7)
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model"), []
     for samples in ([0], [1], [0, 1]):
-        execution = Execution(compute=torch.bfloat16)
-        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
+        trainee = built(source, group_of_one, Execution(compute=torch.bfloat16))
         for index in samples:
             reduce_gradients(trainee, last=index == samples[-1], every_row=False)
             trainee(build_row([SAMPLES[index]], 3)).square().sum().backward()
@@ -115,50 +95,29 @@ def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
     assert torch.equal(both, first + second) and not torch.equal(both, both.bfloat16().float())
 
 
-@pytest.fixture
-def pretended_ranks(monkeypatch):
-    """pretended_ranks(WORLD): the first of so many ranks, eight a node, whose collectives do nothing."""
-
-    def join(world: int) -> Ranks:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        return Ranks(0, world, torch.device("cpu"))
-
-    yield join
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [8, 16])
-def test_collectives_of_a_step(pretended_ranks, tmp_path, world):
+@pytest.mark.parametrize("world, groups", [(8, 1), (16, 3)])
+def test_collectives_of_a_step(tmp_path, world, groups):
     """A step of three rows, and models of three layers, so four groups of parameters with what is outside.
 
     The student gathers all of them for each row, and the layers again for each backward pass; the teacher
     keeps what is outside its layers. Gradients are reduced once, between nodes too; masks and figures are
-    summed.
+    summed. Models share process groups: all ranks; those of a node; those of the same place in every node.
     """
-    ranks, layers, rows = pretended_ranks(world), 3, 3
-    student = half_masked_student(ranks, tmp_path)
+    layers, rows = 3, 3
     gathers = rows * (layers + 1 + layers) + rows * layers
-    for first in (1, 0):
-        step = Step(student.job, SCHEDULE, [build_row([sample], 3) for sample in SAMPLES], SAMPLES)
-        with Operations() as operations:
-            student.take(step)
-        counts = collections.Counter(name.split(".")[1] for name in operations.names
-                                     if name.startswith("c10d."))
-        between_nodes = layers + 1 if world > 8 else 0
-        assert counts == {"_allgather_base_": gathers + first, "_reduce_scatter_base_": layers + 1,
-                          "allreduce_": 2 + between_nodes}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world, groups", [(8, 1), (16, 3)])
-def test_models_share_process_groups(pretended_ranks, tmp_path, world, groups):
-    """On several nodes: all ranks, those of a node, and those of the same place in every node."""
-    ranks, source = pretended_ranks(world), save_tiny(tmp_path / "model")
-    for _ in range(3):
-        build(load_config(source), ranks, Execution(), lambda name: (source, name))
+    between_nodes = layers + 1 if world > 8 else 0
+    with pretended_ranks(world) as ranks:
+        student = half_masked_student(ranks, tmp_path)
         assert len(dist.distributed_c10d._world.pg_map) == groups and ranks.mesh.shape[-1] == 8
+        for first in (1, 0):
+            step = Step(student.job, SCHEDULE, [build_row([sample], 3) for sample in SAMPLES], SAMPLES)
+            with Operations() as operations:
+                student.take(step)
+            counts = collections.Counter(name.split(".")[1] for name in operations.names
+                                         if name.startswith("c10d."))
+            assert counts == {"_allgather_base_": gathers + first, "_reduce_scatter_base_": layers + 1,
+                              "allreduce_": 2 + between_nodes}
 
 
 def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_one, tmp_path):
@@ -172,8 +131,8 @@ def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_o
 
 def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_give(monkeypatch):
     """Two ranks that each hold 3: their losses were scaled by 2, so the batch's gradient is (3 + 3) / 2."""
-    monkeypatch.setattr(sharding.dist, "all_reduce", lambda tensor: tensor.mul_(2))
-    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    pretended = SimpleNamespace(all_reduce=lambda tensor: tensor.mul_(2), get_world_size=lambda: 2)
+    monkeypatch.setattr(sharding, "dist", pretended)
     reached, untouched = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     reached.grad = torch.full((2,), 3.0)
     sum_over_ranks([reached, untouched])
@@ -183,13 +142,9 @@ def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_g
 def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
     """142 GB at 20 MB/s; nccl alone would wait for ten minutes, gloo for thirty."""
     joined = {}
-
-    def join(backend, **options):
-        joined.update(options)
-
-    monkeypatch.setattr(sharding.dist, "init_process_group", join)
-    monkeypatch.setattr(sharding.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharding, "dist", SimpleNamespace(
+        init_process_group=lambda backend, **options: joined.update(options),
+        get_rank=lambda: 0, get_world_size=lambda: 2))
     monkeypatch.setenv("RANK", "0")
     sharding.init_ranks()
     assert joined["timeout"].total_seconds() > 142e9 / 20e6
@@ -213,38 +168,9 @@ def test_a_process_group_is_left_after_an_error():
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model"), []
     for recompute in (False, True):
-        execution = Execution(recompute=recompute)
-        trainee = build(load_config(source), group_of_one, execution, lambda name: (source, name))
+        trainee = built(source, group_of_one, Execution(recompute=recompute))
         trainee(build_row(SAMPLES, 3)).square().sum().backward()
         weight = trainee.net.model.layers[0].self_attn.q_proj.weight
         gradients.append(weight.grad.to_local().clone())
         assert trainee.net.model.layers[0].gradient_checkpointing == recompute
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path):
-    """Of a masked student, for rows of different lengths and new masks at each."""
-    source, gradients = save_tiny(tmp_path / "model", num_hidden_layers=1), []
-    for compiled in (False, True):
-        merged = save_tiny(tmp_path / "merged", num_hidden_layers=1, num_key_value_heads=2)
-        pair = Pair(source, merged, {"layers": 1, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE, {})
-        trainee = masked_student(pair, group_of_one, Execution(), "l0", seed=0, fresh=True)
-        if compiled:
-            for layer in trainee.net.model.layers:
-                layer.compile()
-        assert all((layer._compiled_call_impl is not None) == compiled for layer in trainee.net.model.layers)
-        z = torch.linspace(0.1, 0.9, 8)[None].requires_grad_()
-        for share, start in ((1, 0), (0.5, 1), (0.25, 0)):
-            masks.set_masks(trainee.net, z * share)
-            trainee(build_row(SAMPLES[start:], 3)).square().sum().backward()
-        gradients.append([z.grad, *(parameter.grad.full_tensor() for parameter in trainee.net.parameters()
-                                    if parameter.grad is not None)])
-    for compiled, eager in zip(*gradients, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4 * float(eager.abs().max()))
-
-
-def test_private_names_of_torch_distributed_are_not_used():
-    for path in (Path(ROOT) / "common" / "training").glob("*.py"):
-        assert "torch.distributed.tensor._" not in path.read_text(), path

@@ -12,38 +12,41 @@ from common.training import checkpoints, students
 from common.training.attention import Trainee
 from common.training.engine import Job
 from common.training.sharding import Execution
-from common.training.students import Masks, Pair, Rates, ReleasedMasks, Run, switch_step
+from common.training.students import Masks, Rates, ReleasedMasks, Run, switch_step
 from common.weights import open_checkpoint
-from conftest import save_tiny, tiny_model
-from students import NOTHING, SCHEDULE, Student, masked_student, rates, stage5, teacher_of
+from conftest import tiny_model
+from students import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
 
 
-def test_weights_outside_attention_have_a_rate_of_their_own():
-    """Norms and biases keep their decay of 0; masks and shared projections keep their rates."""
-    weights = Rates(1.0, 0.999, 0.5, merged_lr_factor=2.0, rest_lr_factor=0.25)
+@pytest.mark.parametrize("rest", [1.0, 0.25])
+def test_weights_decay_except_norms_biases_masks_and_shared_projections(rest):
+    """As in the authors' code; betas are 0.9 and beta2 for all but the masks. Weights outside attention may
+    have a learning rate of their own.
+    """
+    weights = Rates(1.0, beta2=0.95, weight_decay=1e-4, merged_lr_factor=2.0, rest_lr_factor=rest)
     masked, plain = masked_student(torch.zeros(3, 8)), Trainee(tiny_model(num_key_value_heads=2, bias=True))
     for trainee, optimizer, shared in (
         (masked, students.masked_optimizer(masked, weights, "l0", 7.0), (".merged.",)),
         (plain, students.student_optimizer(plain, weights, masks.KEY_VALUE), (".k_proj.", ".v_proj.")),
+        (plain, students.student_optimizer(plain, weights), ()),
     ):
-        rate_of = rates(optimizer, trainee)
-        assert rate_of.keys() == dict(trainee.named_parameters()).keys()
-        for name, rate in rate_of.items():
-            expected = 2.0 if any(part in name for part in shared) else 1.0
-            expected = expected if ".self_attn." in name else 0.25
-            assert rate == (7.0 if name == "replicated.log_alpha" else expected), name
-        undecayed = {id(p) for group in optimizer.param_groups if not group["weight_decay"]
-                     for p in group["params"]}
-        for name, parameter in trainee.named_parameters():
-            if not any(part in name for part in (*shared, "log_alpha")):
-                assert (id(parameter) in undecayed) == ("norm" in name or name.endswith("bias")), name
+        names = {id(parameter): name for name, parameter in trainee.named_parameters()}
+        seen = [(names[id(parameter)], group) for group in optimizer.param_groups
+                for parameter in group["params"]]
+        assert sorted(name for name, _ in seen) == sorted(names.values())
+        for name, group in seen:
+            is_mask, is_shared = "log_alpha" in name, any(part in name for part in shared)
+            free = is_mask or is_shared or "norm" in name or name.endswith("bias")
+            rate = rest if ".self_attn." not in name else 2.0 if is_shared else 1.0
+            assert group["initial_lr"] == (7.0 if is_mask else rate), name
+            assert group["weight_decay"] == (0 if free else 1e-4), name
+            assert group["betas"] == ((0.9, 0.9) if is_mask else (0.9, 0.95)), name
+            assert group["eps"] == (1e-12 if is_mask else 1e-8), name
 
 
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
-    mha, grouped = (save_tiny(tmp_path / name, torch.bfloat16, num_key_value_heads=kv_heads)
-                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
-    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "closed-form", masks.WHOLE_HEAD)
+    pair = saved_pair(tmp_path, masks.WHOLE_HEAD, torch.bfloat16)
     args = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, lr=1.0, beta2=0.9,
                            merged_lr_factor=2.0, rest_lr_factor=1.0, weight_decay=0.5)
     jobs, trained = [], []
@@ -75,13 +78,10 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
         assert (weights["betas"], weights["weight_decay"]) == ((0.9, 0.9), 0.5)
 
 
-@pytest.mark.parametrize("kind, dtype", [("l0", torch.bfloat16), ("off", torch.bfloat16),
-                                         ("off", torch.float16)])
+@pytest.mark.parametrize("kind, dtype", [("l0", torch.bfloat16), ("off", torch.float16)])
 def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, kind, dtype):
     """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
-    mha, grouped = (save_tiny(tmp_path / name, dtype, num_key_value_heads=kv_heads)
-                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
-    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    pair = saved_pair(tmp_path, dtype=dtype)
     execution, freeze, trained = Execution(compute=torch.bfloat16), students.freeze, []
     for kept in (dtype, torch.float32):
         monkeypatch.setattr(students, "freeze", lambda *arguments, kept=kept: freeze(*arguments[:2], kept))
@@ -104,39 +104,13 @@ def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, mo
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor.float(), second[name].float()), name
-    started = open_checkpoint(grouped if kind == "off" else mha)
+    started = open_checkpoint(pair.merged if kind == "off" else pair.aligned)
     moved = "model.layers.1.self_attn.q_proj.weight"
     assert not torch.equal(first[moved], started[moved][:].float())
 
 
-def test_weights_decay_except_norms_biases_masks_and_shared_projections():
-    """As in the authors' code; betas are 0.9 and beta2 for all but the masks."""
-    weights = Rates(1.0, beta2=0.95, weight_decay=1e-4)
-    free = ("norm", "bias", ".merged.", "log_alpha")
-    masked = masked_student(torch.zeros(3, 8))
-    plain = Trainee(tiny_model(num_key_value_heads=2, bias=True))
-    for trainee, optimizer, others in (
-        (masked, students.masked_optimizer(masked, weights, "l0", 1e-2), ()),
-        (plain, students.student_optimizer(plain, weights, masks.KEY_VALUE), ("k_proj", "v_proj")),
-        (plain, students.student_optimizer(plain, weights), ()),
-    ):
-        names = {id(parameter): name for name, parameter in trainee.named_parameters()}
-        seen = set()
-        for group in optimizer.param_groups:
-            for name in (names[id(parameter)] for parameter in group["params"]):
-                decays = not any(part in name for part in (*free, *others))
-                assert group["weight_decay"] == (1e-4 if decays else 0), name
-                assert group["betas"] == ((0.9, 0.95) if "log_alpha" not in name else (0.9, 0.9))
-                assert group["eps"] == (1e-12 if "log_alpha" in name else 1e-8), name
-                assert group["initial_lr"] == (1e-2 if "log_alpha" in name else 1.0), name
-                seen.add(name)
-        assert seen == set(names.values())
-
-
 def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
-    mha, grouped = (save_tiny(tmp_path / name, num_key_value_heads=kv_heads)
-                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
-    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    pair = saved_pair(tmp_path)
 
     def released_job() -> Job:
         student = students.masked_student(pair, group_of_one, Execution(), "l0-released", seed=0, fresh=True)
@@ -160,10 +134,7 @@ def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_p
 def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
     """A masked student after some steps of Adam, saved and loaded as the GQA model: the same weights and the
     same AdamW state where there is a counterpart, nothing else."""
-    mha, grouped = (save_tiny(tmp_path / name, bias=True, num_key_value_heads=kv_heads)
-                    for name, kv_heads in (("mha", 8), ("gqa", 2)))
-    weights = Rates(1e-3, 0.999, 0.0, merged_lr_factor=2)
-    pair = Pair(mha, grouped, {"layers": 3, "kv_heads": 8}, 2, "mean", masks.KEY_VALUE)
+    pair, weights = saved_pair(tmp_path, bias=True), Rates(1e-3, 0.999, 0.0, merged_lr_factor=2)
     student = students.masked_student(pair, group_of_one, Execution(), "l0", seed=0, fresh=False)
     assert torch.equal(student.replicated["log_alpha"].detach(), torch.full((3, 8), masks.START))
     optimizer = students.masked_optimizer(student, weights, "l0", mask_lr=1e-2)
