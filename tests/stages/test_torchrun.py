@@ -231,10 +231,3 @@ def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pat
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
     steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
     assert steps == [len(metrics(home))]
-
-
-@pytest.mark.slow
-def test_a_plan_is_printed_once(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], "--plan", "1xA100-80GB", processes=2)
-    assert done.stdout.count("05_prune_train: ") == 1

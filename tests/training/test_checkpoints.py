@@ -18,15 +18,14 @@ from conftest import save_tiny
 from training_runs import flip
 
 
-def new_job(source: str, directory, ranks, seed: int = 0) -> Job:
-    """A tiny model with a replicated parameter, after one step of Adam on random gradients."""
+def new_job(source: str, directory, ranks, shift: float = 0.0) -> Job:
+    """A tiny model with a replicated parameter, after one step of Adam."""
     extra = {"extra": torch.ones(2, 3)}
     trainee = build(load_config(source), ranks, Execution(), lambda name: (source, name), None, extra)
     optimizer = make_optimizer(trainee, {"initial_lr": 1e-3})
     job = Job(trainee, optimizer, str(directory), ranks, step=1)
-    torch.manual_seed(seed)
     for parameter in trainee.parameters():
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = parameter.detach() - shift
     job.optimizer.step()
     job.optimizer.zero_grad()
     return job
@@ -49,7 +48,7 @@ def saved(request, group_of_one, tmp_path):
 @pytest.mark.parametrize("saved", [{}, {"tie_word_embeddings": True}], indirect=True, ids=["llama", "tied"])
 def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_step(saved, tmp_path):
     job, path = saved
-    other = new_job(str(tmp_path / "model"), tmp_path, job.ranks, seed=1)
+    other = new_job(str(tmp_path / "model"), tmp_path, job.ranks, shift=0.1)
     other.step = 0
     checkpoints.load(other, path)
     assert other.step == 1
@@ -160,13 +159,13 @@ def metrics_line(step: int, **figures) -> str:
     return json.dumps({"step": step, "loss": 1.0, "tokens": 8} | figures) + "\n"
 
 
-@pytest.mark.parametrize(("file", "text", "fault"), [
+@pytest.mark.parametrize(("name", "text", "fault"), [
     ("settings.json", '{"lr": 2.0}', "its settings is not"),
     ("metrics.jsonl", metrics_line(1) + metrics_line(2, loss=0.5), "its metrics is not"),
     ("step-00000002/origin.json", "[]", "sha256.json or origin.json is missing"),
     ("step-00000002/sha256.json", "[", "sha256.json or origin.json is missing"),
 ])  # fmt: skip
-def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, file, text, fault):
+def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, name, text, fault):
     job, _ = saved
     home = Path(job.directory)
     (home / "settings.json").write_text('{"lr": 1.0}')
@@ -179,7 +178,7 @@ def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, fi
     assert checkpoints.damage(last) is None
     other = shutil.copytree(last, home / "step-00000007")
     assert checkpoints.damage(str(other)).startswith("its step is not")
-    (home / file).write_text(text)
+    (home / name).write_text(text)
     assert checkpoints.damage(last).startswith(fault)
 
 
