@@ -25,24 +25,17 @@ def test_a_replaced_directory_loses_only_the_files_that_its_record_names(tmp_pat
     path, old = tmp_path / "gqa", tmp_path / "gqa.old-1"
     old.mkdir()
     (old / "mine").write_text("mine")
+    (tmp_path / "gqa.old-2").symlink_to("nowhere")
     write(path, "first")
     write(path, "second")
     assert (path / "file").read_text() == "second" and contents(old) == {"mine": "mine"}
     (path / "notes").write_text("mine")
     write(path, "third")
-    assert (path / "file").read_text() == "third" and contents(tmp_path / "gqa.old-2") == {"notes": "mine"}
+    assert (path / "file").read_text() == "third" and contents(tmp_path / "gqa.old-3") == {"notes": "mine"}
     write(path, "without a record", record=False)
     write(path, "fourth")
-    assert contents(tmp_path / "gqa.old-3") == {"file": "without a record"}
-    assert sorted(os.listdir(tmp_path)) == ["gqa", "gqa.old-1", "gqa.old-2", "gqa.old-3"]
-
-
-def test_move_aside_takes_the_first_free_name(tmp_path):
-    path = tmp_path / "gqa"
-    (tmp_path / "gqa.old-1").symlink_to("nowhere")
-    assert files.move_aside(str(path)) is None
-    path.mkdir()
-    assert files.move_aside(str(path)) == f"{path}.old-2"
+    assert contents(tmp_path / "gqa.old-4") == {"file": "without a record"}
+    assert sorted(os.listdir(tmp_path)) == ["gqa", "gqa.old-1", "gqa.old-2", "gqa.old-3", "gqa.old-4"]
 
 
 @pytest.mark.parametrize("moment", ["in the block", "before the rename"])

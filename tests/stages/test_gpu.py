@@ -21,6 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --determinist
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.utils import is_flash_attn_2_available
 
 from common import models
@@ -50,6 +51,7 @@ from stand_in import StandIn, run, run_in_process
 from students import SCHEDULE, gqa_student, half_masked_student
 from test_attention import varlen_formula
 from test_packing import random_samples
+from tiny_run import digests, read
 from training_runs import (
     STAGE,
     assert_same_bits,
@@ -75,10 +77,6 @@ BF16_MEAN, BF16_STEP = 0.02, 0.2
 pytestmark = pytest.mark.skipif(not (DEVICE == "cpu" or torch.cuda.is_available()), reason="needs a GPU")
 
 
-def read(path) -> dict:
-    return json.loads(path.read_text())
-
-
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
     """Equal within this share of the largest expected element."""
     largest = float(expected.abs().max())
@@ -87,11 +85,6 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float) -> N
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float((actual - exact).norm() / exact.norm())
-
-
-def stages_1_and_2(home, inputs: dict[str, str], device: str, *flags) -> None:
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--device", device, *flags)
-    run("02_similarity.py", "--run", home, "--energy", "--device", device)
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +100,30 @@ def calibrated(request, sources, tmp_path_factory) -> tuple:
     inputs, homes = sources[request.param], []
     for device in ("cpu", DEVICE):
         home = tmp_path_factory.mktemp(f"{request.param}-{device}") / "run"
-        stages_1_and_2(home, inputs, device)
+        run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--device", device)
+        run("02_similarity.py", "--run", home, "--energy", "--device", device)
         run("03_group.py", "--run", home, *GROUPING)
         homes.append(home)
     return inputs, *homes
-
-
-@pytest.fixture(scope="module")
-def aligned(inputs, tmp_path_factory):
-    """A run directory after stages 1 to 4 on the CPU."""
-    home = tmp_path_factory.mktemp("aligned") / "run"
-    stages_1_and_2(home, inputs, "cpu")
-    run("03_group.py", "--run", home, *GROUPING)
-    run("04_align.py", "--run", home, "--device", "cpu")
-    return home
 
 
 def train(home, inputs: dict[str, str], *flags, **options):
     return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **{"device": DEVICE} | options)
 
 
+def train_until(step: int, home, inputs: dict[str, str], *flags) -> None:
+    """Stage 5 on the device, stopped by SIGTERM in this process."""
+    command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
+    with pytest.MonkeyPatch.context() as patched:
+        interrupt(patched, step)
+        done = run_in_process(STAGE, list(map(str, command)), DEVICE)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
-def taught(aligned, inputs, tmp_path_factory):
+def taught(aligned_run, inputs, tmp_path_factory):
     """A run of stages 1 to 5, the last on the device, in one process, not interrupted."""
-    home = copy_run(aligned, tmp_path_factory.mktemp("taught") / "run")
+    home = copy_run(aligned_run, tmp_path_factory.mktemp("taught") / "run")
     train(home, inputs, *LONG)
     return home
 
@@ -162,17 +155,7 @@ def test_grams_are_exact_sums_of_the_vectors_in_any_dtype(dtype):
         assert_near(grams.value(kind), torch.einsum("nia,njb->ijab", heads, heads), 1e-5)
 
 
-def test_layer_by_layer_calibration_writes_the_same_bytes(inputs, tmp_path):
-    for flags in ([], ["--layerwise"]):
-        stages_1_and_2(tmp_path / str(len(flags)), inputs, DEVICE, *flags)
-    for index in LAYERS:
-        first, second = (calibrated_layer(tmp_path / name / "calibration", index) for name in "01")
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_similarities_and_groups_are_those_of_the_cpu(calibrated):
-    from safetensors.torch import load_file
-
     _, expected, home = calibrated
     actual, similarity = (load_file(path / "similarity.safetensors") for path in (home, expected))
     assert actual.keys() == similarity.keys() and "energy" in actual
@@ -248,13 +231,16 @@ def test_the_attention_refit_gets_as_far_as_on_the_cpu(calibrated, tmp_path):
             assert actual[layer][name] == pytest.approx(figures[name], rel=0.02), (layer, name)
 
 
-def test_layer_by_layer_alignment_writes_the_same_bytes(calibrated, tmp_path):
-    for place, flags in (("whole", []), ("layerwise", ["--layerwise"])):
-        aligned_on(DEVICE, calibrated, tmp_path / place, *flags)
-    for name in ("aligned", "merged"):
-        first, second = (read(tmp_path / place / name / "stage.json")["files"]
-                         for place in ("whole", "layerwise"))
-        assert first == second
+def test_layer_by_layer_the_same_bytes_are_written(calibrated, tmp_path):
+    inputs, _, home = calibrated
+    whole, layerwise = tmp_path / "whole", tmp_path / "layerwise"
+    calibrate = ["--device", DEVICE, "--layerwise", *calibrate_arguments(inputs)]
+    run("01_calibrate.py", "--run", layerwise, *calibrate)
+    shutil.copytree(home / "calibration", whole / "calibration")
+    aligned_on(DEVICE, calibrated, whole)
+    aligned_on(DEVICE, calibrated, layerwise, "--layerwise")
+    for name in ("calibration", "aligned", "merged"):
+        assert digests(whole / name) == digests(layerwise / name)
 
 
 # attention, losses, masks
@@ -346,22 +332,23 @@ def train_on_cpu(home, inputs: dict[str, str], *flags):
 
 
 FEW = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+IN_FLOAT32 = [*FEW, "--dtype", "float32"]
 
 
-def test_training_in_float32_is_that_of_the_cpu(aligned, inputs, tmp_path):
+def test_training_in_float32_is_that_of_the_cpu(aligned_run, inputs, tmp_path):
     """Few steps: BiLD's top 16 is a choice that rounding flips now and then."""
-    host, device = (copy_run(aligned, tmp_path / name) for name in ("host", "device"))
+    host, device = (copy_run(aligned_run, tmp_path / name) for name in ("host", "device"))
     train_on_cpu(host, inputs, *FEW)
     shutil.copytree(host / "teacher", device / "teacher")
-    train(device, inputs, *FEW, "--dtype", "float32", "--no-recompute")
+    train(device, inputs, *IN_FLOAT32, "--no-recompute")
     assert_same_training(device, host)
 
 
-def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned, inputs, tmp_path):
+def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned_run, inputs, tmp_path):
     """The loss, masked and after the switch."""
     losses = []
     for dtype in ("float32", "bfloat16"):
-        home = with_teacher(aligned, taught, tmp_path / dtype)
+        home = with_teacher(aligned_run, taught, tmp_path / dtype)
         train(home, inputs, *TRAINING, "--steps", "20", "--dtype", dtype)
         losses.append([line["loss"] for line in metrics(home)])
     assert losses[0] != losses[1] and len(losses[0]) == 20
@@ -402,29 +389,24 @@ def test_a_step_is_queued_without_waiting_for_the_gpu(
     assert bool(varlen_calls) == expects_varlen(execution.compute)
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned, inputs, tmp_path, monkeypatch):
-    """SIGTERM after 20 of 40 steps, in this process."""
-    home = with_teacher(aligned, taught, tmp_path / "run")
-    command = [str(word) for word in ("--run-dir", home, "--tasks", inputs["tasks"], *LONG)]
-    with monkeypatch.context() as patched:
-        interrupt(patched, 20)
-        done = run_in_process(STAGE, command, DEVICE)
-    assert done.returncode == STOPPED, done.stdout + done.stderr
-    assert "after step 21\n" in run(STAGE, *command, device=DEVICE).stdout
+def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, taught, tmp_path / "run")
+    train_until(20, home, inputs, *LONG)
+    assert "after step 21\n" in train(home, inputs, *LONG).stdout
     assert_same_bits(home, taught)
 
 
 @pytest.fixture(scope="module")
-def together(taught, aligned, inputs, tmp_path_factory):
+def together(taught, aligned_run, inputs, tmp_path_factory):
     """A run under torchrun on all GPUs (nccl), not interrupted."""
-    home = with_teacher(aligned, taught, tmp_path_factory.mktemp("together") / "run")
+    home = with_teacher(aligned_run, taught, tmp_path_factory.mktemp("together") / "run")
     train(home, inputs, *LONG, processes=GPUS)
     return home
 
 
-def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, aligned, inputs, tmp_path):
+def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, aligned_run, inputs, tmp_path):
     """SIGKILL to torchrun and its ranks, between two checkpoints."""
-    home = with_teacher(aligned, taught, tmp_path / "run")
+    home = with_teacher(aligned_run, taught, tmp_path / "run")
     process = start(home, inputs, *LONG, processes=GPUS)
     wait_for_step(home, 8)
     kill(process)
@@ -434,10 +416,10 @@ def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, ali
 
 
 @pytest.fixture(scope="module")
-def alone(aligned, inputs, tmp_path_factory):
+def alone(aligned_run, inputs, tmp_path_factory):
     """A run of one process on one GPU, in float32."""
-    home = copy_run(aligned, tmp_path_factory.mktemp("alone") / "run")
-    train(home, inputs, *FEW, "--dtype", "float32")
+    home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
+    train(home, inputs, *IN_FLOAT32)
     return home
 
 
@@ -446,24 +428,24 @@ several = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 @several
 @pytest.mark.parametrize("reduce", ["step", "row"])
-def test_all_gpus_train_as_one_does(alone, aligned, inputs, tmp_path, reduce):
+def test_all_gpus_train_as_one_does(alone, aligned_run, inputs, tmp_path, reduce):
     """nccl against a group of one."""
-    home = with_teacher(aligned, alone, tmp_path / "run")
-    train(home, inputs, *FEW, "--dtype", "float32", "--reduce", reduce, processes=GPUS)
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
+    train(home, inputs, *IN_FLOAT32, "--reduce", reduce, processes=GPUS)
     assert_same_training(home, alone)
 
 
 @several
-def test_two_nodes_train_as_one_gpu_does(alone, aligned, inputs, tmp_path):
+def test_two_nodes_train_as_one_gpu_does(alone, aligned_run, inputs, tmp_path):
     """Two launchers with a GPU each: the weights are replicated, the gradients summed between them."""
-    home = with_teacher(aligned, alone, tmp_path / "run")
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                 "--rdzv-backend", "static", "--rdzv-endpoint", address, "--local-addr", "127.0.0.1"]
-    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *FEW]
-    nodes = [subprocess.Popen([*launcher, "--node-rank", str(node), *command, "--dtype", "float32"], cwd=ROOT,
+    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *IN_FLOAT32]
+    nodes = [subprocess.Popen([*launcher, "--node-rank", str(node), *command], cwd=ROOT,
                               env=os.environ | {"CUDA_VISIBLE_DEVICES": "" if DEVICE == "cpu" else str(node)},
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
              for node in range(2)]
@@ -473,27 +455,19 @@ def test_two_nodes_train_as_one_gpu_does(alone, aligned, inputs, tmp_path):
 
 
 @several
-def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned, inputs, tmp_path, monkeypatch):
-    home, flags = with_teacher(aligned, alone, tmp_path / "run"), [*FEW, "--dtype", "float32"]
-    with monkeypatch.context() as patched:
-        interrupt(patched, 2)
-        command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
-        assert run_in_process(STAGE, list(map(str, command)), DEVICE).returncode == STOPPED
-    assert "resumes" in train(home, inputs, *flags, processes=GPUS).stdout
+def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
+    train_until(2, home, inputs, *IN_FLOAT32)
+    assert "resumes" in train(home, inputs, *IN_FLOAT32, processes=GPUS).stdout
     assert_same_training(home, alone)
 
 
-def test_a_run_of_the_device_goes_on_without_it(taught, aligned, inputs, tmp_path, monkeypatch):
+def test_a_run_of_the_device_goes_on_without_it(alone, aligned_run, inputs, tmp_path):
     """Resumed on the CPU it is the run that it would have been."""
-    whole, home = (with_teacher(aligned, taught, tmp_path / name) for name in ("whole", "stopped"))
-    flags = [*FEW, "--dtype", "float32"]
-    train(whole, inputs, *flags)
-    with monkeypatch.context() as patched:
-        interrupt(patched, 2)
-        command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
-        assert run_in_process(STAGE, list(map(str, command)), DEVICE).returncode == STOPPED
-    assert "resumes" in train_on_cpu(home, inputs, *flags).stdout
-    assert_same_training(home, whole)
+    home = with_teacher(aligned_run, alone, tmp_path / "run")
+    train_until(2, home, inputs, *IN_FLOAT32)
+    assert "resumes" in train_on_cpu(home, inputs, *IN_FLOAT32).stdout
+    assert_same_training(home, alone)
 
 
 # stages 6 and 7
@@ -520,19 +494,15 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
         assert actual["likelihood_scores"] == pytest.approx(expected["likelihood_scores"], abs=1e-3)
 
 
-@pytest.mark.parametrize("flags", [["--layerwise", "--dtype", "float32"],
-                                   ["--dtype", "bfloat16", "--limit", "2"]], ids=" ".join)
-def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags):
-    text = ["--text", inputs["text"], "--length", 64, "--sequences", 4]
-    tasks = [] if "--layerwise" in flags else ["--tasks", inputs["tasks"]]
-    perplexities = []
-    for device, chosen in (("cpu", ["--layerwise"]), (DEVICE, flags)):
-        given = tasks if chosen is flags else []
-        run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *text, *given, *chosen,
+@pytest.mark.parametrize("flags, close", [(["--layerwise", "--tasks", "none", "--dtype", "float32"], 1e-4),
+                                          (["--dtype", "bfloat16", "--limit", "2"], 0.05)])
+def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags, close):
+    losses = []
+    for device, chosen in (("cpu", ["--layerwise", "--tasks", "none"]), (DEVICE, flags)):
+        run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *evaluate_arguments(inputs), *chosen,
             "--device", device, "--force")
-        perplexities.append(next(iter(read(tmp_path / "eval.json")["results"].values()))["perplexity"])
-    close = 1e-4 if "--layerwise" in flags else 0.05
-    assert math.log(perplexities[1]) == pytest.approx(math.log(perplexities[0]), rel=close)
+        losses.append(math.log(read(tmp_path / "eval.json")["results"]["model"]["perplexity"]))
+    assert losses[1] == pytest.approx(losses[0], rel=close)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -542,6 +512,6 @@ def test_a_model_spread_over_gpus_has_the_same_figures(inputs, tmp_path, monkeyp
         monkeypatch.setattr(models, "WEIGHT_SHARE", share)
         run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *evaluate_arguments(inputs),
             "--device", "cuda", "--force")
-        results.append(next(iter(read(tmp_path / "eval.json")["results"].values())))
+        results.append(read(tmp_path / "eval.json")["results"]["model"])
     assert results[1]["perplexity"] == pytest.approx(results[0]["perplexity"], rel=1e-4)
     assert results[1]["cache_bytes_per_token"] == results[0]["cache_bytes_per_token"]

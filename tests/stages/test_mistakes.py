@@ -38,23 +38,13 @@ def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     shutil.copy(home / "groups.json", other)
     expect_error("expected an artifact of model", "04_align.py", "--run", other)
 
-    damaged = home / "similarity.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    expect_error("run 02_similarity.py again with --force", "03_group.py", "--run", home, "--force")
-    assert (home / "groups.json").exists()
 
-
-def test_flags_without_the_one_they_belong_to_are_refused(aligned_run):
-    cases = [("02_similarity.py", "--key-context 8", "--key-context: expected --energy with it"),
-             ("04_align.py", "--merge-keys pairs", "--merge-keys pairs: expected --merge closed-form")]
-    for stage, words, message in cases:
-        expect_error(message, stage, "--run", aligned_run, *words.split())
-
-
-def test_a_wrong_layer_to_draw_is_refused_before_anything_is_written(aligned_run, tmp_path):
+def test_flags_that_do_not_fit_are_refused_before_anything_is_written(aligned_run, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     before = (home / "similarity.json").read_bytes()
-    draw = ["02_similarity.py", "--run", home, "--force", "--layers-drawn"]
-    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *draw, 0, 3)
-    expect_error("--layers-drawn: expected a whole number from 0 to 2^31 - 1, found -1", *draw, -1)
+    command = ["02_similarity.py", "--run", home, "--force"]
+    expect_error("--key-context: expected --energy with it", *command, "--key-context", 8)
+    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *command, "--layers-drawn", 0, 3)
     assert (home / "similarity.json").read_bytes() == before
+    expect_error("--merge-keys pairs: expected --merge closed-form with it, found mean",
+                 "04_align.py", "--run", home, "--force", "--merge-keys", "pairs")

@@ -16,7 +16,6 @@ from common.cli import UserError
 from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import load_tokens, write_array
 from common.files import sha256
-from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, start_by_pairs
 from common.reporting import plots
 from conftest import (
     GROUPING,
@@ -33,7 +32,6 @@ from conftest import (
 from tiny_run import HEADS, LAYERS, SIZE, STAGES, read
 
 TOKENS = 512  # of the text of `inputs`; every one is sampled
-POSITIONS = 256  # of the model
 
 
 @torch.no_grad()
@@ -146,8 +144,6 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
             assert np.array_equal(np.stack(matrices), stored[list(drawn)])
     choose_layers = runpy.run_path(str(ROOT / STAGES["02"]))["choose_layers"]
     assert choose_layers(None, 32) == [0, 10, 21, 31] and choose_layers(None, 2) == [0, 1]
-    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", "02_similarity.py",
-                 "--run", tmp_path / "none", *calibration, "--layers-drawn", 3)
     above = np.triu_indices(HEADS, 1)
     for head in ("key", "value"):
         for when in ("before", "after"):
@@ -188,35 +184,6 @@ def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tm
         stored = safe_open(similarity, "numpy").get_tensor(title.replace("s ", ".cos."))
         assert np.array_equal(np.stack(matrices), stored)
     assert list(rows) == ["keys after", "values after"]
-
-
-def fit_of(vectors: dict[str, torch.Tensor], heads: list[int], turns: Turns) -> KeyFit:
-    """The least squares of merging the keys of one group of heads, from the vectors themselves."""
-    keys, queries = (vectors[name].double()[:, heads] for name in ("key", "query"))  # [n, D, d]
-    gram = torch.einsum("nia,njb->ijab", keys, keys)[None] / len(keys)
-    query = torch.einsum("nia,nib->iab", queries, queries)[None] / len(keys)
-    return KeyFit(gram, keys.mean(0)[None], query, turns)
-
-
-def test_energy_is_minus_the_share_that_a_merged_pair_of_heads_loses(aligned_run, inputs):
-    """Of values, W_O,i v_i, what is beyond the d largest singular values of two heads stacked; of keys, what
-    merging the two with RoPE in mind leaves of the scores' variance; each as a share of the layer's."""
-    model = AutoModelForCausalLM.from_pretrained(inputs["model"])
-    energy = safe_open(aligned_run / "similarity.safetensors", "pt").get_tensor("energy")
-    assert energy.shape == (LAYERS, HEADS, HEADS) and (energy.diagonal(dim1=1, dim2=2) == 0).all()
-    for layer, vectors in enumerate(projected(inputs["model"], inputs)):
-        output = model.model.layers[layer].self_attn.o_proj.weight.detach().double().view(48, HEADS, SIZE)
-        values = torch.einsum("oia,nia->ion", output, vectors["value"])
-        frequencies = model.model.rotary_emb.inv_freq.double()
-        turns = Turns(frequencies, log_uniform(POSITIONS))
-        each_head = [fit_of(vectors, [head], turns) for head in range(HEADS)]
-        everything = sum((fit.query * fit.variance).sum() for fit in each_head)
-        for a, b in itertools.combinations(range(HEADS), 2):
-            lost_values = torch.linalg.svdvals(torch.cat((values[a], values[b])))[SIZE:].square().sum()
-            fit = fit_of(vectors, [a, b], turns)
-            lost_keys = alternate(fit, *start_by_pairs(fit), rounds=2)[2]
-            share = lost_values / values.square().sum() + lost_keys / everything
-            assert float(energy[layer, a, b]) == pytest.approx(-float(share), rel=1e-4)
 
 
 def sum_within(matrix: np.ndarray, groups: list[list[int]]) -> float:
@@ -265,13 +232,6 @@ def test_the_random_seed_decides_the_search(aligned_run, tmp_path):
             "--restarts", 1, "--iterations", 1, "--seed", seed)
         chosen.append(read(home / "groups.json")["groups"])
     assert chosen[0] == chosen[1] != chosen[2]
-
-
-def mean_cosine(vectors: torch.Tensor, groups: list[list[int]]) -> float:
-    """Over all pairs of different heads within groups. vectors: [tokens, heads, d]."""
-    cosine = torch.einsum("nia,nja->ij", unit(vectors), unit(vectors)) / len(vectors)
-    pairs = [float(cosine[a, b]) for group in groups for a, b in itertools.combinations(group, 2)]
-    return sum(pairs) / len(pairs)
 
 
 @torch.no_grad()
@@ -347,12 +307,6 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, in
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
         assert (f"reads   {inputs['text']}: what follows the calibration's text" in printed) == (not words)
         assert "may be higher" not in printed
-
-
-def mean_distance(vectors: torch.Tensor, groups: list[list[int]]) -> float:
-    """Mean squared distance over all pairs of different heads within groups."""
-    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    return float(sum((vectors[:, a] - vectors[:, b]).square().sum(-1).mean() for a, b in pairs)) / len(pairs)
 
 
 @torch.no_grad()
