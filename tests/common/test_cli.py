@@ -6,9 +6,7 @@ import datetime
 import io
 import os
 import re
-import resource
 import runpy
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch.distributed import TCPStore
 
 from common import cli, progress
@@ -51,12 +49,23 @@ def ends(main, capsys) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().err
 
 
-def test_a_full_gpu_is_one_line(capsys):
-    def main():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of")
+class PanicException(BaseException):
+    """What a library in Rust raises; that of pyo3 cannot be imported."""
 
-    line = f"error: CUDA out of memory. Tried to allocate 2.00 GiB. {cli.LESS_MEMORY}\n"
-    assert ends(main, capsys) == (2, line)
+
+@pytest.mark.parametrize("error, line", [
+    (SafetensorError("I/O error: File too large"), "I/O error: File too large"),
+    (PanicException("over the limit"), "a library failed on this model or text: over the limit"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of"),
+     f"CUDA out of memory. Tried to allocate 2.00 GiB. {cli.LESS_MEMORY}"),
+    (RuntimeError("enforce fail at alloc_cpu.cpp. DefaultCPUAllocator: can't allocate 8 bytes"),
+     f"out of memory: can't allocate 8 bytes. {cli.LESS_MEMORY}"),
+], ids=lambda value: type(value).__name__)
+def test_an_error_of_a_library_is_one_line(capsys, error, line):
+    def main():
+        raise error
+
+    assert ends(main, capsys) == (2, f"error: {line}\n")
 
 
 def test_help_is_a_page_of_a_manual(monkeypatch):
@@ -67,14 +76,8 @@ def test_help_is_a_page_of_a_manual(monkeypatch):
         assert usage.startswith("usage: ") and usage.endswith(" [flags]") and MANUAL.strip() in rest
         flags = page.split(MANUAL.strip())[1]
         assert max(map(len, flags.splitlines())) <= min(width, 110)
-        sections = {}
-        for section in flags.strip().split("\n\n"):
-            title, body = section.split(":\n", 1)
-            lines = [line for line in body.splitlines() if line.startswith("  -")]
-            sections[title] = [line.split()[0].strip(",") for line in lines]
-        assert sections == {"every stage": ["--run", "--force", "-h"], "this stage": ["--input"],
-                            "what is counted": ["--kv-heads", "--by", "--only"],
-                            "how it runs": ["--lr", "--seed", "--device"]}
+        titles = [section.partition(":\n")[0] for section in flags.strip().split("\n\n")]
+        assert titles == ["every stage", "this stage", "what is counted", "how it runs"]
         text = " ".join(flags.split())
         for expected in ("(default: runs/demo)", "(default: 0)", "(default: all)", "(default: value)",
                          "--kv-heads N", "--lr X", "--seed N", "--by {none,value}", "--only TASK [TASK ...]"):
@@ -140,18 +143,6 @@ def test_numbers_are_finite_and_in_range(name):
             kind(text)
 
 
-def test_a_refused_write_of_safetensors_itself_is_one_line(tmp_path, capsys):
-    """The library's own SafetensorError, which is no OSError."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # writes fail then, as on a full disk
-    try:
-        code, error = ends(lambda: save_file({"x": torch.zeros(1 << 20)}, tmp_path / "x"), capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert code == 2 and error.count("\n") == 1 and re.match("error: .*File too large", error), error
-
-
 @pytest.fixture
 def fail_as(monkeypatch, capsys):
     """fail_as(RANK, ERROR, LOCAL_RANK, NODE): the exit code of a rank of torchrun, and what it prints."""
@@ -201,15 +192,6 @@ def test_an_error_of_one_rank_names_it(fail_as, error):
 def test_ranks_that_another_one_stops_are_silent(fail_as):
     assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
     assert fail_as(1, BROKEN) == (2, "") and fail_as(0, KeyboardInterrupt()) == (130, "")
-
-
-class PanicException(BaseException):
-    """What a library in Rust raises; that of pyo3 cannot be imported."""
-
-
-def test_a_failure_within_a_library_in_rust_is_one_line(fail_as):
-    line = "error: a library failed on this model or text: retry-limit-in-match over\n"
-    assert fail_as(0, PanicException("retry-limit-in-match over")) == (2, line)
 
 
 def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):
@@ -349,13 +331,6 @@ cli.run_stage(main)
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 130 and done.stderr.startswith("interrupted: "), done.stderr
     assert os.listdir(tmp_path) == ["stage.py"]
-
-
-def test_no_other_module_draws_bars():
-    folders = ("", "common", "related", "bench", "pipelines")
-    sources = {path for folder in folders for path in (ROOT / folder).glob("**/*.py" if folder else "*.py")}
-    users = [path for path in sources if re.search(r"^\s*(from|import) tqdm", path.read_text(), re.M)]
-    assert users == [ROOT / "common" / "progress.py"]
 
 
 def test_suggest():

@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -70,50 +69,11 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     ids = tokenizer(f"What is red?{prefix}", add_special_tokens=False)["input_ids"]
-    expected = list(ids)
-    while len(expected) < len(ids) + 5 and expected[-1] != tokenizer.eos_token_id:
-        expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
-    answer = tokenizer.decode(expected[len(ids):], skip_special_tokens=True).strip()
+    answer = tokenizer.decode(greedy(model, ids, 5), skip_special_tokens=True).strip()
     questions = ["What is red, and what is blue?", "What is red?"]
     prompts = [evaluate.prompt_ids(question, tokenizer) for question in questions]
     assert prompts[1] == ids and evaluate.complete(model, tokenizer, prompts[1:], 5) == [answer]
     assert evaluate.complete(model, tokenizer, prompts, 5, 2)[1] == answer
-
-
-class Waits(TorchDispatchMode):
-    """Counts the numbers that the host reads from tensors one by one: on a GPU it waits for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        self.count += operation is torch.ops.aten._local_scalar_dense.default
-        return operation(*arguments, **(options or {}))
-
-
-class Bigram:
-    """A model whose logits are rows of a table; a real one may wait in its forward pass."""
-
-    device, table = torch.device("cpu"), torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-
-    def __call__(self, input_ids, logits_to_keep: int = 0, **_):
-        return types.SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
-
-
-def test_the_host_does_not_wait_for_each_row_or_choice():
-    """Twice the rows, or choices of a batch, are not more waits."""
-    model = Bigram()
-    bar = types.SimpleNamespace(update=lambda count: None)
-    question = [[Sample((1, 2, 3), (4, 5, 6)), Sample((1, 2, 3), (7, 8, 9))]]
-    for measure in (lambda times: evaluate.perplexity(model, TOKENS.repeat(times, 1)),
-                    lambda times: evaluate.choice_likelihoods(model, question * times, 8, bar)):
-        counts = []
-        for times in (1, 2):
-            with Waits() as waits:
-                measure(times)
-            counts.append(waits.count)
-        assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("dtype", "changes"), [

@@ -65,11 +65,7 @@ def test_figures_follow_from_the_answers(evaluation, inputs):
         percent = [100 * figures[name] for name in ("macro_likelihood", "macro_likelihood_stderr")]
         assert "{:.1f} ± {:.1f}".format(*percent) in output
     assert "averaged over questions (micro, the paper's Avg.)" in (home / "run" / "eval.md").read_text()
-
-
-def test_a_text_that_checkpoints_share_is_named_once(evaluation, inputs):
-    _, _, output = evaluation
-    assert output.count(f"reads   {inputs['text']}: ") == 1
+    assert output.count(f"reads   {inputs['text']}: ") == 1  # though both checkpoints read it
 
 
 def test_answers_are_those_of_the_questions(evaluation, inputs):
@@ -120,30 +116,21 @@ def checkpoint(inputs, tmp_path) -> str:
     (["--length", 1], "--length: expected 2 to 256 tokens (the model's max_position_embeddings), found 1"),
     (["--length", 257], "--length: expected 2 to 256 tokens (the model's max_position"),
     (["--seed", 1], "--seed: expected --limit N with it"),
-    (["--limit", 0], "--limit: expected a whole number from 1 to 2^31 - 1, found 0"),
-    (["--batch", -1], "--batch: expected a whole number from 1 to 2^31 - 1, found -1"),
     (["--sequences", 10**6], "= 64000000 tokens, found "),
-    (["--only", "BoolQ"], "--only: expected one of boolq"),
     (["--model", "nowhere"], "nowhere: expected a checkpoint directory, found none"),
     (["--model", "a=x", "a=y"], "--model: expected different names, found a twice"),
     (["--tasks", "nowhere"], "in nowhere of boolq, piqa"),
     (["--text", "nowhere.txt"], "text nowhere.txt: not found"),
     (["--register", "no.such_module"], "--register no.such_module: cannot be imported"),
     (["--register", ".."], "--register ..: cannot be imported"),
-    (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, found tpu"),
     (["--layerwise"], "--layerwise: expected no --tasks, --limit or --prompts"),
+    (["--layerwise", "--tasks", "none", "--limit", 1], "--layerwise: expected no --tasks, --limit or"),
+    (["--layerwise", "--tasks", "none", "--prompts", "p"], "--layerwise: expected no --tasks, --limit or"),
 ])
 def test_bad_flags_are_one_line_and_nothing_is_written(inputs, tmp_path, arguments, message):
     home, defaults = tmp_path / "run", ["--model", inputs["model"], *evaluate_arguments(inputs)]
     expect_error(message, "07_eval.py", "--run", home, *defaults, *arguments)
     assert not home.exists()
-
-
-@pytest.mark.parametrize("flags", [["--limit", 1], ["--prompts", "p"]])
-def test_layer_by_layer_answers_no_questions(inputs, tmp_path, flags):
-    arguments = ["--run", tmp_path / "run", "--model", inputs["model"], "--layerwise", *flags]
-    message = "--layerwise: expected no --tasks, --limit or --prompts"
-    expect_error(message, "07_eval.py", *arguments)
 
 
 def test_layer_by_layer_other_families_are_refused(inputs, checkpoint, tmp_path):
@@ -208,8 +195,6 @@ def test_layer_by_layer_figures_are_the_whole_models(evaluation):
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
     assert read_outcomes(other) == []
-    run("common/reporting/report.py", "--run", other)
-    assert f"{expected['a']['perplexity']:.4g}" in (other / "report.html").read_text()
 
 
 @pytest.mark.slow
