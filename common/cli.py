@@ -69,11 +69,9 @@ def number_type(kind: type, description: str, at_least: float = -math.inf, at_mo
 
 
 LARGEST = 2**31 - 1  # counts beyond it overflow C integers in libraries
-integer = number_type(int, "a whole number")
 positive = number_type(int, "a whole number from 1 to 2^31 - 1", at_least=1, at_most=LARGEST)
 non_negative = number_type(int, "a whole number from 0 to 2^31 - 1", at_least=0, at_most=LARGEST)
 seed = number_type(int, "a random seed from 0 to 2^63 - 1", at_least=0, at_most=2**63 - 1)
-real = number_type(float, "a finite number")
 epochs = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
 rate = number_type(float, "a learning rate from 1e-9 to 100", at_least=1e-9, at_most=100)
 factor = number_type(float, "a number from 0.001 to 1000", at_least=1e-3, at_most=1e3)
@@ -160,12 +158,10 @@ class StageParser(argparse.ArgumentParser):
         self.group = self.add_argument_group(title)
 
     def add_argument(self, *flags, choices=None, help: str = "", **options):
-        """As in argparse, in the current section; finite numbers, defaults in the help, suggestions."""
+        """As in argparse, in the current section; with the default in the help, and suggestions."""
         default = options.get("default")
         if choices is not None:
             options["type"] = choice(choices)
-        if options.get("type") in (int, float):
-            options["type"] = integer if options["type"] is int else real
         if hasattr(options.get("type"), "metavar"):
             options.setdefault("metavar", options["type"].metavar)
         if default is not None and default is not False and default != []:
@@ -242,7 +238,7 @@ class Failures:
         self.store = dist.PrefixStore(f"failures {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         self.cause = self.store.add("ranks", 1) == 1  # no other rank failed before
 
-    def report(self, error: Exception) -> None:
+    def report(self, message: str) -> None:
         """Print an error on one line: from the first rank of a node, or from one that has it alone."""
         alone = ""
         if not self.first:
@@ -250,8 +246,22 @@ class Failures:
                 self.store.wait([self.printed], PATIENCE)
                 return
             alone = f"rank {self.rank}: "
-        print(f"error: {alone}{printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        print(f"error: {alone}{printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
         self.store.set(self.printed, "")
+
+
+def explanation(error: BaseException) -> str | None:
+    """What to print for an error that is no fault of the program; None for one that is, or for an exit."""
+    text = str(error)
+    if isinstance(error, (UserError, OSError, MemoryError, SafetensorError)):  # the last: of a full disk
+        return text
+    if isinstance(error, torch.OutOfMemoryError):  # of a GPU
+        return f"{text.partition(' GPU ')[0]} {LESS_MEMORY}"  # the rest is advice on the allocator
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
+        return f"out of memory: {text.partition('DefaultCPUAllocator: ')[2]}. {LESS_MEMORY}"
+    if type(error).__name__ == "PanicException":  # of a library in Rust, as of tokenizers
+        return f"a library failed on this model or text: {text}"
+    return None
 
 
 def interrupt_once(number, frame):
@@ -276,34 +286,17 @@ def run_stage(main) -> None:
     except Complete as complete:
         print(f"found   {complete}")
         code = 0
-    except (UserError, OSError, MemoryError, SafetensorError) as error:  # a full disk: SafetensorError, too
-        Failures().report(error)
-        code = 2
-    except torch.OutOfMemoryError as error:  # of a GPU
-        reason = str(error).partition(" GPU ")[0]  # the rest is advice on the allocator
-        Failures().report(UserError(f"{reason} {LESS_MEMORY}"))
-        code = 2
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            if Failures().cause:
-                raise
-        else:
-            Failures().report(UserError(f"out of memory: {str(error).partition('DefaultCPUAllocator: ')[2]}. "
-                                        f"{LESS_MEMORY}"))
-        code = 2
     except KeyboardInterrupt:
         failures = Failures()
         if failures.cause and failures.first:
             print("interrupted: unfinished output was removed, checkpoints are kept", file=sys.stderr)
         code = 130
-    except Exception:
-        if Failures().cause:
-            raise
-        code = 2
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of a library in Rust, as of tokenizers
+        message = explanation(error)
+        if message is not None:
+            Failures().report(message)
+        elif not isinstance(error, Exception) or Failures().cause:
             raise
-        Failures().report(UserError(f"a library failed on this model or text: {error}"))
         code = 2
     finally:
         cleanup.close()

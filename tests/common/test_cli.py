@@ -36,7 +36,7 @@ def parser() -> cli.StageParser:
     made.add_argument("--by", choices=("none", "value"), default="value", help="whose")
     made.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="tasks")
     made.section("how it runs")
-    made.add_argument("--lr", type=float, help="rate")
+    made.add_argument("--lr", type=cli.positive_float, help="rate")
     made.add_argument("--seed", type=cli.seed, default=0, help="of noise")
     made.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
     return made
@@ -98,7 +98,7 @@ MISTAKES = {
     "--only piqa BoolQ": f"--only: expected one of {', '.join(TASKS)}, found BoolQ; did you mean boolq?",
     "--kv-heads -1": f"--kv-heads: expected {WHOLE}, found -1",
     f"--seed {'9' * 5000}": f"--seed: expected {SEED}, found {'9' * 5000}",
-    "--lr=-inf": "--lr: expected a finite number, found -inf",
+    "--lr=-inf": "--lr: expected a finite number above 0, found -inf",
     "--seed": "--seed: expected one argument",
     "--device cuda:x": f"--device: expected {DEVICE}, found cuda:x",
     "--device cuda": "--device: expected a device of this machine, which has 0 GPUs, found cuda",
@@ -121,13 +121,11 @@ def test_a_gpu_of_this_machine_is_accepted(monkeypatch):
 
 
 BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
-    "integer": ("-3 0 7", "0.5 x nan inf 1e3"),
-    "positive": (f"1 7 {2**31 - 1}", f"0 -1 1.0 nan inf {2**31} {10**400}"),
+    "positive": (f"1 7 {2**31 - 1}", f"0 -1 1.0 x 1e3 nan inf {2**31} {10**400}"),
     "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
     "epochs": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
-    "real": ("-3.5 0 1e-300 7", "nan inf -inf 1e999 x"),
-    "positive_float": ("1e-300 0.5 7", "0 -0.5 nan inf"),
+    "positive_float": ("1e-300 0.5 7", "0 -0.5 x nan inf -inf 1e999"),
     "non_negative_float": ("0 0.5 7", "-1e-300 nan inf"),
     "probability": ("0 0.5 1", "-1e-9 1.0000001 nan inf"),
 }
