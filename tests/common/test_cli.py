@@ -168,9 +168,13 @@ def fail_as(monkeypatch, capsys):
 BROKEN = RuntimeError("Connection closed by peer")  # what gloo raises where another rank has left
 
 
-def test_an_error_of_all_ranks_is_printed_once(fail_as):
+def test_an_error_of_all_ranks_is_printed_once_on_each_node(fail_as):
+    """Those that fail because another one left, or are interrupted for it, are silent."""
     assert fail_as(0, cli.UserError("x\ny")) == (2, "error: x y\n")
-    assert fail_as(1, cli.UserError("x\ny")) == fail_as(2, OSError("full")) == (2, "")
+    assert fail_as(1, cli.UserError("x\ny")) == fail_as(2, OSError("full")) == fail_as(1, BROKEN) == (2, "")
+    assert fail_as(0, KeyboardInterrupt()) == (130, "")
+    assert fail_as(8, cli.UserError("x of this node"), local=0, node=1) == (2, "error: x of this node\n")
+    assert fail_as(9, cli.UserError("x"), local=1, node=1) == (2, "")
 
 
 def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
@@ -187,11 +191,6 @@ def test_an_error_of_one_rank_names_it(fail_as, error):
     assert fail_as(0, BROKEN) == fail_as(1, BROKEN) == (2, "")
 
 
-def test_ranks_that_another_one_stops_are_silent(fail_as):
-    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
-    assert fail_as(1, BROKEN) == (2, "") and fail_as(0, KeyboardInterrupt()) == (130, "")
-
-
 def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail_as(1, BROKEN)
@@ -200,12 +199,6 @@ def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail
     assert fail_as(0, KeyboardInterrupt())[1].startswith("interrupted: ")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert fail_as(1, KeyboardInterrupt()) == (130, "")
-
-
-def test_the_first_rank_of_every_node_prints(fail_as):
-    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
-    assert fail_as(8, cli.UserError("x of this node"), local=0, node=1) == (2, "error: x of this node\n")
-    assert fail_as(9, cli.UserError("x"), local=1, node=1) == (2, "")
 
 
 def test_errors_are_printed_without_an_agent(fail_as, monkeypatch):

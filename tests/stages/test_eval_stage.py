@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
-import runpy
 import shutil
 import sys
 
@@ -20,7 +20,6 @@ from common.data import text
 from common.data.tasks import example_from_row
 from common.evaluate import require_finite
 from conftest import (
-    ROOT,
     byte_tokenizer,
     copy_run,
     evaluate_arguments,
@@ -30,6 +29,8 @@ from conftest import (
     tiny_model,
 )
 from training_runs import flip
+
+stage7 = importlib.import_module("07_eval")
 
 
 def read_outcomes(home) -> list[dict]:
@@ -149,8 +150,7 @@ def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tm
     record = json.loads(path.read_text())
     record["arguments"]["teacher"] = shared if teacher == "shared" else teacher
     path.write_text(json.dumps(record))
-    checkpoints = runpy.run_path(str(ROOT / "07_eval.py"))["choose_checkpoints"](
-        argparse.Namespace(model=None, run=str(home)))
+    checkpoints = stage7.choose_checkpoints(argparse.Namespace(model=None, run=str(home)))
     first = {"source": ("source", record["model"]["path"]), "shared": ("teacher", shared),
              None: ("teacher", str(home / "teacher"))}[teacher]
     assert list(checkpoints.items())[0] == first
@@ -211,13 +211,6 @@ def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
     assert weights > 1.5 and peak < weights / 2, (peak, weights)
 
 
-def on_two_gpus(monkeypatch, free: int) -> None:
-    """Two GPUs with so many free bytes."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-
-
 def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, monkeypatch):
     home, arguments, _ = evaluation
     load, maps = models.AutoModelForCausalLM.from_pretrained, []
@@ -233,7 +226,9 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(models, "check_finite", lambda tensors, where: None)  # lm_head is on the disk
-    on_two_gpus(monkeypatch, free=100_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))  # bytes: free, all
     arguments = [*arguments, "--limit", 3, "--seed", 1, "--device", "cuda"]
     arguments += ["--dtype", "float32", "--run", tmp_path / "run"]
     done = run("07_eval.py", *arguments)
@@ -354,4 +349,4 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
 def test_forward_passes_are_in_bfloat16_on_gpus(monkeypatch, device, given, expected):
     monkeypatch.setattr(models, "pick_device", lambda name: device)
     monkeypatch.setattr(sys, "argv", ["07_eval.py", *given])
-    assert runpy.run_path(str(ROOT / "07_eval.py"))["parse"]().dtype == expected
+    assert stage7.parse().dtype == expected
