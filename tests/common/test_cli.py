@@ -7,6 +7,8 @@ import io
 import os
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import TCPStore
 
-from common import cli, progress
+from common import cli, files, progress
 from common.data.tasks import TASKS
 from common.progress import Progress
 from conftest import ROOT
@@ -298,30 +300,23 @@ def test_an_error_has_a_line_of_its_own_under_a_bar(monkeypatch, error):
     assert last.startswith(("error: x", "interrupted: ")), terminal.getvalue()
 
 
-def test_a_second_ctrl_c_does_not_stop_the_removal_of_unfinished_output(tmp_path):
-    script = tmp_path / "stage.py"
-    script.write_text(f"""
-import os, shutil, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from common import cli, files
-remove = shutil.rmtree
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+def test_a_second_ctrl_c_does_not_stop_the_removal_of_unfinished_output(tmp_path, capsys, monkeypatch):
+    remove, handler = shutil.rmtree, signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def impatient(path, **options):
-    if os.path.exists(path):
-        os.kill(os.getpid(), signal.SIGINT)
-    remove(path, **options)
+    def impatient(path, **options):
+        signal.raise_signal(signal.SIGINT)
+        remove(path, **options)
 
-def main():
-    with files.write_directory("output"):
-        shutil.rmtree = impatient
-        os.kill(os.getpid(), signal.SIGINT)
+    def main():
+        with files.write_directory(str(tmp_path / "output")):
+            monkeypatch.setattr(shutil, "rmtree", impatient)
+            signal.raise_signal(signal.SIGINT)
 
-cli.run_stage(main)
-""")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 130 and done.stderr.startswith("interrupted: "), done.stderr
-    assert os.listdir(tmp_path) == ["stage.py"]
+    try:
+        code, error = ends(main, capsys)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == 130 and error.startswith("interrupted: ") and not os.listdir(tmp_path)
 
 
 def test_suggest():

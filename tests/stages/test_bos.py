@@ -17,10 +17,20 @@ from common.data.corpus import Sources, load_pool
 from common.data.generate import Origin, generated, read_sequences
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import TextSamples
-from common.files import sha256
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
-from conftest import END, TRAINING, byte_tokenizer, calibrated_layer, copy_run, expect_error, run, save_tiny
+from conftest import (
+    END,
+    GROUPING,
+    TRAINING,
+    byte_tokenizer,
+    calibrated_layer,
+    copy_run,
+    expect_error,
+    run,
+    save_tiny,
+)
+from tiny_run import digests, read
 
 SEQUENCES, LENGTH = 6, 24
 ROWS = 60  # of generated text: more tokens than a row begin them
@@ -75,7 +85,7 @@ def aligned(home):
         run("01_calibrate.py", "--run", out, "--model", home / "model", "--text", text,
             "--sequences", SEQUENCES, "--length", LENGTH, *flag)
         run("02_similarity.py", "--run", out, "--energy")
-        run("03_group.py", "--run", out, "--kv-heads", 2, "--by", "energy")
+        run("03_group.py", "--run", out, *GROUPING, "--by", "energy")
         run("04_align.py", "--run", out, "--merge", "closed-form", "--refit")
     return {name: home / f"run-{name}" for name, _ in ROADS}
 
@@ -85,16 +95,16 @@ def test_calibration_is_that_of_text_which_begins_so(aligned):
         bare, marked = (calibrated_layer(out / "calibration", index) for out in aligned.values())
         assert bare.keys() == marked.keys()
         assert all(bare[name].equal(marked[name]) for name in bare)
-    records = [json.loads((out / "calibration" / "stage.json").read_text()) for out in aligned.values()]
+    records = [read(out / "calibration" / "stage.json") for out in aligned.values()]
     assert [record["arguments"]["bos"] for record in records] == [True, False]
 
 
 def test_alignment_and_refit_take_it_from_the_calibration(aligned):
-    records = [json.loads((out / "merged" / "stage.json").read_text()) for out in aligned.values()]
+    records = [read(out / "merged" / "stage.json") for out in aligned.values()]
     for name in ("perplexity_source", "perplexity_merged", "refit_layers"):
         assert records[0]["summary"][name] == records[1]["summary"][name]
-    shards = [sorted((out / "merged").glob("*.safetensors")) for out in aligned.values()]
-    assert [sha256(str(shard)) for shard in shards[0]] == [sha256(str(shard)) for shard in shards[1]]
+    bare, marked = (digests(out / "merged") for out in aligned.values())
+    assert bare == marked
 
 
 def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):
@@ -102,8 +112,7 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
     for name, out in aligned.items():
         copy = copy_run(out, tmp_path / name)
         run("04_align.py", "--run", copy, "--text", home / f"{name}.jsonl", "--sequences", 2, "--force")
-        record = json.loads((copy / "merged" / "stage.json").read_text())
-        perplexities.append(record["summary"]["perplexity_source"])
+        perplexities.append(read(copy / "merged" / "stage.json")["summary"]["perplexity_source"])
     assert perplexities[0] == perplexities[1]
 
 
@@ -129,11 +138,8 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
 def test_the_digest_of_texts_sees_their_beginning(tmp_path):
     path = str(tmp_path / "tokens.npy")
     np.save(path, np.arange(12, dtype="<i4"))
-    digests = [TextSamples(path, length, prefix=prefix).digest
-               for length, prefix in ((4, []), (5, [BEGIN]), (5, [7]), (6, [BEGIN, 7]))]
-    assert len(set(digests)) == 4
-    samples = TextSamples(path, 5, prefix=[BEGIN])
-    assert list(samples[2].prompt) == [BEGIN, 8, 9, 10, 11] and len(samples) == 3
+    beginnings = (4, []), (5, [BEGIN]), (5, [7]), (6, [BEGIN, 7])
+    assert len({TextSamples(path, length, prefix=prefix).digest for length, prefix in beginnings}) == 4
 
 
 @pytest.mark.slow
@@ -144,9 +150,8 @@ def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path)
              "--text-length", LENGTH, "--text-tokens", 3000, *TRAINING, "--steps", 2]
     printed = run(*words).stdout
     assert f" samples of {LENGTH} tokens, ^ first" in printed
-    record = json.loads((out / "train" / "stage.json").read_text())
     rows = np.load(out / "train" / "heldout.npy")
-    assert record["arguments"]["bos"] is True
+    assert read(out / "train" / "stage.json")["arguments"]["bos"] is True
     assert (rows[:, 0] == BEGIN).all() and not (rows[:, 1] == BEGIN).any()
     assert rows.shape[1] == LENGTH and len(rows) > 1
     expect_error("samples_sha256", *words, "--no-bos")
@@ -154,7 +159,7 @@ def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path)
     for name, flag in (("by-default", []), ("without", ["--no-bos"])):
         run("07_eval.py", "--run", tmp_path / name, "--model", home / "model", "--tasks", "none", "--text",
             out / "train" / "heldout.npy", "--length", LENGTH, *flag)
-        result = json.loads((tmp_path / name / "eval.json").read_text())["results"]["model"]
+        result = read(tmp_path / name / "eval.json")["results"]["model"]
         perplexities.append(result["perplexity"])
         assert result["perplexity_tokens"] == rows.size
     assert perplexities[0] == perplexities[1]
@@ -167,7 +172,7 @@ def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
     results = {}
     for name, flag in ROADS:
         run("07_eval.py", "--run", out / name, *shared, "--text", home / f"{name}.jsonl", *flag)
-        results[name] = json.loads((out / name / "eval.json").read_text())
+        results[name] = read(out / name / "eval.json")
     perplexities = [written["results"]["model"]["perplexity"] for written in results.values()]
     assert perplexities[0] == perplexities[1]
     assert [written["begin_of_sequence"] for written in results.values()] == [True, False]

@@ -229,15 +229,15 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))  # bytes: free, all
-    arguments = [*arguments, "--limit", 3, "--seed", 1, "--device", "cuda"]
-    arguments += ["--dtype", "float32", "--run", tmp_path / "run"]
-    done = run("07_eval.py", *arguments)
+    flags = ["--limit", 3, "--seed", 1, "--only", "piqa", "--device", "cuda", "--dtype", "float32"]
+    done = run("07_eval.py", *arguments, "--run", tmp_path / "run", *flags)
     assert maps == ["auto", "auto"] and "first, spread over all GPUs" in done.stdout
-    assert read_outcomes(tmp_path / "run") == read_outcomes(home / "run")
+    answered = [row for row in read_outcomes(home / "run") if row["task"] == "piqa"]
+    assert read_outcomes(tmp_path / "run") == answered and len(answered) == 2 * 3
     results, expected = (json.loads((place / "eval.json").read_text())["results"]
                          for place in (tmp_path / "run", home / "run"))
     for name in ("a", "b"):
-        for figure in ("perplexity", "cache_bytes_per_token", "macro_likelihood"):
+        for figure in ("perplexity", "cache_bytes_per_token"):
             assert results[name][figure] == expected[name][figure]
 
 

@@ -176,7 +176,7 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
 def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
     pictures, similarity = [], aligned_run / "similarity.safetensors"
     monkeypatch.setattr(plots, "heatmaps", lambda *arguments: pictures.append(arguments))
-    run("03_group.py", "--run", tmp_path, "--similarity", similarity, "--kv-heads", 2, "--by", "key")
+    run("03_group.py", "--run", tmp_path, "--similarity", similarity, *GROUPING, "--by", "key")
     ((path, rows, drawn, _, groups),) = pictures
     written = read(tmp_path / "groups.json")["groups"]
     assert path.endswith("/groups.png") and drawn == [0, 1, 2] and groups == written
@@ -257,7 +257,7 @@ def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
     home = tmp_path / "run"
     run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
     run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2)
+    run("03_group.py", "--run", home, *GROUPING)
     run("04_align.py", "--run", home)
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
 
