@@ -34,6 +34,8 @@ FORCED = "forced.json"  # next to the settings: what began the training with --f
 # all names that training gives in its directory
 OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
+LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
 def refuse_foreign(directory: str) -> None:
@@ -226,6 +228,8 @@ def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
         return f"{min(others)} is not in its {DIGESTS}"
     for name in sorted({ORIGIN, *digests})[rank::world]:
         file = os.path.join(path, name)
+        if os.path.basename(name) != name:
+            return f"{DIGESTS} lists {name!r}, which is not a file name"
         if not os.path.isfile(file):
             return f"{name} is missing"
         if sha256(file) != digests.get(name):
@@ -247,6 +251,7 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
+        refuse_earlier(path)
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
@@ -260,6 +265,13 @@ def newest(directory: str, ranks) -> str | None:
         raise UserError(f"{directory}: expected an intact checkpoint, found {len(saved)} damaged; "
                         "--force starts over")
     return None
+
+
+def refuse_earlier(path: str) -> None:
+    """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
+    if os.path.exists(os.path.join(path, EARLIER)):
+        raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
+                        f"versions, which commit {LAST_EARLIER} reads")
 
 
 def _read(tensors: dict, path: str, **options) -> None:
@@ -288,6 +300,7 @@ class TrainedWeights:
     """
 
     def __init__(self, path: str, part: str = "net"):
+        refuse_earlier(path)
         fault = damage(path)
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")

@@ -100,13 +100,14 @@ def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
     assert checkpoints.saved_checkpoints(os.path.join(job.directory, "missing")) == []
 
 
-def test_no_pickle_is_read(saved, tmp_path):
-    """Such as metadata of torch's own format, which may run a command."""
+def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
+    """Its metadata is a pickle, which may run a command."""
     job, path = saved
     Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {tmp_path / 'executed'}'\ntR.".encode())
-    checkpoints.load(job, checkpoints.newest(job.directory, job.ranks))
-    checkpoints.whole_weights(path)
-    assert not (tmp_path / "executed").exists()
+    for read in (checkpoints.whole_weights, lambda _: checkpoints.newest(job.directory, job.ranks)):
+        with pytest.raises(UserError, match="the format of earlier versions, which commit 4332407 reads"):
+            read(path)
+    assert os.path.isdir(path) and not (tmp_path / "executed").exists()
 
 
 def test_ranks_share_the_files_that_they_check(saved):
