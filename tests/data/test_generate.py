@@ -27,7 +27,7 @@ def logits_of(model, rows: np.ndarray) -> torch.Tensor:
 
 
 def test_sampled_frequencies_are_the_softmax():
-    model, n = tiny_model(num_hidden_layers=1, vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
+    model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
     tokens = generate.sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
     assert tokens.dtype == np.int32 and (tokens[:, :2] == [3, 7]).all()
     expected = n * logits_of(model, tokens[:1, :2])[0, -1].softmax(-1).numpy()
