@@ -323,8 +323,12 @@ def train_masked(run: Run, args, schedule: Schedule, teacher, saved: str | None)
         run.heldout.measure(step, teacher, run.chunk)  # every --heldout-every steps
     if job.stopped:
         return False
-    run.ranks.say(f"switch  after step {until}: masks, {float(masks.noiseless().mean()):.3f} on average, "
-                  f"set to 0; rebuilt with {pair.kv_heads} kv heads")
+    ends = masks.noiseless()
+    run.ranks.say(f"switch  after step {until}: masks, {float(ends.mean()):.3f} on average, set to 0; "
+                  f"rebuilt with {pair.kv_heads} kv heads")
+    if ends.any():
+        run.ranks.say(f"warning: {int((ends > 0).sum())} of {ends.numel()} masks had not closed: these heads "
+                      "change at once, which the last steps may not repair; more --steps let masks close")
     return True
 
 

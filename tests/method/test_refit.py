@@ -137,6 +137,7 @@ def test_every_other_sequence_is_read_with_two_gaps():
         assert refit.spread(number - 1, 16, 64) is None
     assert distances == set(range(-63, 64))
     assert refit.spread(1, 16, 65) is None  # beyond four lengths
+    assert refit.spread(1, 16, 17)[-1] <= 16
     assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
     assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
 

@@ -127,4 +127,4 @@ def test_the_gradient_of_the_masks_is_summed_over_ranks(monkeypatch):
 
 def test_masks_end_after_80_percent_of_the_steps():
     assert SWITCH == 0.8
-    assert [switch_step(steps) for steps in (2, 10, 350, 11530)] == [1, 8, 280, 9224]
+    assert [switch_step(steps) for steps in (1, 2, 10, 350, 11530)] == [1, 1, 8, 280, 9224]

@@ -191,6 +191,7 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     left = re.search(r"switch  after step \d+: masks, (\S+) on average, set to 0; rebuilt", done.stdout)[1]
     drawn = [line["mask_mean"] for line in lines if "mask_mean" in line]  # from the copy, which runs ahead
     assert float(left) == pytest.approx(drawn[-1], abs=0.25)
+    assert (float(left) > 0) == ("masks had not closed" in done.stdout)
     record = json.loads((home / "train" / "stage.json").read_text())
     (tokens,) = (home / "tokens").glob("*.npy")
     assert record["inputs"].keys() == {"aligned", "merged", f"tokens/{tokens.name}"}
