@@ -79,15 +79,15 @@ def tiny_trainee(seed: int) -> Trainee:
     return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
 
 
-def masked_student(log_alpha: torch.Tensor, others: dict | None = None) -> Trainee:
-    """A student whose merged projections are random, with these mask parameters and other replicated ones."""
+def masked_student(log_alpha: torch.Tensor) -> Trainee:
+    """A student whose merged projections are random, with these mask parameters."""
     model = tiny_model(seed=0, attn_implementation="packed")
     torch.manual_seed(1)
     masks.patch(model, 2)
     for _, _, projections in masks.blended_projections(model):
         for projection in projections:
             torch.nn.init.normal_(projection.merged.weight, std=0.1)
-    return Trainee(model, {"log_alpha": log_alpha, **(others or {})})
+    return Trainee(model, {"log_alpha": log_alpha})
 
 
 class Gradients(Step):

@@ -36,19 +36,17 @@ def differences(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, rows] - logits[:, columns]
 
 
-def bild(student: torch.Tensor, teacher: torch.Tensor, k: int = TOP_K,
-         temperature: float = BILD_TEMPERATURE) -> torch.Tensor:
+def bild(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Bi-directional logits difference loss (Li et al. 2024): logits [n, V], [n, V] -> [n] nats.
 
     The sum of a teacher-led term, KL between the softmaxes of teacher's and student's pairwise differences of
-    the teacher's top k logits, in descending order, and a student-led term, the same for the student's top k.
+    the teacher's TOP_K logits, in descending order, and a student-led term, the same for the student's.
     """
-    k = min(k, student.shape[-1])
-    loss = 0
+    count, loss = min(TOP_K, student.shape[-1]), 0
     for leader in (teacher, student):
-        leading = leader.detach().topk(k, dim=-1).indices
-        student_differences = differences(student.gather(-1, leading)) / temperature
-        teacher_differences = differences(teacher.gather(-1, leading)) / temperature
+        leading = leader.detach().topk(count).indices
+        student_differences = differences(student.gather(-1, leading)) / BILD_TEMPERATURE
+        teacher_differences = differences(teacher.gather(-1, leading)) / BILD_TEMPERATURE
         loss = loss + kl(student_differences, teacher_differences)
     return loss
 
