@@ -11,9 +11,11 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from common.training import attention
-from common.training.attention import varlen_applies
+from common.training.attention import packed_attention, varlen_applies
+from common.training.packing import build_row
 from conftest import tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
+from test_packing import random_samples
 
 
 def varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
@@ -58,6 +60,22 @@ def test_one_kernel_for_all_samples_is_the_familys_own_attention(changes, formul
     """With windows and fewer kv heads."""
     assert_packed_is_eager(changes)
     assert len(formula_as_kernel) == tiny_model(**changes).config.num_hidden_layers  # once a layer
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads, formula_as_kernel):
+    samples, generator = random_samples(6), torch.Generator().manual_seed(1)
+    row = build_row(samples, 6)
+    total = row.input_ids.numel()
+    states = [torch.randn(1, heads, total, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
+    module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
+    options = {"sliding_window": window, "scaling": 0.3}
+    expected, _ = packed_attention(module, *states, None, lengths=row.lengths, **options)
+    starts, longest = row.starts, max(row.lengths)
+    together, _ = packed_attention(module, *states, None, starts=starts, longest=longest, **options)
+    assert len(formula_as_kernel) == 1
+    torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("applies, changes", [

@@ -92,6 +92,16 @@ def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_
     assert heldout.unmeasured == unmeasured
 
 
+def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):
+    described = []
+    for length, tokens in ((16, 320), (16, 336), (20, 320)):
+        pool = pool_of(tmp_path, inputs["model"], group_of_one, text=[inputs["text"]], text_length=length,
+                       text_tokens=tokens)
+        described.append(pool.description())
+    assert [figures["texts"] for figures in described] == [20, 21, 16]
+    assert len({figures["samples_sha256"] for figures in described}) == 3
+
+
 def test_the_digest_of_samples_sees_every_token_and_boundary():
     samples = [Sample((1, 2), (3,)), Sample((4,), (5, 6))]
     token, boundary = Sample((1, 2), (4,)), Sample((1,), (2, 3))
