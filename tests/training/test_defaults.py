@@ -54,6 +54,16 @@ def test_published_numbers():
     assert epochs_to_steps(0.001, 10, 64) == 1
 
 
+def test_what_a_resumed_training_may_change():
+    """Of the model and its optimization: where it lies, and what its schedule or its inputs compare."""
+    free = {flag.attribute for title in ("teacher and student", "optimization")
+            for flag in stage5.FLAGS[title] if not flag.resumed}
+    assert free == {"teacher", "name", "student", "batch", "warmup", "teacher_lr", "teacher_batch",
+                    "teacher_warmup", "clip"}
+    args = flags()
+    assert args.merged_lr_factor == args.temperature == args.clip == 1
+
+
 def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
     """Steps of each phase."""
     schedules = schedules_of(pair_of(group_size, demo), samples, *words, texts=texts)

@@ -44,6 +44,12 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections(rest):
             assert group["eps"] == (1e-12 if is_mask else 1e-8), name
 
 
+def test_log_alpha_stays_within_its_bounds():
+    log_alpha = torch.tensor([[-2 * masks.LIMIT, 0.5, 2 * masks.LIMIT]])
+    Masks({"log_alpha": log_alpha}, 10, seed=0).settle(3)
+    assert log_alpha.tolist() == [[-masks.LIMIT, 0.5, masks.LIMIT]]
+
+
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
     pair = saved_pair(tmp_path, masks.WHOLE_HEAD, torch.bfloat16)
