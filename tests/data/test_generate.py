@@ -98,9 +98,9 @@ def test_a_model_may_end_turns_as_the_template_does(tokenizer):
 
 
 def test_a_row_without_an_answer_is_no_sample():
-    rows = np.array([[1, 2, 3, 4], [1, 2, ~3, 4], [1, ~2, ~3, ~4]], np.int32)
+    rows = np.array([[1, 2, 3, 4], [1, 0, ~3, 4], [1, ~2, ~3, ~4]], np.int32)
     segments = [[list(part) for part in sample.segments] for sample in generate.as_samples(rows)]
-    assert segments == [[[1, 2], [3], [4]], [[1], [2, 3, 4]]]
+    assert segments == [[[1, 0], [3], [4]], [[1], [2, 3, 4]]]
 
 
 @pytest.mark.parametrize(("template", "missing"), [
@@ -145,6 +145,8 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
     arguments = {"sequences": 5, "length": length, "chats": chats}
     expected = generated("generated", origin(model, tmp_path / "a"), **arguments)
     assert expected.shape == (5, length) and len(np.unique(expected[:, -20:], axis=0)) == 5
+    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "a").glob("tokens/*/record.json")]
+    assert bool(record["chats"]) == chats == ("begin" not in record)
     assert (generated("generated", origin(model, tmp_path / "b"), **arguments) == expected).all()
 
     calls, through = [], generate.sample

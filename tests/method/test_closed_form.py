@@ -174,6 +174,7 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     mean = keys.mean(0)
     assert (torch.einsum("np,np->p", shared.conj(), mean).real > 0).all()  # the phase of the mean
+    torch.testing.assert_close(low_rank.merge_keys(1e-9 * gram[None], weights[None])[0][0], combine)
 
 
 def test_pairs_of_keys_are_weighted_by_their_queries():
@@ -237,7 +238,9 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
     floor = 1e-6 * float(energy.mean())
     expected = energy.clone()
     expected[:, 2] = floor
-    torch.testing.assert_close(low_rank.key_weights(energy).square(), expected, rtol=1e-12, atol=0)
+    for scale in (1, 1e-9):
+        weights = low_rank.key_weights(scale * energy)
+        torch.testing.assert_close(weights.square(), scale * expected, rtol=1e-12, atol=0)
 
 
 def test_shared_values_have_the_coordinates_nearest_to_the_mean():

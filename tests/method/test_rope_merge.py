@@ -212,6 +212,8 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
     fit = sampled.fit()
     start = factors()
     combine, read = rope_merge.balanced(fit.gram, *start)
+    torch.testing.assert_close(rope_merge.balanced(1e-9 * fit.gram, *start), (combine, read))
+    assert not rope_merge.balanced(fit.gram, 0 * combine, read)[0].any()
     torch.testing.assert_close(fit.loss(combine, read), fit.loss(*start))
     shared = to_complex(torch.einsum("gjab,ngjb->nga", combine, sampled.keys))
     keys = to_complex(sampled.keys)
