@@ -177,6 +177,7 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
                        for path in (home, aligned_run))
     assert summary["refit"] == "output"  # --refit without a value
     assert summary["perplexity_merged_before_refit"] == before["perplexity_merged"]
+    assert "check   aligned/ loaded back as torch.float32: max |logit difference|" in done.stdout
     assert "refit   perplexity of merged" in done.stdout and len(summary["refit_layers"]) == 3
     assert all(row["output"] < row["merged"] and "attention" not in row for row in summary["refit_layers"])
     refitted, plain = weights(home / "merged"), weights(aligned_run / "merged")
