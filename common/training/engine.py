@@ -91,13 +91,12 @@ class Job:
     stopped: bool = False  # by a signal
 
 
-def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict] | None = None):
+def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict]):
     """AdamW over all parameters of a trainee, including the replicated ones; frozen ones get no state.
 
     special: pattern -> options for parameters whose name it matches (the first match wins); `options` apply
     to the rest, which form the first group. Options are AdamW's, with the peak learning rate as "initial_lr".
     """
-    special = special or {}
     groups = {pattern: {"params": [], **chosen} for pattern, chosen in ({"": options} | special).items()}
     for name, parameter in trainee.named_parameters():
         pattern = next((pattern for pattern in special if re.search(pattern, name)), "")

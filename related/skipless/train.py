@@ -209,7 +209,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     saved = checkpoints.newest(directory, ranks)
     sources = None if saved else lambda name: (start, name)
     trainee = build(models.load_config(start), ranks, Execution(), sources)
-    job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}), directory, ranks)
+    job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}, {}), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
     return job

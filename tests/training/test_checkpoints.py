@@ -22,7 +22,7 @@ def new_job(source: str, directory, ranks, shift: float = 0.0) -> Job:
     """A tiny model with a replicated parameter, after one step of Adam."""
     extra = {"extra": torch.ones(2, 3)}
     trainee = build(load_config(source), ranks, Execution(), lambda name: (source, name), None, extra)
-    optimizer = make_optimizer(trainee, {"initial_lr": 1e-3})
+    optimizer = make_optimizer(trainee, {"initial_lr": 1e-3}, {})
     job = Job(trainee, optimizer, str(directory), ranks, step=1)
     for parameter in trainee.parameters():
         parameter.grad = parameter.detach() - shift
