@@ -91,7 +91,12 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
     records[1]["arguments"] |= arguments
     card = words(write(tmp_path, records if summaries[1] is not None else (records[0], None, records[2])))
     assert not [text for text in texts if text not in card]
-    assert ("Table 5" in card) == (summaries[1] is not None and not arguments)
+    of_tasks = summaries[1] is not None and not arguments
+    assert ("Table 5" in card) == of_tasks
+    if of_tasks:  # the task's prompts begin as in training
+        for begun in (False, True):
+            records[1]["arguments"]["bos"] = begun
+            assert ("without a begin-of-sequence token" in words(write(tmp_path, records))) == (not begun)
 
 
 def test_the_metadata_are_what_the_hub_reads(tmp_path, records):
