@@ -103,7 +103,7 @@ def make_optimizer(trainee: Trainee, options: dict, special: dict[str, dict]):
         groups[pattern]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
     on_gpu = next(trainee.parameters()).is_cuda
-    return torch.optim.AdamW(filled, fused=on_gpu)  # every step sets each group's learning rate
+    return torch.optim.AdamW(filled, lr=options["initial_lr"], fused=on_gpu)
 
 
 class Step:
