@@ -32,10 +32,13 @@ STAGES.update({  # what records hold besides the fields of every record
 def read(path: str, stage: str, model: dict | None = None) -> dict:
     """The record of a DHA artifact, valid in every field. Raises UserError with file, expected and found."""
     record = read_record(path, stage, model)
+    fault = None
     if stage == SEARCH:
         fault = find_group_fault("key", record) or find_group_fault("value", record)
-        if fault:
-            raise UserError(f"{record_path(path)}: {fault}; run {stage} again with --force")
+    elif stage == PRETRAIN:
+        fault = find_curve_fault(record["summary"]["heldout"])
+    if fault:
+        raise UserError(f"{record_path(path)}: {fault}; run {stage} again with --force")
     return record
 
 
@@ -51,6 +54,14 @@ def find_group_fault(kind: str, record: dict) -> str | None:
             return (f"record.groups.{kind}[{index}]: expected {count} groups of {source // count} heads, "
                     f"each of 0 to {source - 1} once, found {groups}")
     return None
+
+
+def find_curve_fault(points: list) -> str | None:
+    """Why held-out losses are no list of [tokens, loss] pairs with rising tokens."""
+    tokens = [point[0] for point in points if len(point) == 2]
+    if points and len(tokens) == len(points) and tokens == sorted(tokens):
+        return None
+    return "record.summary.heldout: expected [tokens, loss] pairs with rising tokens, found others or none"
 
 
 def read_start(checkpoint: str) -> dict | None:

@@ -194,7 +194,7 @@ def relative_difference(reference: list[torch.Tensor], logits: list[torch.Tensor
 
 
 def rounded_difference(reference: list, model, tokens: torch.Tensor, dtype: torch.dtype) -> float:
-    """relative_difference of a model whose weights are rounded to dtype. It still computes in float64."""
+    """relative_difference of a model rounded to dtype, also RoPE's frequencies. It computes in float64."""
     rounded = copy.deepcopy(model).to(dtype).double()
     return relative_difference(reference, exact_logits(rounded, tokens))
 

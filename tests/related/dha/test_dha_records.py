@@ -16,6 +16,7 @@ from test_records import changed, write
     (records.SEARCH, ("groups", "key", 1), [[0, 1, 2, 3], [4, 5, 6, 6]]),
     (records.SEARCH, ("groups", "value", 0), HALVES),
     (records.FUSE, ("summary", "steps_so_far"), 7.5),
+    (records.PRETRAIN, ("summary", "heldout"), [[288, 4.0], [0, 5.0]]),
 ])  # fmt: skip
 def test_damaged_records_are_refused(stage, place, value, tmp_path):
     record = example_records()[stage]
