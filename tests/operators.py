@@ -1,6 +1,7 @@
 """Standard mutation operators: small changes of a definition, each of which some test should notice."""
 
 import ast
+import collections
 import functools
 import re
 from collections.abc import Iterator
@@ -24,20 +25,24 @@ SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first 
 
 
 @functools.cache
-def nodes_of(source: bytes) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
+def definitions(source: bytes) -> dict[str | None, list[ast.AST]]:
+    """The nodes of a file that define a name: functions, classes, assignments."""
+    found = collections.defaultdict(list)
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        for name in {getattr(target, "name", getattr(target, "id", None)) for target in targets}:
+            found[name].append(node)
+    return found
 
 
 def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
     """(start, stop, new text) of every change of the functions, classes and constants called `name`."""
     lines = [0, *(match.end() for match in re.finditer(rb"\n", source))]
-    for node in nodes_of(source):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-        if name in [getattr(target, "name", getattr(target, "id", None)) for target in targets]:
-            for old, new in (change for part in parts(node) for change in (*changes(part), *dropped(part))):
-                start, stop = lines[old.lineno - 1] + old.col_offset, lines[old.end_lineno - 1]
-                if ast.unparse(new) != ast.unparse(old):
-                    yield start, stop + old.end_col_offset, ast.unparse(new)
+    for node in definitions(source)[name]:
+        for old, new in (change for part in parts(node) for change in (*changes(part), *dropped(part))):
+            start, stop = lines[old.lineno - 1] + old.col_offset, lines[old.end_lineno - 1]
+            if ast.unparse(new) != ast.unparse(old):
+                yield start, stop + old.end_col_offset, ast.unparse(new)
 
 
 def parts(node: ast.AST) -> Iterator[ast.AST]:

@@ -22,7 +22,7 @@ from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Masks, Pair, Rates, frozen
-from conftest import save_tiny, tiny_model
+from helpers import save_tiny, tiny_model
 
 stage5 = importlib.import_module("05_prune_train")
 

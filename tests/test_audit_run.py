@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
 from common.training import students
-from conftest import calibrate_arguments, copy_run, expect_error, run, save_tiny
+from helpers import calibrate_arguments, copy_run, expect_error, run, save_tiny
 from pipelines import audit_training
 from pipelines.audit_training import stage5
 
@@ -123,9 +123,11 @@ def test_a_wrong_function_of_the_stages_turns_its_row_off(
     aligned_run, monkeypatch, title, where, function, wrong
 ):
     held = audit.Run(str(aligned_run))
+    monkeypatch.setattr(audit, "STARTS", 2)
     if title in STEPS:
         kind = title.split()[-1]
         monkeypatch.setattr(audit_training, "KINDS", {kind: audit_training.KINDS[kind]})
+        monkeypatch.setattr(audit_training, "TAKEN", audit_training.TAKEN[:2])
     else:
         monkeypatch.setattr(audit, "step_rows", lambda run: ())
     monkeypatch.setattr(where, function, wrong(getattr(where, function)))
@@ -176,7 +178,7 @@ def test_what_is_not_as_computed_is_named(aligned_run, tmp_path, monkeypatch, da
     monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which read none of it
     home, (change, titles) = copy_run(aligned_run, tmp_path / "run"), DAMAGES[damage]
     change(home)
-    done = run("audit.py", "--run", home, code=1)
+    done = run("audit.py", "--run", home, "--layer", 1, code=1)
     named, titles = done.stdout.partition(" s, off: ")[2].strip().split("; "), titles.split("|")
     assert all(any(row.startswith(title) for row in named) for title in titles)
     assert len(named) == len(titles) == done.stdout.count("| NO ")

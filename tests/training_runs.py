@@ -17,7 +17,7 @@ import torch
 
 from common.training import engine
 from common.training.checkpoints import saved_checkpoints, whole_weights
-from conftest import ROOT, TRAINING, copy_run, run
+from helpers import ROOT, TRAINING, copy_run, run
 
 STAGE = "05_prune_train.py"
 TIMING = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds"}

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from bench import answers
-from conftest import run, save_tiny
+from helpers import run, save_tiny
 from test_benches import last_line
 
 

@@ -19,7 +19,7 @@ from common.files import write_json
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
-from conftest import expect_error, run
+from helpers import expect_error, run
 
 
 def last_line(completed) -> dict:

@@ -12,7 +12,7 @@ import torch
 
 from bench import gpu
 from bench.gpu import Row
-from conftest import ROOT, recipe
+from helpers import ROOT, recipe
 
 LOG = """tests/stages/test_gpu.py::test_a[x] PASSED    [ 25%]
 FAILED tests/stages/test_gpu.py::test_b[--merge closed-form] - assert 1 == 2

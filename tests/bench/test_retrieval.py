@@ -8,7 +8,7 @@ import torch
 
 from bench import retrieval
 from common.cli import UserError
-from conftest import byte_tokenizer, run, save_tiny, tiny_model
+from helpers import byte_tokenizer, run, save_tiny, tiny_model
 from test_benches import last_line
 
 LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")

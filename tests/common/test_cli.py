@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from common import cli, files, progress
 from common.data.tasks import TASKS
 from common.progress import Progress
-from conftest import ROOT
+from helpers import ROOT
 
 MANUAL = """Stage 0: count things.
 

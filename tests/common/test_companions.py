@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from common import companions
 from common.models import load_config
-from conftest import byte_tokenizer, save_tiny, tiny_model
+from helpers import byte_tokenizer, save_tiny, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}

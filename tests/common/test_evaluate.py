@@ -18,7 +18,7 @@ from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
 from common.layers import Layers
 from common.models import load_model
-from conftest import END, byte_tokenizer, save_tiny, task_rows, tiny_model
+from helpers import END, byte_tokenizer, save_tiny, task_rows, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 

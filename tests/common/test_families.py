@@ -23,7 +23,7 @@ from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, build
-from conftest import run, save_tiny, tiny_model
+from helpers import run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples
 

@@ -16,7 +16,7 @@ from common import gguf as gguf_files
 from common.cli import UserError
 from common.families import geometry
 from common.models import load_model, load_tokenizer
-from conftest import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
+from helpers import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
 
 gguf = pytest.importorskip("gguf")
 Type, PRE = gguf.GGMLQuantizationType, "tokenizer.ggml.pre"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from common.cli import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
-from conftest import byte_tokenizer, run, save_tiny, tiny_model
+from helpers import byte_tokenizer, run, save_tiny, tiny_model
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
 LAYERS = [f"model.layers.{index}" for index in range(3)]

@@ -21,7 +21,7 @@ from common.files import files_in
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files
-from conftest import ROOT, byte_tokenizer, save_tiny, tiny_model
+from helpers import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"

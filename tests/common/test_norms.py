@@ -10,7 +10,7 @@ from common.method.merge import Merge, merge_layer, merged_config
 from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import quarter_phase, to_complex
 from common.method.stats import key_gram
-from conftest import expect_error, run, save_tiny, tiny_model
+from helpers import expect_error, run, save_tiny, tiny_model
 from students import merge_model
 from test_families import blended
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from common.cli import UserError
 from common.data import chat
 from common.data.chat import load_chats
-from conftest import END, byte_tokenizer
+from helpers import END, byte_tokenizer
 
 TURN = "{{ message['content'] + '<|im_end|>\n' }}"
 CHATML = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.data import demo
-from conftest import recipe
+from helpers import recipe
 
 
 @pytest.fixture(scope="module")

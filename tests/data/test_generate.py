@@ -16,7 +16,7 @@ from common.data.chat import load_chats
 from common.data.generate import Origin, chat_form, chat_row, generated, text_row
 from common.data.text import load_tokens
 from common.models import load_tokenizer
-from conftest import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
+from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
 from test_chat import CHATML, chatml_tokenizer, llama2_tokenizer, messages, save_chats
 
 

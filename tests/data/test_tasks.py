@@ -9,7 +9,7 @@ from common.cli import UserError
 from common.data import tasks
 from common.data.rows import Sample
 from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
-from conftest import END, byte_tokenizer, task_rows
+from helpers import END, byte_tokenizer, task_rows
 
 LISTED = {
     "question": "What is 1 + 1?",

@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.data import text
 from common.data.rows import Sample
 from common.data.text import TextSamples, load_tokens, write_text_tokens
-from conftest import END, byte_tokenizer
+from helpers import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
 

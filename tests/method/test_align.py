@@ -21,7 +21,7 @@ from common.method.closed_form import closed_form_layer, energy_lost
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit
-from conftest import ROOT, calibrated_layer, copy_run, expect_error, run, save_tiny
+from helpers import ROOT, calibrated_layer, copy_run, expect_error, run, save_tiny
 from students import merge_model
 from test_procrustes import correlated, value_gram
 

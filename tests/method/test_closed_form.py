@@ -22,7 +22,7 @@ from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.rope_merge import alternate, log_uniform, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks
-from conftest import tiny_model
+from helpers import tiny_model
 from students import merge_model
 from test_rope_merge import normal, rotations
 

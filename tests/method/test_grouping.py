@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.method.grouping import anneal, best_pairs, combine, default_groups, propose_swap, score
-from conftest import all_groupings
+from helpers import all_groupings
 from paper import eq_24
 
 

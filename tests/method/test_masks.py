@@ -6,7 +6,7 @@ import torch
 import paper
 from common.method import masks
 from common.training.students import Masks
-from conftest import tiny_model
+from helpers import tiny_model
 from students import merge_model
 from test_families import blended, logits_of
 

@@ -5,7 +5,7 @@ import torch
 
 import paper
 from common.method.merge import Merge, behind_norm, first_merge, fuse_layer, mean_merge, merged_state
-from conftest import tiny_model
+from helpers import tiny_model
 
 
 def random_rotations(heads: int, size: int):

@@ -13,7 +13,7 @@ from torch import nn
 from common.layers import run_layer
 from common.method import refit
 from common.method.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
-from conftest import tiny_model
+from helpers import tiny_model
 from students import merge_model
 
 TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))

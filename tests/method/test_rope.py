@@ -6,7 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from common.families import FAMILIES
 from common.method.rope import free_pairs, rotate_pairs, to_complex
-from conftest import tiny_model
+from helpers import tiny_model
 
 
 def angles(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from common.method import rope_merge
 from common.method.low_rank import merge_values
 from common.method.rope import to_complex
 from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
-from conftest import tiny_model
+from helpers import tiny_model
 
 GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.02, 0.001], dtype=torch.float64)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from conftest import recipe
+from helpers import recipe
 from pipelines.clients import TOLERANCE, Result, compare, worse
 
 LOGITS = np.array([[3.0, -4.0, 1.0], [0.5, 2.0, -1.0]], np.float32)

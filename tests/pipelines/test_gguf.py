@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.families import SUPPORTED
-from conftest import recipe, tiny_model
+from helpers import recipe, tiny_model
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 SENTENCEPIECE = ("gemma", "phi3")  # llama.cpp's converter takes no other tokenizer for these

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.cli import UserError
 from common.data.tasks import example_from_row
-from conftest import ROOT, byte_tokenizer, copy_run, expect_error, recipe, run, save_tiny, task_rows
+from helpers import ROOT, byte_tokenizer, copy_run, expect_error, recipe, run, save_tiny, task_rows
 from pipelines import harness_tasks as harness
 
 WRITE, COMPARE = "pipelines/harness_tasks.py", "pipelines/harness_check.py"

@@ -8,7 +8,7 @@ import pytest
 
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
-from conftest import recipe, save_tiny
+from helpers import recipe, save_tiny
 from pipelines import table6
 from pipelines.smollm2 import STARTS
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from common.cli import UserError
-from conftest import ROOT, expect_error, recipe, save_tiny
+from helpers import ROOT, expect_error, recipe, save_tiny
 from pipelines import smollm2
 
 RESULTS = {

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.text import load_tokens
-from conftest import copy_run, expect_error, run
+from helpers import copy_run, expect_error, run
 
 
 @pytest.fixture(scope="module")

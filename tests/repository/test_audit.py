@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from conftest import ROOT
+from helpers import ROOT
 from mutants import rows
 
 TEXT = (ROOT / "AUDIT.md").read_text()

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from conftest import ROOT
+from helpers import ROOT
 
 RESULTS, CLOSED, REAL = "bench/RESULTS.md", "docs/closed_form.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"

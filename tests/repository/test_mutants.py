@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from helpers import ROOT
 from mutants import equivalents, mutants, rows
 from operators import edits
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import conftest
+import helpers
 
 ROUNDING = 5e-7  # relative, of float32: sums in another order, as a GPU's kernels take them
 NOISY = (F.linear, F.scaled_dot_product_attention)
@@ -27,12 +27,12 @@ class Rounding(TorchFunctionMode):
 
 
 def run(command: str, *arguments, device: str | None = None, **options):
-    """conftest.run: as on a GPU if the device is the stand-in, or the arguments have it after --device."""
+    """helpers.run: as on a GPU if the device is the stand-in, or the arguments have it after --device."""
     with Rounding() if any(isinstance(each, StandIn) for each in (device, *arguments)) else nullcontext():
-        return conftest.run(command, *arguments, **options)
+        return helpers.run(command, *arguments, **options)
 
 
 def run_in_process(command: str, arguments: list[str], device: str):
-    """conftest.run_in_process, likewise."""
+    """helpers.run_in_process, likewise."""
     with Rounding() if isinstance(device, StandIn) else nullcontext():
-        return conftest.run_in_process(command, arguments)
+        return helpers.run_in_process(command, arguments)

@@ -19,7 +19,7 @@ from common.data.tasks import choice_samples, example_from_row
 from common.data.text import TextSamples
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
-from conftest import (
+from helpers import (
     END,
     GROUPING,
     TRAINING,

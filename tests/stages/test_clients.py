@@ -6,7 +6,7 @@ Programs: test_harness.py (lm_eval), test_gguf.py (llama.cpp), test_clients_tabl
 import json
 import textwrap
 
-from conftest import byte_tokenizer, run, tiny_model
+from helpers import byte_tokenizer, run, tiny_model
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import copy_run, expect_error, run
+from helpers import copy_run, expect_error, run
 
 
 @pytest.fixture

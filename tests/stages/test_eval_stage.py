@@ -19,7 +19,7 @@ from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
 from common.evaluate import require_finite
-from conftest import (
+from helpers import (
     byte_tokenizer,
     copy_run,
     evaluate_arguments,

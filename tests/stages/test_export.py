@@ -18,7 +18,7 @@ from common.layers import Layers
 from common.method import masks
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
-from conftest import byte_tokenizer, copy_run, expect_error, run
+from helpers import byte_tokenizer, copy_run, expect_error, run
 from tiny_run import digests
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -36,7 +36,7 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution
-from conftest import (
+from helpers import (
     GROUPING,
     ROOT,
     TRAINING,

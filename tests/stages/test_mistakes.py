@@ -2,7 +2,7 @@
 
 import shutil
 
-from conftest import copy_run, expect_error, run, save_tiny
+from helpers import copy_run, expect_error, run, save_tiny
 
 
 def test_mistakes_in_calibration(inputs, tmp_path):

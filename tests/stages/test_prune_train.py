@@ -24,7 +24,7 @@ from common.training import checkpoints, students
 from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from conftest import TRAINING, copy_run, expect_error, run, save_tiny, tiny_model
+from helpers import TRAINING, copy_run, expect_error, run, save_tiny, tiny_model
 from students import stage5
 from test_layers import Tensors
 from training_runs import STAGE, assert_same_bits, flip, stop, train_arguments, with_teacher

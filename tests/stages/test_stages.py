@@ -17,7 +17,7 @@ from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import load_tokens, write_array
 from common.files import sha256
 from common.reporting import plots
-from conftest import (
+from helpers import (
     GROUPING,
     ROOT,
     all_groupings,

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
-from conftest import ROOT, TRAINING, copy_run, run
+from helpers import ROOT, TRAINING, copy_run, run
 from training_runs import (
     STAGE,
     assert_same_bits,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, run
+from helpers import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, run
 from tiny_run import LAYERS, SIZE, STAGES, digests, read
 from training_runs import final_weights, metrics
 

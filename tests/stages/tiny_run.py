@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from conftest import ROOT
+from helpers import ROOT
 
 LAYERS, HEADS, SIZE = 3, 8, 8
 STAGES = {path.name[:2]: path.name for path in ROOT.glob("0*_*.py")}

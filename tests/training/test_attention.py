@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from common.training import attention
 from common.training.attention import packed_attention, varlen_applies
 from common.training.packing import build_row
-from conftest import tiny_model
+from helpers import tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
 from test_packing import random_samples
 

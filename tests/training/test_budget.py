@@ -19,7 +19,7 @@ from common.training.engine import Schedule
 from common.training.packing import build_row, rows_of_step
 from common.training.plan import distillation_flops, sft_flops
 from common.training.sharding import Ranks, recompute_layers
-from conftest import tiny_model
+from helpers import tiny_model
 from students import SCHEDULE
 from test_packing import random_samples
 

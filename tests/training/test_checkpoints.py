@@ -14,7 +14,7 @@ from common.models import load_config
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build
-from conftest import save_tiny
+from helpers import save_tiny
 from training_runs import flip
 
 

@@ -23,7 +23,7 @@ from common.training.engine import Job, Schedule, Step, steps
 from common.training.metrics import outcome
 from common.training.packing import build_row, dealt, rows_of_step
 from common.training.sharding import Ranks
-from conftest import save_tiny, tiny_model
+from helpers import save_tiny, tiny_model
 from students import ALONE, SCHEDULE, built, gqa_student, half_masked_student
 
 SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]

@@ -28,8 +28,8 @@ from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import TASK_SET, TEXT_SET, Heldout, heldout_texts, load_heldout
 from common.training.metrics import METRICS, read_metrics
-from conftest import TRAINING as TRAINING_FLAGS
-from conftest import copy_run, expect_error, run, tiny_model
+from helpers import TRAINING as TRAINING_FLAGS
+from helpers import copy_run, expect_error, run, tiny_model
 from students import ALONE, NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
 from training_runs import STAGE, TIMING, run_script, with_teacher
 

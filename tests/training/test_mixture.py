@@ -23,7 +23,7 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
 from common.training.metrics import read_metrics
 from common.weights import open_checkpoint
-from conftest import copy_run, expect_error, run
+from helpers import copy_run, expect_error, run
 from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, metrics, stop
 
 CHATML = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

@@ -13,7 +13,7 @@ from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step
 from common.training.sharding import Ranks
-from conftest import tiny_model
+from helpers import tiny_model
 from students import ALONE, SCHEDULE
 
 

@@ -15,7 +15,7 @@ from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients, sum_over_ranks
-from conftest import save_tiny, tiny_model
+from helpers import save_tiny, tiny_model
 from students import SAMPLES, SCHEDULE, built, half_masked_student, pretended_ranks
 from test_engine import Operations
 from training_runs import run_script

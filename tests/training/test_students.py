@@ -14,7 +14,7 @@ from common.training.engine import Job
 from common.training.sharding import Execution
 from common.training.students import Masks, Rates, ReleasedMasks, Run, switch_step
 from common.weights import open_checkpoint
-from conftest import tiny_model
+from helpers import tiny_model
 from students import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
 
 

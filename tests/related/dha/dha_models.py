@@ -2,7 +2,7 @@
 
 import torch
 
-from conftest import tiny_model
+from helpers import tiny_model
 from related.dha import fusion, records
 from test_records import SHA, valid
 

@@ -14,8 +14,8 @@ from common.data.rows import Sample
 from common.evaluate import cache_bytes_per_token, max_difference
 from common.families import geometry
 from common.training.packing import build_row
-from conftest import ROOT, save_tiny, tiny_model
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
+from helpers import ROOT, save_tiny, tiny_model
 from related.dha import fusion, start
 from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits

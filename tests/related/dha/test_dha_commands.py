@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from conftest import byte_tokenizer, expect_error, recipe, run
 from dha_models import SMALL
+from helpers import byte_tokenizer, expect_error, recipe, run
 from related.dha import fusion, start
 from students import merge_model
 from training_runs import flip

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.cli import UserError
-from conftest import all_groupings, tiny_model
 from dha_models import EIGHT, WHOLE
+from helpers import all_groupings, tiny_model
 from related.dha import fusion, grouping, search
 
 

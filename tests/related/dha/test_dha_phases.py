@@ -8,8 +8,8 @@ import torch
 from common.cli import UserError
 from common.data.rows import Sample
 from common.training.packing import build_row
-from conftest import byte_tokenizer, save_tiny, tiny_model
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
+from helpers import byte_tokenizer, save_tiny, tiny_model
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
 from students import ALONE, Gradients

@@ -13,8 +13,8 @@ from common.calibration import Calibration
 from common.evaluate import max_difference
 from common.layers import Layers
 from common.models import load_model
-from conftest import byte_tokenizer, expect_error, run, tiny_model
 from dha_models import GROUPS, SMALL, tokens
+from helpers import byte_tokenizer, expect_error, run, tiny_model
 from related.dha import start
 from related.dha.training import all_logits
 

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import sem
 from torch.nn.functional import scaled_dot_product_attention
 
-from conftest import expect_error, run, save_tiny, tiny_model
+from helpers import expect_error, run, save_tiny, tiny_model
 from related.keychannels import measure
 from related.keychannels.channels import SELECTORS, kept_channels
 from test_keychannels import MODELS, draw, random_text, states

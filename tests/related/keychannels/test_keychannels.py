@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from common.cli import UserError
-from conftest import tiny_model
+from helpers import tiny_model
 from related.keychannels import channels, measure
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes
 from related.keychannels.channels import SELECTORS, cheapest_alone, exact, greedy, objective

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.models import load_config
-from conftest import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
+from helpers import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
 from skipless_models import COMPARE, FOLD, TRAIN, matrices, model_of, tokens

@@ -12,7 +12,7 @@ from common.data.text import load_tokens
 from common.models import load_config, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from conftest import copy_run, expect_error, run, save_tiny
+from helpers import copy_run, expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
 from skipless_models import TRAIN, model_of, tokens
