@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from common.calibration import Calibration
@@ -15,7 +16,7 @@ from common.layers import Layers
 from common.models import load_model
 from dha_models import GROUPS, SMALL, tokens
 from helpers import byte_tokenizer, expect_error, run, tiny_model
-from related.dha import start
+from related.dha import report, start
 from related.dha.training import all_logits
 
 pytestmark = pytest.mark.slow
@@ -148,6 +149,10 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     assert list(rows) == ["source", *starts] and rows["source"]["lost"] == rows["source"]["kl"] == 0
     for row in rows.values():
         assert row["lost"] == pytest.approx(row["loss"] - rows["source"]["loss"])
+    models = [load_model(str(path)) for path in (inputs["model"], starts["measured"])]
+    losses = [[model(row[None], labels=row[None]).loss.item() for row in tokens()] for model in models]
+    measured = report.measure(str(starts["measured"]), tokens(), all_logits(models[0], tokens()))
+    assert measured["lost_stderr"] == pytest.approx(scipy.stats.sem(np.subtract(*losses)), rel=1e-4)
     assert rows["measured"]["kl"] < rows["pooled"]["kl"]
     assert rows["measured"]["cache_bytes_per_token"] == rows["pooled"]["cache_bytes_per_token"]
 

@@ -74,12 +74,12 @@ def test_summary_counts_the_heads_on_which_a_selector_wins():
 
 def test_losses_are_compared_text_by_text():
     """A standard error with n - 1; a text of equal loss is not lower."""
-    plain, think = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.5, 2.0, 4.5])
+    plain, think = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.5, 2.0, 5.0])
     loss = torch.tensor([1.25, 2.0, 4.75])
     figures = measure.compare_losses(loss, plain, think)
     assert figures["loss_over_plain"] == pytest.approx(1 / 3)
     assert figures["loss_over_plain_stderr"] == pytest.approx(sem([0.25, 0.0, 0.75]))
-    assert figures["texts_lower_than_think"] == 1
+    assert figures["texts_lower_than_think"] == 2
     assert figures["perplexity"] == pytest.approx(math.exp(8 / 3))
 
 

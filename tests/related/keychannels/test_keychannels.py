@@ -43,11 +43,12 @@ def sets(removed: torch.Tensor) -> list[set]:
 
 
 def test_objective_is_the_squared_error_of_the_scores():
-    queries, keys = draw(3, 4, 6, 8), draw(3, 9, 8, seed=1)  # 3 key heads, each read by 4 query heads
+    queries, keys = draw(3, 4, 6, 8).float(), draw(3, 9, 8, seed=1).float()  # a key head, 4 query heads
     removed = draw(3, 8, seed=2) > 0
+    squared = objective(channels.interactions(queries.flatten(1, 2), keys), removed)
+    queries, keys = queries.double(), keys.double()
     keep = torch.diag_embed((~removed).double())
     change = queries @ keys[:, None].mT - queries @ keep[:, None] @ keys[:, None].mT
-    squared = objective(channels.interactions(queries.flatten(1, 2), keys), removed)
     torch.testing.assert_close(squared, change.square().sum((1, 2, 3)))
 
 
@@ -201,12 +202,13 @@ def test_channels_are_those_of_each_sample_alone(name):
                 assert second.channels[sample, head].tolist() == (~together).nonzero()[:, 0].tolist()
 
 
-def test_a_second_prompt_after_a_short_one_is_not_pruned():
+@pytest.mark.parametrize("length", [20, 4])
+def test_a_second_prompt_after_a_short_one_is_not_pruned(length):
     """Only the end of the first prompt prunes, even when it was too short to."""
     model, batch = tiny_model(), batch_of([random_text(4, 0)])
     cache, plain = prefilled(model, batch), DynamicCache(config=model.config)
     logits(model, batch, plain)
-    second = second_prompt(batch, 20)
+    second = second_prompt(batch, length)
     assert torch.equal(logits(model, second, cache), logits(model, second, plain))
     assert all(layer.channels is None for layer in cache.layers)
 
@@ -214,6 +216,8 @@ def test_a_second_prompt_after_a_short_one_is_not_pruned():
 @pytest.mark.parametrize("name", MODELS)
 def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     model, batch = tiny_model(**MODELS[name]), two_texts()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.3  # not that of sdpa's default
     plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
     expected = [logits(model, batch, plain), logits(model, second, plain)]
     for changes in ({"ratio": 0.0}, {"recent": 20}):
