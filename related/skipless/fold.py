@@ -129,7 +129,6 @@ def fold(model, remove: str, max_condition: float = MAX_CONDITION):
 def folded_config(config, remove: str):
     """The config of the folded model."""
     config = copy.deepcopy(config)
-    config.dtype = torch.float64
     config.removed = [PROJECTIONS[letter] for letter in removed_by(remove, config.parallel)]
     if inverts(remove, config.parallel):
         config.tie_word_embeddings = False  # T goes into one of embedding and head, not into both

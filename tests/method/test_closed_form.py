@@ -130,6 +130,14 @@ def test_keys_that_are_equal_behind_norms_of_single_heads_lose_nothing_before_th
     assert difference(model, merged) < 2e-3 < 1e-1 < difference(model, merge_model(model, 2))
 
 
+@pytest.mark.parametrize("scale", [1e-8, 1, 1e8])
+def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
+    columns = normal(6, 3).double() * scale
+    root, inverse = low_rank.symmetric_root(columns @ columns.mT)
+    torch.testing.assert_close(root @ root, columns @ columns.mT, rtol=1e-9, atol=1e-12 * scale**2)
+    torch.testing.assert_close(inverse * scale, torch.linalg.pinv(root / scale, rtol=1e-5, hermitian=True))
+
+
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):

@@ -62,6 +62,10 @@ def test_the_last_line_counts_invertible_matrices():
     conditions = [{"q": 5.0, "p": 2.0}, {"q": 100 * MAX_CONDITION, "p": float("inf")}]
     expected = "3 of 4 square attention matrices of m invertible, worst condition number inf, P of layer 1"
     assert compare.closing_line("m", conditions, None) == expected
+    results = {"float64": 2e-14}, {"refused": "singular"}
+    lines = [{"remove": None, "float64": 0}, *({"remove": "q"} | result for result in results)]
+    exact = "1 folds exact to 2e-14, 1 refused"
+    assert compare.closing_line("m", conditions, lines) == f"{exact}; {expected}"
     assert compare.closing_line("m", [{}], None) == "no attention matrix of m is square"
 
 

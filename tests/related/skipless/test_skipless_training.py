@@ -32,8 +32,10 @@ def test_training_starts_near_the_identity(without, parallel):
     """
     removed = [without, "o_proj"] if without else []
     config = skipless_config(model_of().config, parallel, mlp_bias=True, removed=removed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model, again = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
     initialise(model, tokens(), seed=0)
+    initialise(again, tokens(), seed=0)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
     hidden = model(tokens(), output_hidden_states=True).hidden_states
     for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
         attention, mlp = layer.self_attn, layer.mlp
