@@ -140,6 +140,8 @@ def test_every_other_sequence_is_read_with_two_gaps():
     assert refit.spread(1, 16, 17)[-1] <= 16
     assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
     assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
+    ends = [int(refit.spread(number, 3, 4)[-1]) for number in range(1, 1000, 2)]
+    assert 100 < ends.count(2) < 150  # of 500, a quarter: cuts are within the text, and two gaps of two are 0
 
 
 def test_both_models_read_a_sequence_at_the_same_positions():
