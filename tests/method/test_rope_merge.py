@@ -142,6 +142,16 @@ def test_best_combine_is_the_least_squares_over_all_queries_keys_and_distances()
         np.testing.assert_allclose(ours[group].numpy(), expected, atol=1e-7 * np.abs(expected).max())
 
 
+def test_damping_is_added_to_the_diagonal():
+    mix, extra, right = normal(2, SIZE, SIZE), normal(2, SIZE, SIZE, seed=1), normal(2, SIZE, 3, seed=2)
+    system = mix @ mix.mT
+    ours = rope_merge.damped_solve(system, right, extra, damping=0.5)
+    for index in range(2):
+        diagonal = 0.5 * system[index].diagonal().mean() * torch.eye(SIZE, dtype=torch.float64)
+        damped = system[index] + extra[index] + diagonal
+        torch.testing.assert_close(damped @ ours[index], right[index], rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1])
 def test_no_half_ever_raises_the_loss(damping, monkeypatch):
     monkeypatch.setattr(rope_merge, "DAMPING", damping)
@@ -236,6 +246,7 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
         dead = getattr(sampled, fault)
         dead[:, 0] = 0
         dead[:, 1, 1] = 0
+    sampled.keys = 1e-3 * sampled.keys  # what is small is so beside the keys, not beside 1
     fit = sampled.fit()
     combine, read = merge_rope_keys(fit)
     assert torch.isfinite(combine).all() and torch.isfinite(read).all()
