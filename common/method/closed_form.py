@@ -67,7 +67,8 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
 
     keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
     gram, output = value_blocks(grams, groups, value_rotation)
-    still = Turns(0 * grams.frequencies, log_uniform(context))  # RoPE leaves values, and softmax their mean
+    # RoPE leaves values as they are, and softmax their mean
+    still = Turns(torch.zeros_like(grams.frequencies), log_uniform(context))
     values = KeyFit(gram, torch.zeros_like(gram[:, :, 0, 0]), output, still)
     return {"keys": keys, "values": lost(values, merge.value_in, merge.value_out)}
 

@@ -249,6 +249,7 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
     for scale in (1, 1e-9):
         weights = low_rank.key_weights(scale * energy)
         torch.testing.assert_close(weights.square(), scale * expected, rtol=1e-12, atol=0)
+    assert (low_rank.key_weights(0 * energy) == 1).all()
 
 
 def test_shared_values_have_the_coordinates_nearest_to_the_mean():

@@ -220,6 +220,7 @@ def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options)
     for each in (model, student):
         each.model.layers[0].self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0]))
     attention = student.model.layers[0].self_attn
+    assert not any(optimizer.defaults.get("weight_decay") for optimizer in refit.optimizers(attention))
     names = [f"{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkvo"][:-1]
     names = names if attention.q_proj.bias is not None else names[:4]
     parameters = [attention.get_parameter(name) for name in names]

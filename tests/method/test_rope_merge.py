@@ -253,6 +253,20 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
     loss, size = fit.loss(combine, read), (fit.query * fit.variance).sum((1, 2, 3))
     assert (loss <= fit.loss(*rope_merge.start_by_pairs(fit)) + 1e-9 * size).all()
     assert fault != "equal" or (loss <= 1e-8 * size).all()
+    if fault == "keys":  # almost dead ones, in groups with others, are merged as well
+        sampled.keys[:, 1, 1] += 1e-8 * normal(TOKENS, SIZE, seed=6)
+        almost = sampled.fit()
+        torch.testing.assert_close(almost.loss(*merge_rope_keys(almost))[1], loss[1], rtol=1e-3, atol=0)
+
+
+def test_pairs_start_from_the_head_whose_queries_are_large():
+    sampled = Sampled()
+    sampled.queries[:, :, 0] *= 1e4
+    combine, read = rope_merge.start_by_pairs(sampled.fit())
+    identity = torch.eye(SIZE, dtype=torch.float64)
+    for head in range(MEMBERS):
+        expected = (identity if head == 0 else 0 * identity).expand(GROUPS, SIZE, SIZE)
+        torch.testing.assert_close(read[:, 0] @ combine[:, head], expected, rtol=0, atol=1e-3)
 
 
 def test_pairs_start_from_what_softmax_sees():
