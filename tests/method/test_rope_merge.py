@@ -96,9 +96,10 @@ def test_turns_are_rope_and_its_averages():
 def test_distances_are_log_uniform_up_to_the_context():
     distances = log_uniform(4096)
     assert (distances >= 0).all() and (distances < 4096).all() and distances[-1] > 3600
+    assert distances.dtype == torch.float64
     gaps = (distances + 1).log().diff()
     torch.testing.assert_close(gaps, gaps[:1].expand_as(gaps))
-    assert float((distances + 1).log().mean()) == pytest.approx(np.log(4097) / 2)
+    assert float((distances + 1).log().mean()) == pytest.approx(np.log(4097) / 2, rel=1e-12)
 
 
 def test_the_loss_is_the_variance_of_the_scores_error():
@@ -171,6 +172,8 @@ def test_twice_the_rounds_gain_less_than_a_percent():
     fit = Sampled().fit()
     few, many = (fit.loss(*merge_rope_keys(fit, *rounds)) for rounds in ((), (16,)))
     assert (few < 1.01 * many).all() and (fit.loss(*merge_rope_keys(fit, 2)) > 1.01 * many).all()
+    combine, read, _ = alternate(fit, *factors(), 1)
+    torch.testing.assert_close(read, fit.best_read(combine, read))
 
 
 def test_without_frequencies_it_is_the_merge_of_values():
