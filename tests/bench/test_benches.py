@@ -57,7 +57,10 @@ def test_the_layers_of_all_models_of_a_step_are_compiled(group_of_one):
 
 
 def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
-    """Memory and seconds of common/training/plan.py for the same model, samples and rows, on an H200."""
+    """Memory and seconds of common/training/plan.py for the same model, samples and rows, on an H200.
+
+    On a CPU, in float32, there are no seconds.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     args = step_arguments(device="cuda", shape="1.3b", layers=2, tokens_per_microbatch=600)
     config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
@@ -70,6 +73,10 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     plan = argparse.Namespace(**vars(args), reduce="step")
     cost = budget.step_cost(work, student, plan, parse_hardware("1xH200-141GB"))
     assert figures["step_seconds"] == pytest.approx(cost.seconds, abs=1e-4)
+    args.device, work = "cpu", budget.Workload.of(config, samples, 64, False, 4)
+    need = budget.memory(work, student, 1, longest, len(rows) > 1)["total"] / 2**30
+    figures = train_step.planned(config, samples, rows, args, 1)
+    assert figures == {"memory_gib": pytest.approx(need, abs=0.006)}
 
 
 def test_as_many_layers_as_a_gpu_holds():

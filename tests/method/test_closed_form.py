@@ -136,6 +136,7 @@ def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
     root, inverse = low_rank.symmetric_root(columns @ columns.mT)
     torch.testing.assert_close(root @ root, columns @ columns.mT, rtol=1e-9, atol=1e-12 * scale**2)
     torch.testing.assert_close(inverse * scale, torch.linalg.pinv(root / scale, rtol=1e-5, hermitian=True))
+    assert not any(part.any() for part in low_rank.symmetric_root(0 * root))
 
 
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
