@@ -59,7 +59,7 @@ def test_summary_counts_the_heads_on_which_a_selector_wins():
     effects = []
     for heads, error, output in ((slice(0, 3), 1.0, 4.0), (slice(3, 4), 2.0, 8.0), (slice(0, 0), 6.0, 24.0)):
         figures = {"error": torch.tensor(error), "output": torch.tensor(output)}  # of a layer
-        effects.append({(0.5, name): {"objective": torch.tensor(values[heads])} | figures
+        effects.append({(0.5, name): {"objective": torch.tensor(values[heads]).double()} | figures
                         for name, values in costs.items()})
     effects[0][0.5, "align"]["error"] = torch.tensor(1.0 + 27.0)
     summary = measure.summarize(settings(select=("align", "greedy", "greedy+swap")), effects)
@@ -108,7 +108,7 @@ def test_attention_is_that_of_scaled_dot_products(groups):
 def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
     keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
-    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = 50.0
+    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = keys[0, 21, 2] = 50.0  # the last will not be pruned
     queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0
     figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
     shares = {by: float(share) for by, share in figures["positions"].items()}
