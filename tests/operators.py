@@ -19,6 +19,7 @@ NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "comp
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
 LOOKS = "desc unit unit_scale leave verbose metavar color linestyle linewidth shrink figsize layout"
 NO_MATTER = {"strict", "device", "fused", *LOOKS.split()}  # keyword arguments, where tests are of a CPU
+PRINTING = {"print", "say"}
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
@@ -48,6 +49,9 @@ def edits(source: bytes, name: str) -> Iterator[tuple[int, int, str]]:
 def parts(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a definition, without annotations, decorators and what is skipped."""
     if isinstance(node, SKIPPED) or isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        return
+    called = getattr(getattr(node, "value", node), "func", None)
+    if getattr(called, "id", getattr(called, "attr", None)) in PRINTING:
         return
     if isinstance(node, ast.keyword) and node.arg in NO_MATTER:
         return

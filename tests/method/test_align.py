@@ -1,11 +1,14 @@
 """Stage 4 and the rotations it finds, against explicit vectors, plain transformers and deliberate faults."""
 
 import hashlib
+import importlib
 import json
 import os
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,6 +260,20 @@ def test_the_check_reads_what_was_written(aligned_run, bf16_run, tmp_path, monke
     monkeypatch.setattr(layers.CheckpointWriter, "write", damaged)
     expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
     assert digests(home) == digests(source)
+
+
+@pytest.mark.parametrize(("off", "off_cached", "refused"), [(0.5, 0.5, False), (2, 0, True), (0, 2, True)])
+def test_the_check_allows_rounding_with_and_without_a_cache(monkeypatch, off, off_cached, refused):
+    """As a share of the largest logit, here below zero; the source itself does not round at all."""
+    stage4, tokens = importlib.import_module("04_align"), torch.zeros(1, 3, dtype=int)
+    source, step = [torch.full((3, 5), -1000.0)], 1000 * stage4.LOGIT_TOLERANCE[1]
+    shifted = {False: [source[0] + off * step], True: [source[0] + off_cached * step]}
+    loaded = SimpleNamespace(logits=lambda _, cached=False: shifted[cached], device="cpu")
+    monkeypatch.setattr(stage4, "Layers", lambda *_, **__: SimpleNamespace(logits=lambda _: source))
+    inputs = SimpleNamespace(tokens=tokens, dtype="float32", source={"path": ""})
+    allowed = pytest.raises(UserError, match="is not the source model") if refused else nullcontext()
+    with allowed:
+        stage4.check_aligned(inputs, {"source": source, "cached": source}, loaded)
 
 
 @pytest.fixture(scope="module")

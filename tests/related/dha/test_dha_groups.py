@@ -138,7 +138,8 @@ def test_cka_is_as_printed_and_finds_a_rotated_head():
     for a, b in itertools.product(range(3), repeat=2):
         x, y = heads[a].T.double(), heads[b].T.double()  # the paper's weights have a column per channel
         norms = (x.T @ x).norm() ** 2 * (y.T @ y).norm() ** 2
-        assert float(matrix[a, b]) == pytest.approx(float((x.T @ y).norm() ** 2 / norms.sqrt()))
+        expected = float((x.T @ y).norm() ** 2 / norms.sqrt())
+        assert float(matrix[a, b]) == pytest.approx(expected, rel=1e-12)
     assert float(matrix[0, 1]) == pytest.approx(1, abs=1e-5) and float(matrix[0, 2]) < 0.9
     mean = float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
     assert grouping.redundancy(matrix) == pytest.approx(mean)
