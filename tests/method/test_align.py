@@ -262,14 +262,21 @@ def test_the_check_reads_what_was_written(aligned_run, bf16_run, tmp_path, monke
     assert digests(home) == digests(source)
 
 
-@pytest.mark.parametrize(("off", "off_cached", "refused"), [(0.5, 0.5, False), (2, 0, True), (0, 2, True)])
-def test_the_check_allows_rounding_with_and_without_a_cache(monkeypatch, off, off_cached, refused):
-    """As a share of the largest logit, here below zero; the source itself does not round at all."""
+@pytest.mark.parametrize("largest", [1, 1000])
+@pytest.mark.parametrize(("off", "off_cached", "rounding", "refused"), [
+    (0.5, 0.5, 0, False), (2, 0, 0, True), (0, 2, 0, True), (2, 2, 0.5, False), (9, 0, 1, True)])
+def test_the_check_allows_rounding(monkeypatch, off, off_cached, rounding, refused, largest):
+    """With and without a cache: 1e-4, a share of the largest logit, or eight times what the source rounds."""
     stage4, tokens = importlib.import_module("04_align"), torch.zeros(1, 3, dtype=int)
-    source, step = [torch.full((3, 5), -1000.0)], 1000 * stage4.LOGIT_TOLERANCE[1]
+    source, step = [-largest * torch.linspace(0.1, 1, 15).view(3, 5)], max(1e-4, 1e-5 * largest)
     shifted = {False: [source[0] + off * step], True: [source[0] + off_cached * step]}
+
+    def exact(path, dtype, device, layerwise):
+        assert dtype == torch.float64
+        return SimpleNamespace(logits=lambda _: [source[0] + rounding * step])
+
+    monkeypatch.setattr(stage4, "Layers", exact)
     loaded = SimpleNamespace(logits=lambda _, cached=False: shifted[cached], device="cpu")
-    monkeypatch.setattr(stage4, "Layers", lambda *_, **__: SimpleNamespace(logits=lambda _: source))
     inputs = SimpleNamespace(tokens=tokens, dtype="float32", source={"path": ""})
     allowed = pytest.raises(UserError, match="is not the source model") if refused else nullcontext()
     with allowed:

@@ -130,6 +130,14 @@ def test_keys_that_are_equal_behind_norms_of_single_heads_lose_nothing_before_th
     assert difference(model, merged) < 2e-3 < 1e-1 < difference(model, merge_model(model, 2))
 
 
+@pytest.mark.parametrize(("model_type", "joint"), [("llama", False), ("qwen3", False), ("olmo2", True)])
+def test_statistics_know_a_norm_over_all_heads_and_leave_no_hook(model_type, joint):
+    model = tiny_model(model_type=model_type, num_key_value_heads=4).double()
+    for grams in statistics(model):
+        assert grams.joint_norm == joint and grams.output.shape == (4, 8, 8)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1, 1e8])
 def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
     columns = normal(6, 3).double() * scale

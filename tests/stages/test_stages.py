@@ -4,6 +4,7 @@ import itertools
 import json
 import runpy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,13 +132,13 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
     """Figure 2: the cosines of evenly spaced layers, or of those asked for; of version 1: of all pairs."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
     pictures, points = [], []
-    monkeypatch.setattr(plots, "pairs", lambda path, cosines, title: points.append(cosines))
-    monkeypatch.setattr(plots, "heatmaps", lambda path, rows, layers, title: pictures.append((rows, layers)))
+    monkeypatch.setattr(plots, "pairs", lambda path, *drawn: points.append((Path(path).name, *drawn)))
+    monkeypatch.setattr(plots, "heatmaps", lambda path, *drawn: pictures.append((Path(path).name, *drawn)))
     calibration = ["--calibration", aligned_run / "calibration"]
     run("02_similarity.py", "--run", tmp_path / "all", *calibration)
     run("02_similarity.py", "--run", tmp_path / "some", *calibration, "--layers-drawn", 2, 0)
-    for (rows, drawn), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
-        assert list(drawn) == expected
+    for (name, rows, drawn, _), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
+        assert name == "similarity.png" and list(drawn) == expected
         assert list(rows) == ["keys before", "keys after", "values before", "values after"]
         for title, matrices in rows.items():
             stored = similarity.get_tensor(title.replace("s ", ".cos."))
@@ -148,8 +149,9 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
     for head in ("key", "value"):
         for when in ("before", "after"):
             stored = similarity.get_tensor(f"{head}.cos.{when}")
-            drawn = points[0][f"{head}s"][f"{when} alignment"]
-            assert np.array_equal(drawn, [matrix[above] for matrix in stored])
+            name, cosines, _ = points[0]
+            drawn = cosines[f"{head}s"][f"{when} alignment"]
+            assert name == "pairs.png" and np.array_equal(drawn, [matrix[above] for matrix in stored])
 
     summary = read(tmp_path / "all" / "similarity.json")["summary"]
     for name, mean in summary.items():

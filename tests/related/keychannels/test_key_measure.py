@@ -86,6 +86,7 @@ def test_losses_are_compared_text_by_text():
 def test_equal_channels_share_alike_and_a_large_one_has_all():
     equal = measure.largest_shares(torch.ones(3, 40)).values()
     assert [share.tolist() for share in equal] == [pytest.approx([part] * 3) for part in measure.SHARES]
+    assert measure.largest_shares(torch.ones(1, 4))["10%"] == 0.25  # at least one
     one = torch.zeros(20)
     one[7] = 5.0
     assert [float(share) for share in measure.largest_shares(one).values()] == [1.0, 1.0, 1.0]
@@ -109,7 +110,7 @@ def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
     keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
     keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = keys[0, 21, 2] = 50.0  # the last will not be pruned
-    queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0
+    queries[0, :20, 0] = queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0  # the first are not in the window
     figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
     shares = {by: float(share) for by, share in figures["positions"].items()}
     assert shares["the window"] < 1e-6 and shares["recency"] < 1e-6
