@@ -76,6 +76,9 @@ def test_one_kernel_equals_a_kernel_a_sample(window, kv_heads, formula_as_kernel
     together, _ = packed_attention(module, *states, None, starts=starts, longest=longest, **options)
     assert len(formula_as_kernel) == 1
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
+    whole, one = (packed_attention(module, *states, None, lengths=lengths, **options)[0]
+                  for lengths in (None, [total]))
+    assert torch.equal(whole, one)
 
 
 @pytest.mark.parametrize("applies, changes", [
