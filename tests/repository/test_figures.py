@@ -58,7 +58,6 @@ COPIES = [
     ((*SMOLLM2, "output refit", SHORT), (CLOSED, "after the output refit {}, and after")),
     ((*SMOLLM2, "attention refit", SHORT), (CLOSED, "and after the attention refit {}.")),
     ((*SMOLLM2, "| closed form |", SHORT), (RESULTS, "without a refit ({})")),
-    ((*SMOLLM2, "output refit", SHORT), (*RECOVERY, f"| {OUTPUT} |  |", "perplexity")),
     ((*SMOLLM2, "the paper", DEFAULT), (*RECOVERY, f"| {PAPER} |  |", "perplexity")),
     *(((REAL, copy), source) for copy, source in (
         ("in steps of 2 x 512 the paper's merge has perplexity {} (",
