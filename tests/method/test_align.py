@@ -267,13 +267,14 @@ def test_the_check_reads_what_was_written(aligned_run, bf16_run, tmp_path, monke
     (0.5, 0.5, 0, False), (2, 0, 0, True), (0, 2, 0, True), (2, 2, 0.5, False), (9, 0, 1, True)])
 def test_the_check_allows_rounding(monkeypatch, off, off_cached, rounding, refused, largest):
     """With and without a cache: 1e-4, a share of the largest logit, or eight times what the source rounds."""
-    stage4, tokens = importlib.import_module("04_align"), torch.zeros(1, 3, dtype=int)
-    source, step = [-largest * torch.linspace(0.1, 1, 15).view(3, 5)], max(1e-4, 1e-5 * largest)
-    shifted = {False: [source[0] + off * step], True: [source[0] + off_cached * step]}
+    stage4, tokens = importlib.import_module("04_align"), torch.zeros(2, 3, dtype=int)
+    rows, step = -torch.linspace(0.1, 1, 15).view(3, 5), max(1e-4, 1e-5 * largest)
+    source = [rows, largest * rows]
+    shifted = [[rows + shift * step for rows in source] for shift in (off, off_cached)]
 
     def exact(path, dtype, device, layerwise):
         assert dtype == torch.float64
-        return SimpleNamespace(logits=lambda _: [source[0] + rounding * step])
+        return SimpleNamespace(logits=lambda _: [rows + rounding * step for rows in source])
 
     monkeypatch.setattr(stage4, "Layers", exact)
     loaded = SimpleNamespace(logits=lambda _, cached=False: shifted[cached], device="cpu")

@@ -182,6 +182,14 @@ def test_changed_weights_are_refused_before_anything_is_written(finished_run, in
     assert not (home / "train").exists() and (home / "teacher").exists()
 
 
+def test_a_complete_training_that_was_changed_is_refused(finished_run, inputs, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    with open(home / "train" / "metrics.jsonl", "a") as file:
+        file.write("\n")
+    message = "metrics.jsonl: its content does not match its record"
+    expect_error(message, STAGE, *train_arguments(home, inputs))
+
+
 def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
     home = copy_run(finished_run, tmp_path / "run")
     path = home / "aligned" / "stage.json"
