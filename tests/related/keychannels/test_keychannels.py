@@ -43,7 +43,7 @@ def sets(removed: torch.Tensor) -> list[set]:
 
 
 def test_objective_is_the_squared_error_of_the_scores():
-    queries, keys = draw(3, 4, 6, 8).float(), draw(3, 9, 8, seed=1).float()  # a key head, 4 query heads
+    queries, keys = draw(3, 4, 6, 8).float(), draw(3, 9, 8, seed=1).float()  # 3 key heads, 4 readers each
     removed = draw(3, 8, seed=2) > 0
     squared = objective(channels.interactions(queries.flatten(1, 2), keys), removed)
     queries, keys = queries.double(), keys.double()
