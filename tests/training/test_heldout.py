@@ -31,7 +31,7 @@ from common.training.metrics import METRICS, read_metrics
 from helpers import TRAINING as TRAINING_FLAGS
 from helpers import copy_run, expect_error, run, tiny_model
 from students import ALONE, NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
-from training_runs import STAGE, TIMING, run_script, with_teacher
+from training_runs import MEASURED, STAGE, run_script, with_teacher
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
 
@@ -144,8 +144,8 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
     steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
     assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
     for line, other in zip(*lines, strict=True):
-        kept = {name for name in other if not name.startswith("heldout")} - TIMING
-        assert line.keys() - TIMING == kept and all(line[name] == other[name] for name in kept)
+        kept = {name for name in other if not name.startswith("heldout")} - MEASURED
+        assert line.keys() - MEASURED == kept and all(line[name] == other[name] for name in kept)
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
@@ -182,7 +182,7 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path):
             checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
             assert student.job.step == 3
         assert student.train(HELDOUT)
-        lines.append([{key: value for key, value in line.items() if key not in TIMING}
+        lines.append([{key: value for key, value in line.items() if key not in MEASURED}
                       for line in read_metrics(str(tmp_path / name / METRICS))])
     assert lines[0] == lines[1]
 
