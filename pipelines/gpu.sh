@@ -3,7 +3,7 @@
 # the CPU; stage 5 on all GPUs, killed and resumed) and the benchmarks. The report is bench/RESULTS-<GPU>.md.
 #
 #   PYTHON  interpreter (python3) with torch, transformers and pytest: an image's own; nothing is downloaded
-#   OUT     logs and results.json (runs/gpu)         LIMIT  seconds for everything (685)
+#   OUT     logs and results.json (runs/gpu)         LIMIT  seconds for everything (705)
 #   COMMIT  of this source, where there is no repository
 #   GPU_TESTS_ON=cpu  tries all of this on a CPU, with small models; the report is OUT/report.md
 #
@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-runs/gpu}
-LIMIT=${LIMIT:-685}
+LIMIT=${LIMIT:-705}
 DEVICE=${GPU_TESTS_ON:-cuda}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 
