@@ -22,9 +22,9 @@ from common.training.hardware import Cluster, cluster_of, parse_hardware
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
 BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
-EFFICIENCY = 0.4  # share of peak FLOP/s that compute-bound dense training reaches on these devices
+EFFICIENCY = 0.34  # share of peak FLOP/s that compute-bound dense training reaches; on an H200 0.33, 0.345
 REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
-HOST = 0.004  # seconds to launch a layer's forward pass with FSDP's hooks, a backward pass twice; on a Xeon
+HOST = 0.0025  # seconds to launch a layer's forward pass, a backward pass twice; beside an H200 2 to 2.7 ms
 
 
 @dataclass(frozen=True)
