@@ -13,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import importlib
+import json
 import multiprocessing
 import os
 import queue
@@ -25,9 +26,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +52,7 @@ class Trial:
     limit: float = 20 * LIMIT
     verdict: str = ""
     seconds: float = 0.0
+    costs: dict = field(default_factory=dict)  # seconds of each of its tests, without a change
     output: str = ""  # its end
 
     def change(self) -> str:
@@ -110,17 +111,51 @@ def equivalents() -> dict[tuple[str, str], str]:
     return found
 
 
+class Tally:
+    """A plugin of pytest: whether a test passed that was not skipped, and what each one costs."""
+
+    def __init__(self):
+        self.passed, self.called, self.prepared, self.needs = False, collections.Counter(), {}, {}
+
+    def pytest_runtest_logreport(self, report):
+        self.passed |= report.when == "call" and report.passed
+        self.called[named(report.nodeid)] += report.duration * (report.when == "call")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        began = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            self.prepared[fixturedef.argname] = time.monotonic() - began
+
+    def pytest_collection_finish(self, session):
+        self.needs = {named(item.nodeid): item.fixturenames for item in session.items}
+
+    def costs(self) -> dict[str, float]:
+        """file::test -> seconds of its calls and of every fixture it needs, whoever needed it first."""
+        return {test: seconds + sum(self.prepared.get(fixture, 0) for fixture in self.needs[test])
+                for test, seconds in self.called.items()}
+
+
+def named(nodeid: str) -> str:
+    """pytest's tests/stages/test_plan.py::test_x[1] as AUDIT.md has it: test_plan::test_x."""
+    file, test = nodeid.split("[")[0].split("::")
+    return f"{Path(file).stem}::{test}"
+
+
 def run_tests(tests: tuple[str, ...], tree: Path) -> None:
     """In a forked process: exit with 0 if they pass, not all skipped."""
     os.setsid()
     os.chdir(tree)
     for number in (1, 2):
         os.dup2(os.open(f"{tree}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
-    files, ran = {path.stem: path for path in Path("tests").rglob("test_*.py")}, []
+    files, tally = {path.stem: path for path in Path("tests").rglob("test_*.py")}, Tally()
     names = [f"{files.get(stem, stem)}::{name}" for stem, name in (test.split("::") for test in tests)]
     options = ["-x", "-m", "", f"--basetemp={tree}.temporary", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    tally = SimpleNamespace(pytest_runtest_logreport=lambda report: ran.append((report.when, report.passed)))
-    os._exit(pytest.main([*options, *names], plugins=[tally]) or ("call", True) not in ran)
+    code = pytest.main([*options, *names], plugins=[tally])
+    Path(f"{tree}.json").write_text(json.dumps(tally.costs()))
+    os._exit(code or not tally.passed)
 
 
 def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
@@ -135,6 +170,8 @@ def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
     trial.verdict = verdicts.get(process.exitcode, "caught")
     trial.seconds = time.monotonic() - began
     trial.output = Path(f"{tree}.txt").read_text(errors="replace")[-2000:]
+    if trial.verdict == "survived":
+        trial.costs = json.loads(Path(f"{tree}.json").read_text())
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and what it started
     process.join()
@@ -163,7 +200,9 @@ def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
         yield from pool.map(lambda trial: run_trial(trial, trees), plain.values())
         able = [trial for trial in chosen if plain[frozenset(trial.tests)].verdict == "survived"]
         for trial in able:
-            trial.limit = max(LIMIT, SLOWER * plain[frozenset(trial.tests)].seconds)
+            unchanged = plain[frozenset(trial.tests)]
+            trial.limit = max(LIMIT, SLOWER * unchanged.seconds)
+            trial.tests = tuple(sorted(trial.tests, key=lambda test: unchanged.costs.get(test, 0.0)))
         yield from pool.map(lambda trial: run_trial(trial, trees), able)
 
 
