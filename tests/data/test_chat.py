@@ -167,7 +167,8 @@ def test_longer_chats_are_cut(tmp_path):
     tokenizer = chatml_tokenizer()
     chat = messages(*CHAT[1:3], ("user", "Bye."), ("assistant", "Bye!"))
     (whole,), _ = loaded(tmp_path, tokenizer, chat)
-    prompt, answer = map(len, whole.segments[:2])
+    prompt, answer, *others = map(len, whole.segments)
+    assert len(others) == 2
     flat = [token for segment in whole.segments for token in segment]
     for longest, segments in ((len(whole), 4), (len(whole) - 1, 4), (prompt + answer + 1, 3),
                               (prompt + answer, 2), (prompt + 1, 2)):

@@ -15,7 +15,8 @@ from common.data import generate
 from common.data.chat import load_chats
 from common.data.generate import Origin, chat_form, chat_row, generated, text_row
 from common.data.text import load_tokens
-from common.models import load_tokenizer
+from common.families import geometry
+from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
 from test_chat import CHATML, chatml_tokenizer, llama2_tokenizer, messages, save_chats
 
@@ -116,6 +117,12 @@ def test_templates_without_turns_are_refused(template, missing):
         chat_form(chatml_tokenizer(template))
 
 
+def test_what_comes_between_generation_prompt_and_answer_is_the_models_to_write():
+    thinking = CHATML.replace("message['content'] +", "('<think></think>' if message['role'] == 'assistant' "
+                              "else '') + message['content'] +")
+    assert thinking != CHATML and chat_form(chatml_tokenizer(thinking)) == chat_form(chatml_tokenizer())
+
+
 @pytest.fixture
 def model(tmp_path) -> str:
     """A tiny model with a chat template."""
@@ -174,7 +181,9 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
 
 
 def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
+    shape = geometry(load_config(model))
+    row = 2 * 4 * 30 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of keys and values in float32
+    monkeypatch.setattr(generate, "CACHE", {"cpu": 3 * row - 1})
     place = origin(model, tmp_path)
     train, longer = (generated("generated", place, rows, 30) for rows in (4, 6))
     heldout = generated("generated", place, 4, 30, "heldout")
@@ -182,6 +191,7 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/record.json")]
     assert sorted(record["seed"] for record in records) == [0, 1]
     assert all(record["temperature"] == 1 and record["length"] == 30 for record in records)
+    assert all(record["rows_at_once"] == 2 for record in records)
 
 
 def test_documents_are_continued(model, tmp_path):
