@@ -19,7 +19,7 @@ NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "comp
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
 LOOKS = "metavar cmap color fill figsize layout linestyle linewidth shrink desc leave total unit unit_scale"
 NO_MATTER = {"strict", "device", "fused", "verbose", *LOOKS.split()}  # keyword arguments; tests are of a CPU
-PRINTING = {"print", "say"}  # what is printed is not what AUDIT.md is about
+PRINTING = re.compile(r"(.+\.)?(print|say)|bar\.update")  # what calls show is not what AUDIT.md is about
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
@@ -51,7 +51,7 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, SKIPPED) or isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
         return
     called = getattr(getattr(node, "value", node), "func", None)
-    if getattr(called, "id", getattr(called, "attr", None)) in PRINTING:
+    if called and PRINTING.fullmatch(ast.unparse(called)):
         return
     if isinstance(node, ast.keyword) and node.arg in NO_MATTER:
         return

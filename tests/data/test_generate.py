@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -192,6 +193,15 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     assert sorted(record["seed"] for record in records) == [0, 1]
     assert all(record["temperature"] == 1 and record["length"] == 30 for record in records)
     assert all(record["rows_at_once"] == 2 for record in records)
+    monkeypatch.setattr(generate, "CACHE", {"cpu": 1})
+    assert (generated("generated", place, 2, 30)[0] != longer[0]).any()  # a row at a time, of other seeds
+
+
+def test_a_plan_has_zeros_of_which_half_are_answers(model, tmp_path):
+    place = origin(model, tmp_path, plan=True)
+    texts, chats = (generated("generated", place, 3, 5, chats=chats) for chats in (False, True))
+    assert (texts == np.zeros((3, 5), np.int32)).all() and os.listdir(tmp_path) == ["model"]
+    assert (chats == [[0, 0, ~0, ~0, ~0]] * 3).all()
 
 
 def test_documents_are_continued(model, tmp_path):
