@@ -98,6 +98,7 @@ def test_tokens_are_prompt_then_answer_then_end():
     assert len(tokenize(example, BeginningTokenizer(), False)) == len(prompt) + 4
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
     assert choice_samples(example, BeginningTokenizer(), False) == expected
+    assert [sample.prompt for sample in expected] == [prompt] * 2
     begun = [Sample((1, *prompt), sample.answer) for sample in expected]
     assert choice_samples(example, BeginningTokenizer()) == begun
     assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
