@@ -22,7 +22,7 @@ NO_MATTER = {"strict", "device", "fused", "verbose", *LOOKS.split()}  # keyword 
 PRINTING = re.compile(r"(.+\.)?(print|say)|bar\.update")  # what calls show is not what AUDIT.md is about
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
-SYMMETRIC = {"transpose", "min", "max", "minimum", "maximum"}  # in their first arguments
+SYMMETRIC = {"transpose", "equal", "min", "max", "minimum", "maximum"}  # in their first arguments
 
 
 @functools.cache

@@ -83,10 +83,13 @@ def whole(text: str, tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_pieces_have_the_tokens_of_the_whole_text(small, name, seed):
-    text, tokenizer = unicode_text(seed, 40_000), tokenizer_of(name)
-    lists = lists_of(text, tokenizer)
-    assert list(itertools.chain.from_iterable(lists)) == whole(text, tokenizer) and len(lists) > 10
+def test_pieces_have_the_tokens_of_the_whole_text(small, name, seed, monkeypatch):
+    entire, tokenizer, sizes = unicode_text(seed, 40_000), tokenizer_of(name), []
+    through = text.located_tokens
+    monkeypatch.setattr(text, "located_tokens", lambda *given: sizes.append(len(given[0])) or through(*given))
+    lists = lists_of(entire, tokenizer)
+    assert list(itertools.chain.from_iterable(lists)) == whole(entire, tokenizer) and len(lists) > 10
+    assert sorted(sizes)[len(sizes) // 2] == 2600  # a piece and what it shares with the one before
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

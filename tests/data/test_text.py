@@ -216,8 +216,9 @@ def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
         expected = expected_tokens(*DOCUMENTS)[:75] + expected_tokens("xy", "z" * 90)[:75]
         assert flat(TextSamples(path, 50)) == expected
         assert lines == ["c4: 75 tokens", f"{other}: 75 tokens"]
-    write_text_tokens(["c4"], byte_tokenizer(), 50, 150, path)  # goes on in the second file
-    assert flat(TextSamples(path, 50)) == expected_tokens(*DOCUMENTS, "e" * 60)[:150]
+    for tokens, sequences in ((150, 3), (149, 2)):  # goes on in the second file
+        write_text_tokens(["c4"], byte_tokenizer(), 50, tokens, path)
+        assert flat(TextSamples(path, 50)) == expected_tokens(*DOCUMENTS, "e" * 60)[: 50 * sequences]
 
 
 def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
