@@ -44,7 +44,6 @@ class Layers:
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
-            families.restore_buffers(self.model, device)
         else:
             self.model = models.load_model(path, dtype, device)
         self.config = self.model.config

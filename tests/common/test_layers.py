@@ -27,7 +27,8 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     monkeypatch.setattr("common.layers.SHARD_SIZE", size)
     (tmp_path / "ours").mkdir()
-    with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
+    config = LlamaConfig.from_pretrained(source, dtype=None, architectures=None)
+    with CheckpointWriter(str(tmp_path / "ours"), config, dtype, source) as writer:
         for name in ("model.norm", *LAYERS, "model.embed_tokens", "lm_head"):
             writer.write(name, model.get_submodule(name))
     ours, theirs = ({path.name: path.read_bytes() for path in (tmp_path / name).glob("model*")}
@@ -36,6 +37,7 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     assert len(ours) > 3 if size == "20KB" else list(ours) == ["model.safetensors"]
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()) and loaded.dtype == dtype
+    assert LlamaConfig.from_pretrained(tmp_path / "ours").architectures == ["LlamaForCausalLM"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token == "<eos>"
@@ -71,6 +73,7 @@ def test_layers_are_the_model(tmp_path, layerwise, tied):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     layers = Layers(str(tmp_path), torch.float32, "cpu", layerwise)
     hidden = layers.embed(TOKENS.split(1), str(tmp_path))
+    assert isinstance(hidden, Spool if layerwise else list)
     for index in range(3):
         with layers.layer(index) as layer:
             layers.advance(layer, hidden)
@@ -96,6 +99,7 @@ def test_one_part_at_a_time_is_in_memory_in_a_whole_forward_pass(tmp_path):
     layers.edit(note)
     layers.logits(TOKENS)
     assert loaded == [{f"model.layers.{index}"} for index in range(3)]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in layers.model.modules())
 
 
 class Tensors:
