@@ -17,9 +17,11 @@ PAIRS = "min max, minimum maximum, amin amax, argmin argmax, any all, sum mean, 
 NAMES = dict(pair.split() for pair in PAIRS.split(", "))
 NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "complex128": "complex64"}
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
-LOOKS = "metavar cmap color fill figsize layout linestyle linewidth shrink desc leave total unit unit_scale"
+LOOKS = """alpha clip_on cmap color fill figsize layout linestyle linewidth markersize shrink squeeze
+           desc leave total unit unit_scale metavar"""
 NO_MATTER = {"strict", "device", "fused", "verbose", *LOOKS.split()}  # keyword arguments; tests are of a CPU
-PRINTING = re.compile(r"(.+\.)?(print|say)|bar\.update")  # what calls show is not what AUDIT.md is about
+# what calls show, and how it looks, is not what AUDIT.md is about
+SHOWING = re.compile(r"(.+\.)?(print|say)|.+\.(tick_params|subplots|suptitle)|axis\.set|bar\.update")
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "equal", "min", "max", "minimum", "maximum"}  # in their first arguments
@@ -51,7 +53,7 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, SKIPPED) or isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
         return
     called = getattr(getattr(node, "value", node), "func", None)
-    if called and PRINTING.fullmatch(ast.unparse(called)):
+    if called and SHOWING.fullmatch(ast.unparse(called)):
         return
     if isinstance(node, ast.keyword) and node.arg in NO_MATTER:
         return

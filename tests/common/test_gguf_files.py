@@ -124,6 +124,8 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
     tokens = torch.arange(100)[None]
     with torch.no_grad():
         assert torch.equal(load_model(made)(tokens).logits, model(tokens).logits)
+    config = json.loads(pathlib.Path(made, "config.json").read_text())
+    assert config["dtype"] == "float32" and "_model_name_or_path" not in config
 
 
 def test_q8_0_values_are_scale_times_integer(tmp_path):
