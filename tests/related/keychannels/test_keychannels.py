@@ -226,6 +226,7 @@ def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
         assert torch.equal(logits(model, second, cache), expected[1])
     tokens = model.generate(**batch, **GENERATION, past_key_values=KeyChannelCache(model, 0))
     assert torch.equal(tokens, model.generate(**batch, **GENERATION))
+    assert not cache.is_croppable  # channels are chosen once
 
 
 def two_turns(model, batch: dict, cache) -> torch.Tensor:
