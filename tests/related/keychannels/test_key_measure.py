@@ -68,6 +68,7 @@ def test_summary_counts_the_heads_on_which_a_selector_wins():
     assert counts == {"think": [0, 4, 0, 3, 1], "align": [1, 1, 2, 3, 0], "greedy": [2, 2, 0, 1, 2],
                       "greedy+swap": [3, 1, 0, 0, 3]}
     assert summary[0.5, "align"]["change_to_think"] == pytest.approx(0.1)
+    assert summary[0.5, "align"]["objective"] == pytest.approx(2.75)
     assert summary[0.5, "think"]["output_error"] == pytest.approx(0.5)
     assert summary[0.5, "align"]["output_error"] == pytest.approx(1.0)  # of sums over layers: 36 over 36
 

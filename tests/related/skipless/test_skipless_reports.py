@@ -88,6 +88,7 @@ def test_counted_weights_are_those_of_the_model():
     neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=30, **shape))
     for stock in (tiny_model(num_key_value_heads=2), tiny_model(model_type="qwen3"), neox):
         assert compare.count(stock.config)["total"] == matrices(stock)
+    assert compare.count(tiny_model(num_key_value_heads=1).config)["attention"] == "MQA"
     for kind in ({}, {"parallel": True}, {"tie_word_embeddings": True}, {"gated": False}):
         model = model_of(**kind)
         counted = compare.count(model.config)
