@@ -184,6 +184,8 @@ def test_changed_weights_are_refused_before_anything_is_written(finished_run, in
 
 def test_a_complete_training_that_was_changed_is_refused(finished_run, inputs, tmp_path):
     home = copy_run(finished_run, tmp_path / "run")
+    record = json.loads((home / "train" / "stage.json").read_text())
+    assert record["inputs"].keys() == {"aligned", "merged", "teacher"}
     with open(home / "train" / "metrics.jsonl", "a") as file:
         file.write("\n")
     message = "metrics.jsonl: its content does not match its record"
