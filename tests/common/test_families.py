@@ -164,6 +164,22 @@ def test_heads_of_a_fused_projection_are_watched():
         torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family, norms", [("llama", ""), ("qwen3", ""), ("olmo2", "qk")])
+def test_heads_are_watched_behind_norms_over_all_of_them(family, norms):
+    model, watched = tiny_model(model_type=family), {}
+    attention = model.model.layers[0].self_attn
+    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
+    inputs = []
+    attention.q_proj.register_forward_pre_hook(lambda module, given: inputs.extend(given))
+    model(torch.arange(5)[None])
+    for letter in "qkv":
+        expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
+        if letter in norms:
+            expected = attention.get_submodule(f"{letter}_norm")(expected)
+        torch.testing.assert_close(watched[letter], expected)
+
+
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_running_layer_after_layer_is_the_model(changes):
     """40 tokens see a window of 12, at positions from 0 and with a gap."""

@@ -165,6 +165,8 @@ def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<eos>")
     assert tokenizer.chat_template == TEMPLATE
+    settings = json.loads(pathlib.Path(made, "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # as older releases know it
     generation = GenerationConfig.from_pretrained(made)
     assert (generation.eos_token_id, generation.pad_token_id) == (END, END)
     assert "<|endoftext|>" not in tokenizer.get_vocab()  # not in the file; transformers invents it

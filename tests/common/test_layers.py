@@ -37,7 +37,8 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     assert len(ours) > 3 if size == "20KB" else list(ours) == ["model.safetensors"]
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()) and loaded.dtype == dtype
-    assert LlamaConfig.from_pretrained(tmp_path / "ours").architectures == ["LlamaForCausalLM"]
+    config = LlamaConfig.from_pretrained(tmp_path / "ours")
+    assert (config.architectures, config.dtype) == (["LlamaForCausalLM"], dtype)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token == "<eos>"

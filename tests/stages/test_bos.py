@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from common import evaluate
 from common.cli import UserError
 from common.data.corpus import Sources, load_pool
-from common.data.generate import Origin, generated, read_sequences
+from common.data.generate import Origin, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import TextSamples
 from common.models import bos_prefix, load_model
@@ -105,6 +105,15 @@ def test_alignment_and_refit_take_it_from_the_calibration(aligned):
         assert records[0]["summary"][name] == records[1]["summary"][name]
     bare, marked = (digests(out / "merged") for out in aligned.values())
     assert bare == marked
+
+
+def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
+    model = save_tiny(tmp_path / "model")
+    beginning(byte_tokenizer(), adds=False).save_pretrained(model)
+    origin, record = Origin(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True, "length": 24}
+    calibrated, _ = read_sequences(inputs["text"], None, origin, 6, 24, bos=True)
+    tokens, described = read_unread({"arguments": record, "summary": record}, calibrated, origin, 2, 24)
+    assert tokens[:, 0].tolist() == [BEGIN] * 2 and described.endswith("what follows the calibration's text")
 
 
 def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):

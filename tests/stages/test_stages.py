@@ -296,11 +296,15 @@ def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_pa
         assert tokens.tolist() == rows and description.endswith("what follows the calibration's text")
 
 
-def test_the_equivalence_check_reads_held_out_text_where_the_model_generates_it(inputs, tmp_path):
-    origin, record = Origin(inputs["model"], str(tmp_path), "cpu"), {"text": "generated", "length": 60}
-    calibrated, _ = read_sequences("generated", None, origin, 8, 60)
+def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inputs, tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for split in ("train", "heldout"):
+        (tmp_path / "text" / f"{split}.txt").write_text(f"Of the {split} part. " * 100)
+    monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
+    origin, record = Origin(inputs["model"], str(tmp_path), "cpu"), {"text": "demo", "length": 60}
+    calibrated, _ = read_sequences("demo", None, origin, 8, 60)
     tokens, _ = read_unread({"arguments": record, "summary": record}, calibrated, origin, 4, 50)
-    assert torch.equal(tokens, read_sequences("generated", None, origin, 4, 50, "heldout")[0])
+    assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, "heldout")[0])
 
 
 def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):

@@ -69,6 +69,12 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
     assert all(len(sample) == 16 and not sample.answer_tokens for sample in pool.texts)
 
 
+def test_generated_chats_are_of_the_pool(chats, tmp_path, group_of_one):
+    pool = pool_of(tmp_path / "run", chats[0], group_of_one, chat=["generated"], text_length=100,
+                   text_tokens=4000)
+    assert 0 < len(pool) <= 40 and all(sample.answer_tokens and len(sample) == 100 for sample in pool)
+
+
 def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_one):
     """Every tenth chat and text, not more than asked for, of texts twice as many, and none is trained on."""
     model, path = chats
