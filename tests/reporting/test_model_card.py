@@ -148,6 +148,8 @@ def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records)
     data = ModelCard.load(tmp_path / "README.md").data.to_dict()
     assert data == {"license": "apache-2.0", "base_model": "some/Base", "library_name": "transformers",
                     "pipeline_tag": "text-generation", "tags": ["gqa", "kv-cache"]}
+    (source / "README.md").write_text("---\nlicense: <b>mine\n---\n")
+    assert "Its license is the source's (&lt;b>mine)." in words(write(tmp_path, records))
     for unusable in ("[", 'license: "\\ud800"', "license: &endless [*endless]"):
         (source / "README.md").write_text(f"---\n{unusable}\n---\n")
         assert "which came without a card" in words(write(tmp_path, records))
