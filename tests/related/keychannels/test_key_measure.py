@@ -107,6 +107,13 @@ def test_attention_is_that_of_scaled_dot_products(groups):
         torch.testing.assert_close(actual[group], rows.mean((0, 1)))
 
 
+def test_energies_are_of_channels_before_the_window():
+    queries, keys = draw(1, 32, 8), draw(1, 32, 8, seed=1)
+    shares = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)["keys"]
+    expected = measure.largest_shares(keys[:, :20].square().sum(1))
+    assert all(torch.allclose(shares[name], expected[name]) for name in expected)
+
+
 def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
     keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
