@@ -201,13 +201,20 @@ def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
     expect_error("expected the artifact that 04_align.py read", STAGE, *command)
 
 
-def test_a_teacher_in_the_making_is_not_continued_for_another_source(aligned_run, inputs, tmp_path):
+def test_a_teacher_in_the_making_is_continued_to_the_same_bits_and_for_no_other_source(
+    finished_run, aligned_run, inputs, tmp_path
+):
     home = copy_run(aligned_run, tmp_path / "run")
     stop(1, *train_arguments(home, inputs))
     path = home / "teacher.train" / checkpoints.SETTINGS
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"source": "another"}))
+    settings = path.read_text()
+    path.write_text(json.dumps(json.loads(settings) | {"source": "another"}))
     expect_error("source", STAGE, *train_arguments(home, inputs))
+    path.write_text(settings)
+    done = run(STAGE, *train_arguments(home, inputs))
+    assert f"resumes {home / 'teacher.train'} after step 2\n" in done.stdout
+    ours, theirs = (load_file(place / "teacher" / "model.safetensors") for place in (home, finished_run))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
