@@ -89,6 +89,12 @@ def test_no_model_is_loaded_with_code_of_its_own():
     assert len(called) > 10
 
 
+def test_weights_are_loaded_in_the_dtype_asked_for(tmp_path):
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert [load_model(str(tmp_path), dtype).dtype for dtype in (torch.float32, torch.bfloat16)] == [
+        torch.float32, torch.bfloat16]
+
+
 def test_gpus_too_small_for_a_model_are_refused(checkpoints, monkeypatch):
     def from_pretrained(path, device_map, **options):
         model, report = tiny_model(), {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
