@@ -215,7 +215,7 @@ class CheckpointWriter:
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
         self.directory, self.dtype, self.source = directory, dtype, source
         self.config = copy.deepcopy(config)
-        model = models.empty_model(source, self.config, dtype)
+        model = models.empty_model(source, self.config, dtype)  # which sets the config's dtype
         self.config.architectures = [type(model).__name__]
         # tied parameters appear once, under their first name
         self.parameters = dict(model.named_parameters())

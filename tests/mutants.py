@@ -4,9 +4,10 @@
 
 A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
 in a scratch copy of the repository. It is caught if a test fails, or takes too long, of any row that names
-the definition, or else its file. Survivors are printed as {old => new}. The command fails if
-tests/equivalents.txt does not say why no test can notice one, or if tests fail without a change. Every run of
-tests is a fork of this process, which has imported tests/packages.txt, and none of the project's modules.
+the definition, or else its file; the cheapest tests come first. Survivors are printed as {old => new}. The
+command fails if tests/equivalents.txt does not say why no test can notice one, or if tests fail without a
+change. Every run of tests is a fork of this process, which has imported tests/packages.txt, and none of the
+project's modules.
 """
 
 import argparse
