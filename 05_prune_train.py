@@ -165,6 +165,7 @@ FLAGS = {
              "(default: bfloat16 on GPUs, float32 on CPUs)"),
         Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "
              "does not suffice without it, by --plan)"),
+        Flag("compile", True, "torch.compile every decoder layer: faster on GPUs, after a minute or more"),
         Flag("deterministic", True, "on GPUs: only kernels that give the same bits each time, slower"),
         Flag("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
              "row: more traffic, but no rank holds its rows' gradients complete", "step"),
@@ -191,6 +192,8 @@ def parse():
         for flag in flags:
             parser.add_flag(flag)
     args = parser.parse_args()
+    if args.compile and args.deterministic:  # a resumed run meets its rows in another order
+        raise UserError("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes")
     if args.plan:
         hardware.parse_hardware(args.plan)  # before text is tokenized
         if args.dtype == "float32" and hardware.on_gpus(args.plan, None):
@@ -461,7 +464,7 @@ def prune_train(args, started: Claim, ranks) -> int:
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
-                          recompute=bool(args.recompute))
+                          recompute=bool(args.recompute), compile=args.compile)
     directory = os.path.join(args.run, cli.named("train", args.name))
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     run = Run(directory, teacher, pair, pool, heldout, ranks, execution, args.loss_chunk,

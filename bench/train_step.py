@@ -103,7 +103,8 @@ class Models:
     def __init__(self, args, ranks, config):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
-        execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention)
+        execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention,
+                              compile=args.compile)
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)
@@ -118,10 +119,6 @@ class Models:
                 lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)})
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
-        if args.compile:
-            for trainee in (self.teacher, self.masked, self.plain, self.gqa):
-                for layer in trainee.net.model.layers:
-                    layer.compile()
         self.options = SimpleNamespace(kl_on="prompt", temperature=1.0, l0_weight=1.0,
                                        loss_chunk=args.loss_chunk)
         self.schedule = Schedule(

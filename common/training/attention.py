@@ -49,7 +49,7 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     """
     if starts is None:
         options = {"scaling": scaling, "dropout": dropout} | kwargs
-        lengths = lengths or query.shape[2]
+        lengths = query.shape[2] if lengths is None else lengths
         return one_by_one(module, (query, key, value), lengths, sliding_window, options), None
     by_token = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H or G, d]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before and after; -1: all
@@ -58,11 +58,11 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     return output[None], None
 
 
-@torch.compiler.disable  # it would be recompiled for every packed row: the lengths are Python numbers
+@torch.compiler.disable  # it would be compiled for every packed row
 def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
     """packed_attention's result from one call of sdpa per sample."""
-    alone = []
-    for sample in zip(*(tensor.split(lengths, dim=2) for tensor in states), strict=True):
+    alone, sizes = [], lengths if isinstance(lengths, int) else lengths.tolist()
+    for sample in zip(*(tensor.split(sizes, dim=2) for tensor in states), strict=True):
         mask = window_mask(sample[0].shape[2], sliding_window, sample[0].device)
         alone.append(sdpa_attention_forward(module, *sample, mask, is_causal=mask is None, **options)[0])
     return torch.cat(alone, dim=1)
@@ -76,7 +76,7 @@ def sample_bounds(row, config, weight: torch.Tensor) -> dict:
     """
     if varlen_applies(weight, geometry(config).head_dim):
         return {"starts": row.starts, "longest": max(row.lengths)}
-    return {"lengths": row.lengths}
+    return {"lengths": torch.tensor(row.lengths)}  # a compiled layer would be one for these numbers
 
 
 def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:

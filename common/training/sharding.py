@@ -24,6 +24,7 @@ from common.weights import open_checkpoint
 # One that dies is noticed by torchrun at once.
 PATIENCE = datetime.timedelta(hours=2)
 AT_WORK = datetime.timedelta(days=2)  # the same, while others tokenize or generate text
+KINDS_OF_PASS = 64  # teacher, masked or GQA student; with gradients or without; short, long or first row; ...
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Execution:
     compute: torch.dtype = torch.float32
     recompute: bool = False  # activation checkpointing of every decoder layer
     attention: str = "packed"
+    compile: bool = False  # every decoder layer, by torch.compile
 
 
 def init_ranks() -> Ranks:
@@ -199,6 +201,8 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         load_rows(model, sources)
     if execution.recompute:
         recompute_layers(model)
+    if execution.compile:
+        compile_layers(model)
     return trainee.train()
 
 
@@ -206,6 +210,13 @@ def recompute_layers(model) -> None:
     """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing in a layer is random
+
+
+def compile_layers(model) -> None:
+    """Have torch.compile make kernels of every decoder layer when it first runs."""
+    torch._dynamo.config.recompile_limit = KINDS_OF_PASS  # beyond it layers would silently run as they are
+    for layer in model.model.layers:
+        layer.compile()
 
 
 def local_rows(parameter) -> list[int]:

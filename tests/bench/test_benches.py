@@ -45,17 +45,6 @@ def step_arguments(**changes) -> argparse.Namespace:
     return argparse.Namespace(**arguments | changes)
 
 
-@pytest.mark.slow
-def test_the_layers_of_all_models_of_a_step_are_compiled(group_of_one):
-    """On request. Nothing is compiled before a first pass."""
-    for asked in (False, True):
-        args = step_arguments(attention="packed", compile=asked)
-        models = train_step.Models(args, group_of_one, train_step.model_config(args))
-        for trainee in (models.teacher, models.masked, models.plain, models.gqa):
-            layers = trainee.net.model.layers
-            assert all((layer._compiled_call_impl is not None) == asked for layer in layers)
-
-
 def test_the_plan_of_the_step_is_stage_5s(monkeypatch):
     """Memory and seconds of common/training/plan.py for the same model, samples and rows, on an H200.
 

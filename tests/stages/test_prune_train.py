@@ -20,7 +20,7 @@ from common.cli import run_stage
 from common.data import corpus
 from common.data.corpus import Sources, load_tasks
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints, students
+from common.training import checkpoints, sharding, students
 from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
@@ -49,6 +49,24 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
     assert settings == [(False, True, None), (True, False, "0")]
+
+
+def test_compiled_kernels_are_not_deterministic(tmp_path):
+    """Of a row's length torch compiles what suits the first two rows, and a resumed run meets others."""
+    expect_error("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes",
+                 STAGE, "--run", tmp_path, "--compile", "--deterministic")
+
+
+@pytest.mark.parametrize("flags, expected", [([], False), (["--compile"], True)])
+def test_layers_are_compiled_on_request(
+    aligned_run, finished_run, inputs, monkeypatch, tmp_path, flags, expected
+):
+    """The student's and the teacher's."""
+    asked = []
+    monkeypatch.setattr(sharding, "compile_layers", asked.append)
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+    run(STAGE, *train_arguments(home, inputs, "--masks", "off", "--steps", "2", *flags))
+    assert [len(model.model.layers) for model in asked] == [3, 3] * expected
 
 
 TEACHING = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)

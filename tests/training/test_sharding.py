@@ -1,14 +1,18 @@
 """Ranks, replicated parameters, and filling a sharded model row by row."""
 
 import collections
+import functools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from common.cli import UserError
+from common.data.rows import Sample
 from common.models import load_config
 from common.training import sharding
 from common.training.attention import Trainee
@@ -174,3 +178,24 @@ def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of
         gradients.append(weight.grad.to_local().clone())
         assert trainee.net.model.layers[0].gradient_checkpointing == recompute
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", [
+    Execution(compile=True), Execution(compile=True, recompute=True, attention="sdpa"),
+], ids=["packed", "recomputed"])  # fmt: skip
+def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path, monkeypatch, execution):
+    """For rows of any length, the second of which is what others are compiled for, too, and every layer."""
+    source, gradients, backend = save_tiny(tmp_path / "model"), [], CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compiled = []
+    for each in (replace(execution, compile=False), execution):
+        trainee = built(source, group_of_one, each)
+        for count in (3, 2, 5, 4):
+            samples = [Sample(tuple(range(1, 3 + count + i)), (3, 4)) for i in range(count)]
+            trainee(build_row(samples, count)).square().sum().backward()
+            compiled.append(backend.frame_count)
+        gradients.append([parameter.grad.to_local().clone() for parameter in trainee.net.model.parameters()])
+    for plain, fused in zip(*gradients, strict=True):  # sums of float32 in another order
+        torch.testing.assert_close(fused, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+    assert compiled[3] == 0 < compiled[4] < compiled[5] == compiled[7]
