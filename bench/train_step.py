@@ -157,7 +157,7 @@ class Models:
                 self.teacher(row, lambda hidden, lm_head: lm_head(hidden))
             self.plain(row, loss).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
 
 def time_pairs(ways: dict, pairs: int, device: str) -> dict[str, list[float]]:

@@ -154,7 +154,7 @@ class Step:
         if not math.isfinite(sums["loss"] + norm):  # before the update, so that no checkpoint contains it
             self._refuse_non_finite(norm)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         self.figures |= sums
         for name, figure in figures.items():
             self.figures[name] = figure.tolist() if torch.is_tensor(figure) else figure

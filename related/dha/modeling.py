@@ -59,9 +59,8 @@ class DhaAttention(modeling_llama.LlamaAttention):
             key, value = past_key_values.update(key, value, self.layer_idx)
         implementation, eager = self.config._attn_implementation, modeling_llama.eager_attention_forward
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-        kwargs |= {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
         key, value = key[:, self.key_map], value[:, self.value_map]
-        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
 

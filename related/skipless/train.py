@@ -115,7 +115,10 @@ def skipless_config(source, parallel: bool, **changes) -> SkiplessConfig:
 
 @torch.no_grad()
 def initialise(model, ids: torch.Tensor, seed: int) -> None:
-    """Start every block close to the identity, in place. model: its FFN has biases; ids: [n, T] of text."""
+    """Start every block close to the identity, in place. ids: [n, T] of text.
+
+    model: as transformers initialises it, its FFN with biases, which are 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     model.model.embed_tokens.weight.normal_(generator=generator)
     model.lm_head.weight.normal_(std=0.02, generator=generator)  # small logits
@@ -151,8 +154,6 @@ def start_near_identity(layer, generator: torch.Generator) -> None:
     mlp.gate_proj.weight.mul_(GATE)
     mlp.down_proj.weight.copy_(mlp.up_proj.weight.T)
     nn.init.constant_(mlp.gate_proj.bias, GATE_BIAS)
-    nn.init.zeros_(mlp.up_proj.bias)
-    nn.init.zeros_(mlp.down_proj.bias)
 
 
 def model_path(run: str, parallel: bool, without: str | None = None) -> str:

@@ -36,7 +36,8 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
     def note(*_):
         fills = torch.utils.deterministic.fill_uninitialized_memory
         deterministic = torch.are_deterministic_algorithms_enabled()
-        settings.append((deterministic, fills, os.environ.get("NCCL_NVLS_ENABLE")))
+        of_nvidia = [os.environ.get(name) for name in ("NCCL_NVLS_ENABLE", "CUBLAS_WORKSPACE_CONFIG")]
+        settings.append((deterministic, fills, *of_nvidia))
 
     monkeypatch.setattr(stage5, "prune_train", note)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -48,7 +49,7 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    assert settings == [(False, True, None), (True, False, "0")]
+    assert settings == [(False, True, None, None), (True, False, "0", ":4096:8")]
 
 
 def test_compiled_kernels_are_not_deterministic(tmp_path):

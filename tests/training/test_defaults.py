@@ -30,12 +30,12 @@ def filled(pair: Pair, *words, positions: int = 2048) -> argparse.Namespace:
     return stage5.with_defaults(args, stage5.defaults_of(pair, args.tasks), pair, positions)
 
 
-def schedules_of(pair: Pair, samples: int, *words, texts: int = 0) -> dict[str, Schedule]:
+def schedules_of(pair: Pair, samples: int, *words, texts: int = 0, cuda: bool = False) -> dict[str, Schedule]:
     """The schedules of a command line for so many questions and texts."""
     args = filled(pair, *words)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
     defaults, has_teacher = stage5.defaults_of(pair, args.tasks), args.teacher == "source"
-    return stage5.make_schedules(args, defaults, pair, pool, False, has_teacher)
+    return stage5.make_schedules(args, defaults, pair, pool, cuda, has_teacher)
 
 
 def test_published_numbers():
@@ -98,6 +98,13 @@ def test_budgets_of_texts_and_chats():
     assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 256)
 
 
+def test_chats_left_out_are_chosen_by_text_and_model(monkeypatch):
+    given = []
+    monkeypatch.setattr(stage5, "choose_chats", lambda *which: given.append(which) or [])
+    filled(pair_of(4), "--text", "a.txt")
+    assert given == [(None, ["a.txt"], "a/model")]
+
+
 def test_data_flags_left_out():
     demo_tasks, given = "runs/demo-model/tasks", ["--tasks", "none"]
     for demo, words, tasks, text, teacher, heldout in (
@@ -127,6 +134,8 @@ def test_flags_left_out_take_the_published_values():
             assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
             assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
             assert schedule.tokens_per_microbatch == 2048
+    on_gpus = schedules_of(pair_of(4), 640, cuda=True).values()
+    assert [schedule.tokens_per_microbatch for schedule in on_gpus] == [4096, 4096]
     args = filled(pair_of(4), "--lr", "3e-4", "--batch", "5")
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,6 +97,14 @@ def test_figures_are_their_definition(group_of_one, tmp_path):
     expected = figures_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
     assert len(expected) == len(set(expected.values())) == 8
     assert measured(student) == pytest.approx(expected, rel=1e-5)
+
+
+def test_seconds_are_those_of_measuring(group_of_one, tmp_path, monkeypatch):
+    student = gqa_student(group_of_one, tmp_path)
+    clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
+    monkeypatch.setattr("common.training.heldout.time", clock)
+    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE, OPTIONS.loss_chunk)
+    assert figures["heldout_seconds"] == 2.5
 
 
 def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_products):
@@ -219,7 +228,7 @@ def test_steps_to_measure_after():
     assert not any(NOTHING.due(step, 10) for step in range(1, 11))
     heldout = replace(HELDOUT, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
-    assert [heldout.measurements(steps) for steps in (1, 2, 4, 10)] == [1, 2, 2, 4]
+    assert [heldout.measurements(steps) for steps in (1, 2, 3, 4, 10)] == [1, 2, 2, 2, 4]
 
 
 def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, tmp_path):

@@ -51,7 +51,7 @@ def train(student, teacher, optimizer, rows: list) -> None:
         loss, _ = distillation_loss(student, row, hidden, teacher.net.lm_head, "prompt", 1.0, CHUNK)
         loss.backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
 
 
 def peak(ranks: Ranks, config, rows: int, recompute: bool) -> int:

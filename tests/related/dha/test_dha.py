@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from common.data.rows import Sample
 from common.evaluate import cache_bytes_per_token, max_difference
 from common.families import geometry
-from common.training.packing import build_row
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
 from helpers import ROOT, save_tiny, tiny_model
 from related.dha import fusion, start
@@ -147,8 +145,8 @@ def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     row, positions = tokens().view(1, -1), torch.arange(40).repeat(2)[None]
     with torch.no_grad():
-        lengths = build_row([Sample(tuple(ids)) for ids in tokens().tolist()], 2).lengths
-        both = loaded(input_ids=row, position_ids=positions, use_cache=False, lengths=lengths).logits[0]
+        samples = {"lengths": torch.tensor([40, 40]), "use_cache": False}
+        both = loaded(input_ids=row, position_ids=positions, **samples).logits[0]
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 

@@ -114,10 +114,25 @@ def test_energies_are_of_channels_before_the_window():
     assert all(torch.allclose(shares[name], expected[name]) for name in expected)
 
 
+def test_scores_without_half_of_the_channels_are_those_of_later_queries():
+    queries, keys = draw(4, 32, 8), draw(2, 32, 8, seed=1)
+    effects = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)["channels"]
+    for name, choosing in (("the window", queries[:, 20:24]), ("later queries", queries[:, 24:])):
+        for head in range(2):
+            readers, key = slice(2 * head, 2 * head + 2), keys[head, :20]
+            kept = kept_channels("greedy+swap", choosing[readers].flatten(0, 1), key, 0, 4)
+            later = queries[readers, 24:].flatten(0, 1)
+            removed = torch.ones(8, dtype=torch.bool)
+            removed[kept] = False
+            error = (later[:, removed] @ key[:, removed].T).square().sum() / (later @ key.T).square().sum()
+            torch.testing.assert_close(effects[name][head], error)
+
+
 def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
     keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
-    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = keys[0, 21, 2] = 50.0  # the last will not be pruned
+    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = 50.0
+    keys[0, 21, 1] = 60.0  # will not be pruned
     queries[0, :20, 0] = queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0  # the first are not in the window
     figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
     shares = {by: float(share) for by, share in figures["positions"].items()}

@@ -99,8 +99,9 @@ def test_a_good_start_from_think_is_not_lost():
 
 def test_a_swap_within_rounding_is_not_made():
     """Two channels of equal cost would otherwise change places for ever."""
-    matrix = torch.diag_embed(torch.tensor([[1.0, 1.0 - 1e-15]], dtype=torch.float64))
-    assert sets(channels.swap(matrix, torch.tensor([[True, False]]))) == [{0}]
+    for scale in (1e-6, 1.0, 1e6):
+        matrix = torch.diag_embed(scale * torch.tensor([[1.0, 1.0 - 1e-15]], dtype=torch.float64))
+        assert sets(channels.swap(matrix, torch.tensor([[True, False]]))) == [{0}]
 
 
 def test_removed_count_rounds_the_kept_channels_down():
@@ -315,6 +316,8 @@ def test_layers_with_a_sliding_window_keep_their_own_cache():
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 6)
     torch.testing.assert_close(logits(model, second, pruned), logits(model, second, twin), rtol=0, atol=2e-4)
     assert len(states(model, batch["input_ids"])) == 1
+    others = KeyChannelCache(tiny_model(), 0.5).layers
+    assert {(layer.select, layer.recent, layer.observed) for layer in others} == {("greedy+swap", 32, 32)}
 
 
 def test_what_cannot_be_pruned_is_refused():

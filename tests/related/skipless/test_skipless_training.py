@@ -36,11 +36,14 @@ def test_training_starts_near_the_identity(without, parallel):
     initialise(model, tokens(), seed=0)
     initialise(again, tokens(), seed=0)
     assert all(map(torch.equal, model.parameters(), again.parameters()))
-    hidden = model(tokens(), output_hidden_states=True).hidden_states
+    output = model(tokens(), output_hidden_states=True)
+    hidden = output.hidden_states
+    assert float(output.logits.std()) < 0.3  # near the loss of a guess
     for before, after, layer in zip(hidden, hidden[1:], model.model.layers, strict=False):
         attention, mlp = layer.self_attn, layer.mlp
         assert max(fold.condition_numbers(attention).values()) < 1.001
-        assert (mlp.gate_proj.bias == train.GATE_BIAS).all() and (mlp.up_proj.bias == 0).all()
+        assert (mlp.gate_proj.bias == train.GATE_BIAS).all()
+        assert (mlp.up_proj.bias == 0).all() and (mlp.down_proj.bias == 0).all()
         assert similarity(mlp.down_proj.weight[None], mlp.up_proj.weight.T[None]) > 0.9999
         if parallel and without == "v_proj":  # what attention writes is the mean of its inputs, at full size
             assert 0.3 < float(after.square().mean() / before.square().mean()) < 3
@@ -138,6 +141,8 @@ def test_the_table_of_variants_has_their_distance_from_the_full_model_of_each_se
     distance = f"+{0.5 / 3:.3f} ± {sem([0.1, 0.4, 0.0]):.3f}"
     assert [cell.strip() for cell in without.split("|")[1:-1]] == [
         "without Q and P", "1,000", f"{16.1 / 3:.3f}", distance]
+    alone = train.table({"full": [5.0], "without Q and P": [5.25]}, {"full": 2, "without Q and P": 1})
+    assert "+0.250" in alone and "±" not in alone  # of a single seed
 
 
 @pytest.mark.slow
