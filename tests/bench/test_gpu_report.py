@@ -118,7 +118,7 @@ def test_the_verdict_of_a_row_and_what_it_measured():
     assert row("tests", 1, log=LOG).summary == "failed, exit code 1: 1 failed, 1 passed, 1 skipped in 83.24s"
     hanging = row("tests", 124, log=["tests/test_gpu.py::test_b"])
     assert hanging.summary == "out of time" and hanging.failure.endswith("    tests/test_gpu.py::test_b")
-    assert row("loss", measured={"a": 1}).measured == {"a": 1}
+    assert row("loss", log=["reads", '{"a": 1}']).measured == {"a": 1}
     assert row("loss", 1, measured={"a": 1}).measured == {}
     assert row("loss", log=["no JSON"]).measured == row("loss", log=["3"]).measured == {}
 
@@ -153,9 +153,12 @@ def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine
     monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
     (tmp_path / "rows.tsv").write_text(f"loss\t0\t1\t-m bench.loss\ndecode\t{code}\t2\t-m bench.decode\n")
     for name in ("loss", "decode"):
-        (tmp_path / f"{name}.log").write_text("")
+        (tmp_path / f"{name}.log").write_bytes(b"\xff")  # cut by a time limit
     assert gpu.main() == code
     assert (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text().startswith("# Measured on 8 x NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert gpu.device_slug() == "H200"
+    monkeypatch.setattr(gpu, "ON_CPU", True)
+    assert gpu.main() == code
+    assert (tmp_path / "report.md").exists()

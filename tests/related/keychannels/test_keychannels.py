@@ -214,6 +214,13 @@ def test_a_second_prompt_after_a_short_one_is_not_pruned(length):
     assert all(layer.channels is None for layer in cache.layers)
 
 
+def test_a_prompt_of_one_token_is_pruned_where_no_key_is_recent():
+    model = tiny_model()
+    cache = KeyChannelCache(model, 0.5, recent=0)
+    logits(model, batch_of([[7]]), cache)
+    assert all(layer.channels.shape[-1] == layer.pruned.shape[-1] == 4 for layer in cache.layers)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     model, batch = tiny_model(**MODELS[name]), two_texts()
