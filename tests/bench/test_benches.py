@@ -83,18 +83,18 @@ def test_the_memory_of_a_step_is_its_own_peak(monkeypatch):
 def test_as_many_layers_as_a_gpu_holds():
     """The plan's memory of the masked step, and 12 bytes per parameter of the other two students."""
     args, samples = step_arguments(), train_step.random_samples(8, 1280)
-    shape = train_step.model_config(step_arguments(layers=4))
+    shape = train_step.model_config(step_arguments(shape="1.3b", layers=4))
 
     def need(layers: int) -> float:
-        config = train_step.model_config(step_arguments(layers=layers))
+        config = train_step.model_config(step_arguments(shape="1.3b", layers=layers))
         work = budget.Workload.of(config, samples, 64, False)
-        others = budget.size(config).whole + budget.size(config, budget.Student(2, ())).whole
+        others = budget.size(config).whole + budget.size(config, budget.Student(4, ())).whole
         row = max(256, *map(len, samples))
-        return (budget.memory(work, budget.Student(2), 1, row)["total"] + 12 * others) / budget.USABLE
+        return (budget.memory(work, budget.Student(4), 1, row)["total"] + 12 * others) / budget.USABLE
 
     for memory, held in ((need(1) + 1e3, 1), (need(3) + 1e3, 3), (need(4) - 1e3, 3), (2**40, 4)):
         assert train_step.fit_layers(shape, samples, args, memory).num_hidden_layers == held
-    with pytest.raises(UserError, match="expected memory for one layer, 0 GiB, found 0 GiB"):
+    with pytest.raises(UserError, match="expected memory for one layer, 8 GiB, found 9 GiB"):
         train_step.fit_layers(shape, samples, args, need(1) - 1e3)
 
 

@@ -147,6 +147,12 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
     assert results["machine"] == machine and results["rows"]["step-1.3b"]["measured"] == STEP
 
 
+def test_a_check_says_what_there_is(machine, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu", "check"])
+    assert gpu.main() == 0
+    assert capsys.readouterr().out == "; ".join(map(" ".join, machine.items())) + "\n"
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine, monkeypatch, code):
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))

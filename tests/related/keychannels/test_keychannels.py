@@ -219,6 +219,10 @@ def test_a_prompt_of_one_token_is_pruned_where_no_key_is_recent():
     cache = KeyChannelCache(model, 0.5, recent=0)
     logits(model, batch_of([[7]]), cache)
     assert all(layer.channels.shape[-1] == layer.pruned.shape[-1] == 4 for layer in cache.layers)
+    cache = KeyChannelCache(model, 0.5, recent=1)
+    for batch in (batch_of([[7]]), second_prompt(batch_of([[7]]), 1)):
+        logits(model, batch, cache)
+    assert all(layer.channels is None for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
