@@ -232,8 +232,9 @@ def fit_layers(config, samples: list, args, memory: float):
     counts = range(1, config.num_hidden_layers + 1)
     fitting = bisect.bisect_right(counts, budget.USABLE * memory, key=need)
     if not fitting:
-        raise UserError(f"--device cuda: expected memory for one layer, {need(1) / 2**30:.0f} GiB, "
-                        f"found {memory / 2**30:.0f} GiB")
+        least = need(1) / budget.USABLE
+        raise UserError(f"--device cuda: expected memory for one layer, {least / 2**30:.1f} GiB, "
+                        f"found {memory / 2**30:.1f} GiB")
     config.num_hidden_layers = fitting
     return config
 

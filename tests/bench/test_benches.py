@@ -94,8 +94,9 @@ def test_as_many_layers_as_a_gpu_holds():
 
     for memory, held in ((need(1) + 1e3, 1), (need(3) + 1e3, 3), (need(4) - 1e3, 3), (2**40, 4)):
         assert train_step.fit_layers(shape, samples, args, memory).num_hidden_layers == held
-    with pytest.raises(UserError, match="expected memory for one layer, 8 GiB, found 9 GiB"):
-        train_step.fit_layers(shape, samples, args, need(1) - 1e3)
+    sizes = f"{need(1) / 2**30:.1f} GiB, found {(need(1) - 2**28) / 2**30:.1f} GiB"
+    with pytest.raises(UserError, match=f"--device cuda: expected memory for one layer, {sizes}"):
+        train_step.fit_layers(shape, samples, args, need(1) - 2**28)
 
 
 @pytest.mark.slow
