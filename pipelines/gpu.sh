@@ -61,14 +61,14 @@ if [[ $DEVICE == cpu ]]; then
   packed="" short="--tokens-per-microbatch 256" long="--tokens-per-microbatch 4096"
   transform="$layer --tokens 512 --calibrate-tokens 512"
 fi
-row tests      200 $pytest tests/stages/test_gpu.py
+row tests      240 $pytest tests/stages/test_gpu.py
 row step-1.3b   70 $step $large $packed
 row step-7b     60 $step $larger $packed
 row long-rows   60 $step $large $long
 row decode      45 -m bench.decode --device $DEVICE $layer $dtype $cells
 row loss        20 -m bench.loss --device $DEVICE $dtype $wide
-row short-rows 110 $step $large $short
-row transform  140 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
+row short-rows  80 $step $large $short
+row transform  120 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
 row compiled   110 $step $large $packed --compile
 
 "$PYTHON" -m bench.gpu report "$OUT"

@@ -355,9 +355,11 @@ def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned_run, inputs,
 @pytest.mark.parametrize("make_student", [half_masked_student, gqa_student],
                          ids=["masked", "gqa"])
 @pytest.mark.parametrize("execution", [
-    Execution(), Execution(compute=torch.bfloat16, recompute=True),
-    Execution(compute=torch.bfloat16, compile=True),
-], ids=["float32", "bfloat16, recomputed", "bfloat16, compiled"])  # fmt: skip
+    pytest.param(Execution(), id="float32"),
+    pytest.param(Execution(compute=torch.bfloat16, recompute=True), id="bfloat16, recomputed"),
+    pytest.param(Execution(compute=torch.bfloat16, compile=True), id="bfloat16, compiled",
+                 marks=pytest.mark.skipif(DEVICE == "cpu", reason="compiles for minutes on a CPU")),
+])
 def test_a_step_is_queued_without_waiting_for_the_gpu(
     group_of_one, tmp_path, monkeypatch, make_student, execution, varlen_calls
 ):
