@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from common.cli import UserError
-from dha_models import HALVES, example_records
+from dha_models import HALVES, example_records, tokens
+from helpers import save_tiny, tiny_model
 from related.dha import pretrain, records, report
+from related.dha.training import all_logits
 from test_records import changed, write
 
 
@@ -37,6 +39,14 @@ def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
     for record in ([1], {"stage": None}, {"stage": records.FUSE}):
         with pytest.raises(UserError, match="stage.json: "):
             records.read_start(write(tmp_path, record))
+
+
+def test_the_kl_of_an_initial_model_is_from_its_source(tmp_path):
+    source, path = tiny_model(seed=1), save_tiny(tmp_path / "model")
+    kl = report.measure(path, tokens(), all_logits(source, tokens()))["kl"]
+    log_p, log_q = (model(tokens()).logits.detach().double().log_softmax(-1)
+                    for model in (source, tiny_model()))
+    assert kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("batch, steps", [(None, 12), (2, 12), (8, 3), (1, 24)])

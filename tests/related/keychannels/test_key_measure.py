@@ -114,9 +114,16 @@ def test_energies_are_of_channels_before_the_window():
     assert all(torch.allclose(shares[name], expected[name]) for name in expected)
 
 
-def test_scores_without_half_of_the_channels_are_those_of_later_queries():
+def test_later_queries_lose_what_the_window_does_not_choose():
+    """Of their attention to the 20 positions before the window, and of their scores."""
     queries, keys = draw(4, 32, 8), draw(2, 32, 8, seed=1)
-    effects = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)["channels"]
+    figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
+    effects, attention = figures["channels"], measure.attention_to(queries[:, 24:], keys, 24, 1.0)[:, :20]
+    by_window = measure.attention_to(queries[:, 20:24], keys[:, :24], 20, 1.0)[:, :20]
+    for name, by in (("the window", by_window), ("later queries", attention)):
+        shares = [float(row[chosen.topk(2).indices].sum() / row.sum())
+                  for row, chosen in zip(attention, by, strict=True)]
+        assert figures["positions"][name].tolist() == pytest.approx(shares)
     for name, choosing in (("the window", queries[:, 20:24]), ("later queries", queries[:, 24:])):
         for head in range(2):
             readers, key = slice(2 * head, 2 * head + 2), keys[head, :20]
