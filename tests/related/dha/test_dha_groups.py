@@ -55,6 +55,18 @@ def random_losses(heads: int, seed: int) -> torch.Tensor:
     return ((losses + losses.T) / 2).fill_diagonal_(0)
 
 
+def test_a_walk_begins_with_a_random_grouping(monkeypatch):
+    monkeypatch.setattr(grouping, "HOT", grouping.COLD)  # and ends there
+    losses, first_heads = random_losses(8, 0).tolist(), set()
+    for seed in range(20):
+        loss, groups = grouping.walk(losses, 2, random.Random(seed))
+        assert sorted(itertools.chain(*groups)) == list(range(8))
+        assert [len(group) for group in groups] == [4, 4]
+        assert loss == grouping.within(losses, groups)
+        first_heads.add(frozenset(groups[0]))
+    assert len(first_heads) > 10
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
     for seed in range(4):
