@@ -117,6 +117,7 @@ def test_energies_are_of_channels_before_the_window():
 def test_later_queries_lose_what_the_window_does_not_choose():
     """Of their attention to the 20 positions before the window, and of their scores."""
     queries, keys = draw(4, 32, 8), draw(2, 32, 8, seed=1)
+    keys[:, 20:24] *= 4  # the window attends to itself most
     figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
     effects, attention = figures["channels"], measure.attention_to(queries[:, 24:], keys, 24, 1.0)[:, :20]
     by_window = measure.attention_to(queries[:, 20:24], keys[:, :24], 20, 1.0)[:, :20]
@@ -138,8 +139,7 @@ def test_later_queries_lose_what_the_window_does_not_choose():
 def test_keys_that_only_later_queries_look_at_are_missed_by_the_window():
     """Position 3 answers later queries alone, 5 and 6 the window: a tenth of 20 is two positions."""
     keys, queries = torch.zeros(1, 32, 8), torch.zeros(1, 32, 8)
-    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = 50.0
-    keys[0, 21, 1] = 60.0  # will not be pruned
+    keys[0, 3, 0] = keys[0, 5, 1] = keys[0, 6, 1] = keys[0, 21, 2] = 50.0  # the last will not be pruned
     queries[0, :20, 0] = queries[0, 20:24, 1] = queries[0, 24:, 0] = 1.0  # the first are not in the window
     figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
     shares = {by: float(share) for by, share in figures["positions"].items()}
