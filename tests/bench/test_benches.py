@@ -71,9 +71,9 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch, tokens, world, count):
 
 def test_the_memory_of_a_step_is_its_own_peak(monkeypatch):
     """Torch's statistics begin anew with the step, and what other models hold is left out."""
-    calls = []
+    calls, peaks = [], (7 * 2**30 + 2**25, 9 * 2**30 + 2**25)
     for name, value in (("empty_cache", None), ("reset_peak_memory_stats", None),
-                        ("max_memory_allocated", 7 * 2**30 + 2**25), ("max_memory_reserved", 9 * 2**30 + 2**25)):
+                        ("max_memory_allocated", peaks[0]), ("max_memory_reserved", peaks[1])):
         monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: calls.append(name) or value)
     figures = train_step.peak_memory(lambda: calls.append("step"), 2.5 * 2**30)
     assert figures == {"memory_gib": 4.53, "reserved_gib": 6.53}
