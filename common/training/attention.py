@@ -64,7 +64,7 @@ def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.
     alone, sizes = [], lengths if isinstance(lengths, int) else lengths.tolist()
     for sample in zip(*(tensor.split(sizes, dim=2) for tensor in states), strict=True):
         mask = window_mask(sample[0].shape[2], sliding_window, sample[0].device)
-        alone.append(sdpa_attention_forward(module, *sample, mask, is_causal=mask is None, **options)[0])
+        alone.append(sdpa_attention_forward(module, *sample, mask, **options)[0])  # causal without a mask
     return torch.cat(alone, dim=1)
 
 

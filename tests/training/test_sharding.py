@@ -181,6 +181,7 @@ def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=1)  # would not do
 @pytest.mark.parametrize("execution", [
     Execution(compile=True), Execution(compile=True, recompute=True, attention="sdpa"),
 ], ids=["packed", "recomputed"])  # fmt: skip
