@@ -192,7 +192,7 @@ def parse():
         for flag in flags:
             parser.add_flag(flag)
     args = parser.parse_args()
-    if args.compile and args.deterministic:  # a resumed run meets its rows in another order
+    if args.compile and args.deterministic:  # a resumed run begins with other rows
         raise UserError("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes")
     if args.plan:
         hardware.parse_hardware(args.plan)  # before text is tokenized

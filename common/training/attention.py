@@ -58,7 +58,7 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     return output[None], None
 
 
-@torch.compiler.disable  # it would be compiled for every packed row
+@torch.compiler.disable  # the loop would be compiled anew for every number of samples
 def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
     """packed_attention's result from one call of sdpa per sample."""
     alone, sizes = [], lengths if isinstance(lengths, int) else lengths.tolist()
@@ -76,7 +76,7 @@ def sample_bounds(row, config, weight: torch.Tensor) -> dict:
     """
     if varlen_applies(weight, geometry(config).head_dim):
         return {"starts": row.starts, "longest": max(row.lengths)}
-    return {"lengths": torch.tensor(row.lengths)}  # a compiled layer would be one for these numbers
+    return {"lengths": torch.tensor(row.lengths)}  # as numbers they would be compiled into a layer
 
 
 def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:

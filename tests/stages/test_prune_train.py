@@ -54,7 +54,7 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
 
 
 def test_compiled_kernels_are_not_deterministic(tmp_path):
-    """Of a row's length torch compiles what suits the first two rows, and a resumed run meets others."""
+    """They suit the lengths of the first two rows, and a resumed run begins with others."""
     expect_error("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes",
                  STAGE, "--run", tmp_path, "--compile", "--deterministic")
 
