@@ -186,7 +186,7 @@ def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of
     Execution(compile=True), Execution(compile=True, recompute=True, attention="sdpa"),
 ], ids=["packed", "recomputed"])  # fmt: skip
 def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path, monkeypatch, execution):
-    """For rows of any length, the second of which is what others are compiled for, too, and every layer."""
+    """For rows of any length: what the second is compiled to serves all that follow, in every layer."""
     source, gradients, backend = save_tiny(tmp_path / "model"), [], CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     compiled = []
