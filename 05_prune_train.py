@@ -34,11 +34,11 @@ One run directory can hold several trainings: --name NAME writes RUN/train-NAME/
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs that takes --deterministic, not yet run on one). On SIGTERM,
-Ctrl-C, a terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75
-(torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
---shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
-starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (on GPUs that takes --deterministic). On SIGTERM, Ctrl-C, a terminal
+that hangs up or output that is closed, it finishes the step, saves and exits with 75 (torchrun itself exits
+with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes
+longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; the same command,
+repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
