@@ -1,5 +1,6 @@
 """A model's run over a packed row: attention within each sample, attn_implementation="packed"."""
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
@@ -49,7 +50,7 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     """
     if starts is None:
         options = {"scaling": scaling, "dropout": dropout} | kwargs
-        lengths = query.shape[2] if lengths is None else lengths
+        lengths = np.array([query.shape[2]]) if lengths is None else lengths
         return one_by_one(module, (query, key, value), lengths, sliding_window, options), None
     by_token = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H or G, d]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before and after; -1: all
@@ -61,8 +62,8 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
 @torch.compiler.disable  # the loop would be compiled anew for every number of samples
 def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
     """packed_attention's result from one call of sdpa per sample."""
-    alone, sizes = [], lengths if isinstance(lengths, int) else lengths.tolist()
-    for sample in zip(*(tensor.split(sizes, dim=2) for tensor in states), strict=True):
+    alone = []
+    for sample in zip(*(tensor.split(lengths.tolist(), dim=2) for tensor in states), strict=True):
         mask = window_mask(sample[0].shape[2], sliding_window, sample[0].device)
         alone.append(sdpa_attention_forward(module, *sample, mask, **options)[0])  # causal without a mask
     return torch.cat(alone, dim=1)
@@ -76,7 +77,7 @@ def sample_bounds(row, config, weight: torch.Tensor) -> dict:
     """
     if varlen_applies(weight, geometry(config).head_dim):
         return {"starts": row.starts, "longest": max(row.lengths)}
-    return {"lengths": torch.tensor(row.lengths)}  # as numbers they would be compiled into a layer
+    return {"lengths": np.array(row.lengths)}  # as Python numbers they would be compiled into a layer
 
 
 def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:

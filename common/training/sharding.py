@@ -24,7 +24,7 @@ from common.weights import open_checkpoint
 # One that dies is noticed by torchrun at once.
 PATIENCE = datetime.timedelta(hours=2)
 AT_WORK = datetime.timedelta(days=2)  # the same, while others tokenize or generate text
-KINDS_OF_PASS = 64  # teacher, masked or GQA student; with gradients or without; short, long or first row; ...
+KINDS_OF_PASS = 64  # at most: teacher and students, with and without gradients, rows of few or many tokens
 
 
 @dataclass(frozen=True)
