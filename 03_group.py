@@ -111,6 +111,7 @@ def main():
     summary = {"kv_heads": kv_heads, "by": args.by, "criterion": args.criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
     record = started.record(model, summary) | {"kv_heads": kv_heads, "groups": groups.tolist()}
+    record["calibration"] = next(iter(measured["inputs"].values()), None)  # the one that stage 2 read
     with write_beside(output) as aside:
         draw_groups(os.path.join(aside, PICTURE), tensors, groups)
         write_record(aside, record, os.path.basename(output))

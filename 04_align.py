@@ -113,6 +113,9 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = Calibration(calibration_path)
     grouping = artifacts.read_record(groups_path, "03_group.py", calibration.model)
+    if grouping["calibration"] != artifacts.digest(calibration_path):
+        raise UserError(f"{groups_path}: expected groups of heads in {calibration_path}, found those of "
+                        "another calibration; run 02_similarity.py and 03_group.py again with --force")
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
     source = models.source_model(calibration.record, home)
     path, by = source["path"], grouping["summary"]["by"]

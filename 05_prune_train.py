@@ -415,7 +415,7 @@ def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str
     summary = settings | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
     record = replace(run.started, inputs=inputs).record(pair.model, summary)
-    write_record(directory, record, of=checkpoints.own_files(directory))
+    write_record(directory, record, of=checkpoints.own_files(directory, checkpoints.OF_STUDENT))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")

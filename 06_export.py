@@ -104,7 +104,7 @@ def without_paths(record: dict) -> dict:
     if is_hub_name(model["name"]):
         named["name"] = model["name"]
     run = os.path.basename(os.path.abspath(arguments["run"]))
-    return record | {"model": model | named, "arguments": arguments | {"run": run}}
+    return record | {"directory": run, "model": model | named, "arguments": arguments | {"run": run}}
 
 
 def masked_student(path: str, config, kv_heads: int):

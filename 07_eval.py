@@ -327,6 +327,9 @@ def main():
             name, described[name], tokenized[name], tasks, predictions if same_text else None, args)
         predictions = predictions or predicted
         outcomes += model_outcomes
+    for name, path in checkpoints.items():
+        if models.describe(path)["fingerprint"] != described[name]["fingerprint"]:
+            raise UserError(f"{path}: changed while it was measured; run the same command again")
 
     table = results_table(results) + answers_section(prompts, results)
     hardware = f"{device}, {args.dtype}"
@@ -342,8 +345,9 @@ def main():
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
         answers = answers_section(prompts, pair)
-        of_run = Path(path).resolve().is_relative_to(Path(args.run).resolve())
-        if of_run and write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
+        if not Path(path).resolve().is_relative_to(Path(args.run).resolve()):
+            print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
+        elif write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 

@@ -8,7 +8,6 @@ are ever replaced or removed.
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -16,6 +15,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,19 @@ from safetensors.torch import load
 
 from common import cli
 from common.cli import Clock, Complete, UserError
-from common.files import RECORD, files_in, flush, named_files, read_json, sha256, unfinished, write_json
+from common.files import (
+    RECORD,
+    files_in,
+    flush,
+    lock,
+    named_files,
+    open_bytes,
+    read_json,
+    sha256,
+    sweep,
+    unfinished,
+    write_json,
+)
 from common.records import find_fault, shown
 
 APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
@@ -50,6 +62,7 @@ class Claim:
         """The record of an artifact: stage, flags, inputs, versions and key figures."""
         return {
             "stage": self.stage,
+            "directory": os.path.abspath(self.args.run),
             "flags": self.flags,
             "arguments": {name: value for name, value in vars(self.args).items() if name != "force"},
             "model": model,
@@ -73,12 +86,15 @@ def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()
     replaced. lock: its name, where it is not the stage that may run once at a time. Under torchrun only rank
     0 does so.
     """
-    flags = {name: value for name, value in vars(args).items() if name not in (*PLACES, "force", "update")}
+    flags = {name: within(args.run, value) for name, value in vars(args).items()
+             if name not in (*PLACES, "force", "update")}
     started = Claim(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
     update = getattr(args, "update", False)
     if os.environ.get("RANK", "0") != "0":
         return started
     cli.cleanup.enter_context(stage_lock(args.run, lock or stage))
+    for home in {args.run, *map(os.path.dirname, outputs)}:
+        sweep(home or ".")
     if stage in APART:
         with stage_lock(args.run, APART[stage]):
             pass
@@ -87,6 +103,20 @@ def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()
     for output in outputs:
         refuse_foreign(output, stage, beside)
     return started
+
+
+def as_flag(name: str, value) -> str:
+    """A flag and its value in words."""
+    flag = f"--{name.replace('_', '-')}"
+    return f"no {flag}" if value is None else f"{flag} {shown(value)}"
+
+
+def within(run: str, value):
+    """A flag's value; of a path in the run directory what it is from there, as the directory may be moved."""
+    if isinstance(value, (list, tuple)):
+        return [within(run, each) for each in value]
+    inside = isinstance(value, str) and value.startswith(os.path.join(run, ""))
+    return f"RUN/{os.path.relpath(value, run)}" if inside else value
 
 
 def refuse_own_source(model: dict, *outputs: str) -> None:
@@ -124,11 +154,16 @@ def difference(started: Claim, output: str) -> str | None:
     flags, asked = record.get("flags") or {}, started.flags
     for name, value in flags.items():
         if name in asked and asked[name] != value:
-            return f"made with --{name.replace('_', '-')} {shown(value)}, not {shown(asked[name])}"
-    now, before = ({(os.path.basename(name), digest) for name, digest in inputs.items()}
-                   for inputs in (started.inputs, record["inputs"]))
-    if not now <= before:
-        return f"made from another {min(now - before)[0]}"
+            return f"made with {as_flag(name, value)}, not {as_flag(name, asked[name])}"
+    now, before = started.inputs, record["inputs"]
+    for name, digest in now.items():
+        moved = name not in before and digest in before.values()  # an artifact, whose content counts
+        if before.get(name) != digest and not moved:
+            return f"made from another {os.path.basename(name)}"
+    for name, digest in before.items():
+        kept = name in now or os.path.exists(os.path.join(started.args.run, name))
+        if not kept and digest not in now.values():
+            return f"made from {name}, which is gone"
     return None if flags else "made by an earlier version"
 
 
@@ -175,22 +210,24 @@ def stage_lock(run: str, stage: str):
     path = os.path.join(run, f".{os.path.splitext(os.path.basename(stage))[0]}.lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        status, holder = os.fstat(descriptor), ""
-        ours = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
-        if ours:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-        if not ours or not holder.startswith("process "[: len(holder)]):
+        holder = lock_holder(descriptor)
+        if holder is None:
             os.close(descriptor)
             raise UserError(f"{path}: expected nothing or a lock, found another file; move it away first")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(descriptor):
+                print(f"warning: {run}: its file system has no locks: nothing stops a second {stage} there",
+                      file=sys.stderr)
         except BlockingIOError as error:
             os.close(descriptor)
             raise UserError(f"{run}: expected no {stage} running there, found "
                             f"{holder or 'another process'}") from error
-        if os.fstat(descriptor).st_nlink:  # else its holder has removed it meanwhile
+        links = os.fstat(descriptor).st_nlink
+        if links == 1:
             break
-        os.close(descriptor)
+        os.close(descriptor)  # its holder has removed it meanwhile
+        if links:  # or a copy of the run directory has it as a hard link
+            os.remove(path)
     since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
@@ -203,6 +240,15 @@ def stage_lock(run: str, stage: str):
         if created:
             with contextlib.suppress(OSError):
                 os.rmdir(run)
+
+
+def lock_holder(descriptor: int) -> str | None:
+    """What an open lock says of its holder, "" for a new one; None if the file is no lock."""
+    status, text = os.fstat(descriptor), ""
+    if stat.S_ISREG(status.st_mode):
+        text = os.pread(descriptor, 200, 0).decode(errors="replace")
+    new = not text and stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    return text if new or text.startswith("process ") else None
 
 
 def record_path(path: str) -> str:
@@ -220,7 +266,7 @@ def file_digest(path: str) -> str:
     """sha256 of a file; of a model card without the scores that stage 7 puts in."""
     if os.path.basename(path) != CARD:
         return sha256(path)
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         whole, _, after = file.read().rpartition(END_OF_SCORES.encode())
     return hashlib.sha256(whole.rpartition(SCORES.encode())[0] + after).hexdigest()
 
@@ -271,7 +317,8 @@ def write_beside(path: str):
     """Context manager: an empty directory to fill with X.json, by write_record, and the files next to it.
 
     path: that of X.json, which takes its name first: if the process is killed then, X.json says which files
-    are ours. Files that an earlier X.json named, and this one does not, are removed.
+    are ours, and sweep() goes on. Files next to it that an earlier X.json named, and this one does not, are
+    removed, unless they were modified.
     """
     home, name = os.path.split(path)
     with unfinished(path) as aside:
@@ -283,9 +330,9 @@ def write_beside(path: str):
         for file in files:
             os.rename(os.path.join(aside, file), os.path.join(home, file))
     for file in before.keys() - files:
-        with contextlib.suppress(OSError):
-            if sha256(os.path.join(home, file)) == before[file]:
-                os.remove(os.path.join(home, file))
+        other = os.path.join(home, file)
+        if os.path.basename(file) == file and os.path.isfile(other) and sha256(other) == before[file]:
+            os.remove(other)
 
 
 def write_record(directory: str, record: dict, name: str = RECORD, of: list[str] | None = None) -> None:

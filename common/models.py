@@ -97,13 +97,16 @@ def describe(path: str, name: str | None = None) -> dict:
 
 
 def source_model(record: dict, run: str) -> dict:
-    """The source model in an artifact's record, found in RUN/source, too, should RUN have been moved.
+    """The source model in an artifact's record. It may have moved together with the run directory.
 
     Raises UserError if it is missing or has changed.
     """
-    recorded, path, own = record["model"], record["model"]["path"], os.path.join(run, "source")
-    if os.path.basename(path) == "source" and os.path.isdir(own):  # made by stage 1
-        path = own
+    recorded, path = record["model"], record["model"]["path"]
+    from_run = os.path.relpath(path, record["directory"])
+    moved = os.path.normpath(os.path.join(run, from_run))
+    inside = not from_run.startswith(os.pardir)  # made by stage 1; a copy of RUN has its own
+    if os.path.isdir(moved) and (inside or not os.path.isdir(path)):
+        path = moved
     if not os.path.isdir(path):
         raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])

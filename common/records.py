@@ -63,6 +63,7 @@ MODEL = {"name": STRING, "path": STRING, "fingerprint": DIGEST,
          "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "hidden": COUNT}
 FIELDS = {
     "stage": STRING,
+    "directory": STRING,  # the run directory, absolute
     "flags": Optional({STRING: object}),
     "arguments": {STRING: object},
     "model": MODEL,
@@ -103,6 +104,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     },
     "03_group.py": {
         "files": FILES,
+        "calibration": DIGEST,  # whose heads are grouped
         "kv_heads": COUNT,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,

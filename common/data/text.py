@@ -257,9 +257,9 @@ def is_generated(source: str) -> bool:
 
 
 def digests_of(sources) -> dict[str, str]:
-    """Name -> sha256 of the files among these sources; those that are not given are None."""
+    """Path as given -> sha256 of the files among these sources; those that are not given are None."""
     paths = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
-    return {os.path.basename(path): known_sha256(path) for path in paths if os.path.isfile(path)}
+    return {path: known_sha256(path) for path in paths if os.path.isfile(path)}
 
 
 def check_source(source: str) -> None:

@@ -23,16 +23,29 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from common.artifacts import RECORD
 from common.cli import UserError
-from common.files import files_in, move_aside, read_json, remove_empty, sha256, sync, unfinished, write_json
+from common.files import (
+    DIGESTS,
+    files_in,
+    move_aside,
+    read_json,
+    recorded_files,
+    remove_empty,
+    remove_own,
+    sha256,
+    sync,
+    take_name,
+    unfinished,
+    write_json,
+)
 from common.training.metrics import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
-DIGESTS = "sha256.json"  # file name -> digest, for every other file of a checkpoint
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
 FORCED = "forced.json"  # next to the settings: what began the training with --force
-# all names that training gives in its directory
-OWN = re.compile(r"step-\d+|settings\.json|forced\.json|metrics\.jsonl|curves\.png|heldout\.npy|tensorboard")
+OF_STUDENT = ("curves.png", "heldout.npy")  # which a teacher's training does not write
+OWN = re.compile("|".join((r"step-\d+", "tensorboard", *map(re.escape, (SETTINGS, METRICS, *OF_STUDENT)))))
+EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]*")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
 LAST_EARLIER = "4332407"  # the commit that still reads it
@@ -41,7 +54,7 @@ LAST_EARLIER = "4332407"  # the commit that still reads it
 def refuse_foreign(directory: str) -> None:
     """Raise UserError for files in a training's directory that it would overwrite. All ranks call it."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
-    foreign = of_first_rank(sorted(filter(OWN.fullmatch, {*names} - {FORCED})))
+    foreign = of_first_rank(sorted(filter(OWN.fullmatch, names)))
     if foreign and SETTINGS not in foreign:
         raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
                         f"{foreign[0]}; move it away first")
@@ -88,13 +101,18 @@ def start_anew(directory: str, others: list[str], training: dict, ranks) -> None
     dist.barrier()
 
 
-def own_files(directory: str) -> list[str]:
-    """The files of a training directory that training has written; any others are the user's."""
-    return [name for name in files_in(directory) if OWN.fullmatch(name.split(os.sep)[0])]
+def own_files(directory: str, others=()) -> list[str]:
+    """The files of a training directory that training has written, with these others; any more are the
+    user's.
+    """
+    own = {SETTINGS, FORCED, METRICS, *others}
+    for path in saved_checkpoints(directory):
+        own |= {os.path.join(os.path.basename(path), name) for name in recorded_files(path)}
+    return [name for name in files_in(directory) if name in own or EVENTS.fullmatch(name)]
 
 
 def remove_training(directory: str) -> None:
-    """Remove what training has written, and the directory if that is all."""
+    """Remove what training of a teacher has written, and the directory if that is all."""
     for name in own_files(directory):
         os.remove(os.path.join(directory, name))
     remove_empty(directory)
@@ -156,11 +174,10 @@ def save(job) -> None:
                             "earlier checkpoints are intact, and the same command resumes from the last"
                             ) from error
         if rank == 0:
-            shutil.rmtree(path, ignore_errors=True)  # left if resumed from an earlier step: same bytes
-            os.rename(aside, path)
+            take_name(aside, path)  # in place of one with the same bytes, if resumed from an earlier step
     if rank == 0:
         for old in set(saved_checkpoints(directory)[:-KEPT]) - {best(directory)}:
-            shutil.rmtree(old)
+            remove_own(old, old)
     dist.barrier()
 
 

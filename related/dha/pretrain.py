@@ -25,6 +25,7 @@ from common.cli import UserError, positive, run_stage, stage_parser
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer
+from common.training import checkpoints
 from common.training.metrics import read_metrics
 from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
@@ -71,7 +72,7 @@ def finish(args, started, start: str, data: dict, schedule, last_loss: float) ->
         companions.save(model, aside, start)
         shutil.copy(metrics, aside)
         write_record(aside, started.record(describe(start), summary))
-    shutil.rmtree(directory)
+    checkpoints.remove_training(directory)
     print(f"wrote   {output}\n"
           f"pretrain {args.name}: held-out loss {losses[0][1]:.3f} -> {last_loss:.3f} in {schedule.steps} "
           f"steps, {cached_bytes:.0f} bytes of cache per token, in {started.clock()} s")

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,7 +174,7 @@ def test_the_same_command_with_the_same_inputs_is_complete(args, tmp_path, make)
     with pytest.raises(Complete, match="complete, by this command and from these inputs"):
         make(args, inputs={"../moved/calibration": "ab" * 32})
     args.seed = 1
-    with pytest.raises(UserError, match="already exists, made with --seed 0, not 1; pass --force"):
+    with pytest.raises(UserError, match="already exists, made with --seed 0, not --seed 1; pass --force"):
         make(args, inputs=inputs)
     args.seed = 0
     with pytest.raises(UserError, match="already exists, made from another calibration; pass --force"):
@@ -240,6 +241,56 @@ def test_files_of_a_replaced_artifact_that_the_new_one_lacks_are_removed(args, t
     record.write_text(json.dumps(named))
     args.force = True
     assert similarity(args) == path and not extra.exists()
+
+
+@pytest.mark.parametrize("name", ["../mine", "{home}/mine", "folder/mine", "mine\x00", "edited"])
+def test_a_record_leads_to_no_file_that_is_not_its_own(args, tmp_path, name):
+    """Neither one elsewhere, with the right digest, nor one that was edited."""
+    args.run = str(tmp_path / "run")
+    similarity(args)
+    for path in (tmp_path / "mine", tmp_path / "run" / "folder" / "mine", tmp_path / "run" / "edited"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    record = tmp_path / "run" / "a.json"
+    named = json.loads(record.read_text())
+    digest = "ab" * 32 if name == "edited" else files.sha256(str(tmp_path / "mine"))
+    named["files"] |= {name.format(home=tmp_path): digest}
+    record.write_text(json.dumps(named))
+    before = contents(tmp_path)
+    args.force = True
+    try:
+        similarity(args, 3.0)
+    except UserError as error:
+        assert "move it away first" in str(error)  # of such a record no file counts as ours
+    after = contents(tmp_path)
+    assert {path: after.get(path) for path in before if "a." not in path} == {
+        path: text for path, text in before.items() if "a." not in path}
+
+
+def test_inputs_of_one_name_are_told_apart_and_one_that_is_gone_is_missed(args, tmp_path):
+    first, second = "a/t.txt", "b/t.txt"
+    similarity(args, inputs={first: "ab" * 32, second: "cd" * 32})
+    for inputs, found in (
+        ({first: "cd" * 32, second: "ab" * 32}, "made from another t.txt"),
+        ({first: "ab" * 32, second: "ef" * 32}, "made from another t.txt"),
+        ({first: "ab" * 32}, "made from b/t.txt, which is gone"),
+    ):
+        with pytest.raises(UserError, match=f"already exists, {found}; pass --force"):
+            similarity(args, inputs=inputs)
+    with pytest.raises(Complete):
+        similarity(args, inputs={first: "ab" * 32, second: "cd" * 32})
+
+
+def test_a_run_that_has_moved_is_complete(args, tmp_path):
+    args.run, args.text = str(tmp_path / "old"), [str(tmp_path / "old" / "train" / "heldout.npy"), "c4"]
+    similarity(args)
+    os.rename(tmp_path / "old", tmp_path / "new")
+    args.run = str(tmp_path / "new")
+    with pytest.raises(UserError, match="made with --text .*'RUN/train/heldout.npy', 'c4'"):
+        similarity(args)
+    args.text = [str(tmp_path / "new" / "train" / "heldout.npy"), "c4"]
+    with pytest.raises(Complete):
+        similarity(args)
 
 
 def test_what_a_killed_run_left_is_replaced(args, tmp_path):
@@ -312,6 +363,27 @@ def test_a_lock_never_leads_to_another_file(claims, tmp_path, kind):
     with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
         artifacts.claim("03_group.py", claims)
     assert mine.read_text() == "mine" and (kind != "file" or lock.read_text() == "mine")
+
+
+def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_path):
+    """While that works, both share what it appends to; once it is killed, they go on apart."""
+    copied = tmp_path / "copy"
+    child = os.fork()
+    if not child:
+        artifacts.claim("05_prune_train.py", claims)
+        copied.mkdir()
+        os.link(tmp_path / "run" / ".05_prune_train.lock", copied / ".05_prune_train.lock")
+        signal.pause()
+    while not (copied / ".05_prune_train.lock").exists():
+        time.sleep(0.01)
+    original, claims.run = claims.run, str(copied)
+    with pytest.raises(UserError, match=f"no 05_prune_train.py running there, found process {child} on"):
+        artifacts.claim("05_prune_train.py", claims)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    artifacts.claim("05_prune_train.py", claims)
+    claims.run = original
+    artifacts.claim("05_prune_train.py", claims)  # both at once
 
 
 def test_a_killed_process_blocks_nobody(claims):

@@ -345,15 +345,30 @@ def test_models_the_method_does_not_apply_to(copy, changes, message):
 
 def test_a_source_model_is_as_recorded(copy):
     path = copy("whole")
-    recorded = describe(str(path), "name")
-    assert source_model({"model": recorded}, str(path)) == recorded and recorded["name"] == "name"
+    recorded, run = describe(str(path), "name"), str(path.parent / "run")
+    record = {"model": recorded, "directory": run}
+    assert source_model(record, run) == recorded and recorded["name"] == "name"
     for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
-        message = refusal(source_model, {"model": recorded | {field: value}}, str(path))
+        message = refusal(source_model, {"model": recorded | {field: value}, "directory": run}, run)
         assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
     replace_up(path, torch.zeros(64, 48))
-    assert "changed since 01_calibrate.py read it" in refusal(source_model, {"model": recorded}, str(path))
+    assert "changed since 01_calibrate.py read it" in refusal(source_model, record, run)
     shutil.rmtree(path)
-    assert "that 01_calibrate.py read, found none" in refusal(source_model, {"model": recorded}, str(path))
+    assert "that 01_calibrate.py read, found none" in refusal(source_model, record, run)
+
+
+@pytest.mark.parametrize("place", ["model", "run/source"])
+def test_a_source_model_may_move_together_with_the_run(copy, tmp_path, place):
+    """One that stage 1 made lies in RUN, and a copy of RUN has its own; any other is looked for only where it
+    was is nothing."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(copy("whole"), old / place)
+    record = {"model": describe(str(old / place)), "directory": str(old / "run")}
+    shutil.copytree(old, new)
+    expected = str(new / place) if place == "run/source" else str(old / place)
+    assert source_model(record, str(new / "run"))["path"] == expected
+    shutil.rmtree(old)
+    assert source_model(record, str(new / "run"))["path"] == str(new / place)
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):

@@ -34,6 +34,7 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
     },
     "03_group.py": {
         "files": {"groups.png": SHA},
+        "calibration": SHA,
         "kv_heads": 2,
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
@@ -70,9 +71,9 @@ OPEN = ("flags", "arguments", "packages")  # objects whose names are free
 
 def valid(stage: str) -> dict:
     """A record that every stage accepts."""
-    every = {"stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"}, "model": MODEL,
-             "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None, "seconds": 1.5,
-             "date": "2026-01-02T03:04:05+00:00"}
+    every = {"stage": stage, "directory": "/r", "flags": {"seed": 0}, "arguments": {"run": "r"},
+             "model": MODEL, "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None,
+             "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
     return copy.deepcopy(every | FIELDS[stage])
 
 

@@ -1,5 +1,7 @@
 """Files and directories are written whole or not at all, and only our own are replaced."""
 
+import errno
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -44,7 +46,7 @@ def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatc
     write(path, "first", record=False)
 
     def refuse(source, target):
-        if ".unfinished" in source:
+        if source.endswith("/gqa") and ".unfinished" in source:
             raise KeyboardInterrupt
         rename(source, target)
 
@@ -99,9 +101,100 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not
                                   ".gqa2.x.unfinished/file": "mine"}
 
 
+def killed_at_rename(number: int, work) -> bool:
+    """Whether work() was killed at its `number`-th rename, from 0; else it has fewer."""
+    child = os.fork()
+    if not child:
+        rename, left = os.rename, iter(range(number))
+
+        def rename_or_die(source, target):
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(source, target)
+
+        os.rename = rename_or_die
+        work()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_a_directory_killed_at_any_rename_is_the_old_one_or_the_new_one(tmp_path):
+    path, number = tmp_path / "gqa", 0
+    write(path, "old")
+    (path / "notes").write_text("mine")
+    while killed_at_rename(number, lambda: write(path, "new")):
+        files.sweep(str(tmp_path))  # as the next stage in this directory does
+        found = contents(tmp_path)
+        expected = ("old", "gqa/notes") if number < 3 else ("new", "gqa.old-1/notes")
+        assert len(found) == 3 and (found["gqa/file"], found.get(expected[1])) == (expected[0], "mine")
+        number += 1
+    assert number == 4  # the record, the old one's, the new one's, what is kept of the old one
+    assert contents(tmp_path) == {"gqa/file": "new", "gqa/stage.json": (path / "stage.json").read_text(),
+                                  "gqa.old-1/notes": "mine"}
+
+
+def beside(path: Path, text: str) -> None:
+    with artifacts.write_beside(str(path)) as aside:
+        for name in ("x.safetensors", "x.png"):
+            Path(aside, name).write_text(text)
+        artifacts.write_record(aside, valid("02_similarity.py"), "x.json")
+
+
+def test_files_next_to_each_other_killed_at_any_rename_are_the_old_ones_or_the_new_ones(tmp_path):
+    path, number = tmp_path / "x.json", 0
+    beside(path, "old")
+    while killed_at_rename(number, lambda: beside(path, "new")):
+        files.sweep(str(tmp_path))
+        found = contents(tmp_path)
+        record = found.pop("x.json")
+        assert set(found.values()) == {"old" if number < 2 else "new"} and len(found) == 2
+        assert artifacts.find_fault_of_files(str(path)) is None, record
+        beside(path, "old")
+        number += 1
+    assert number == 4
+
+
+@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path, monkeypatch, fault):
+    def refuse(*_):
+        raise OSError(fault, os.strerror(fault))
+
+    killed_at_rename(0, lambda: write(tmp_path / "gqa", "first"))
+    left = contents(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    write(tmp_path / "gqa", "second")  # the other one may still be written
+    assert contents(tmp_path).items() > left.items() and (tmp_path / "gqa" / "file").read_text() == "second"
+
+
+@pytest.mark.parametrize("name", ["chmod", "fsync"])
+def test_what_a_file_system_does_not_offer_ends_nothing_and_a_broken_disk_does(tmp_path, monkeypatch, name):
+    for fault in (errno.EPERM, errno.EINVAL, errno.EIO):
+        def refuse(*_, fault=fault):
+            raise OSError(fault, os.strerror(fault))
+
+        monkeypatch.setattr(os, name, refuse)
+        if fault == errno.EIO:
+            with pytest.raises(UserError, match="gqa.*: cannot be written: .*Input/output error"):
+                write(tmp_path / "gqa", "third")
+        else:
+            write(tmp_path / "gqa", str(fault))
+    assert (tmp_path / "gqa" / "file").read_text() == str(errno.EINVAL)
+
+
+@pytest.mark.parametrize("error", [OSError("1024 requested and 992 written"), OSError(errno.EIO, "broken")])
+def test_errors_of_descriptors_name_the_file(tmp_path, error):
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be written: .*(992 written|broken)"):
+        with files.write_file(str(tmp_path / "x")):
+            raise error
+    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be read: .*(992 written|broken)"):
+        with files.open_text(str(tmp_path / "x")):
+            raise error
+
+
 def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
     (tmp_path / "x.json").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(UserError, match="x.json: cannot be written: .*Is a directory"):
         files.write_json(str(tmp_path / "x.json"), {})
     assert os.listdir(tmp_path) == ["x.json"]
 

@@ -98,6 +98,30 @@ def test_scores_are_put_into_the_card(evaluation):
     assert not (home / "first" / "README.md").exists()
 
 
+def test_a_checkpoint_replaced_while_it_is_measured_is_refused(inputs, tmp_path, monkeypatch):
+    """The record would have the fingerprint of one and the figures of the other."""
+    path = save_tiny(tmp_path / "model", num_key_value_heads=4)
+    load = models.load_model
+
+    def replaced(*arguments):
+        save_tiny(path, seed=1, num_key_value_heads=4)
+        return load(*arguments)
+
+    monkeypatch.setattr(models, "load_model", replaced)
+    arguments = ["--run", tmp_path / "run", "--model", path, "--tasks", "none", "--text", "none"]
+    expect_error(f"{path}: changed while it was measured", "07_eval.py", *arguments)
+    assert not (tmp_path / "run" / "eval.json").exists()
+
+
+def test_a_checkpoint_that_is_gone_is_missed(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    save_tiny(home / "gqa", num_key_value_heads=2)
+    command = ["07_eval.py", "--run", home, "--tasks", "none", "--text", "none"]
+    run(*command)
+    shutil.rmtree(home / "gqa")
+    expect_error("eval.json already exists, made from gqa, which is gone; pass --force", *command)
+
+
 @pytest.mark.parametrize("name", ["eval.md", "eval.jsonl"])
 def test_no_file_is_replaced_unless_forced(inputs, tmp_path, name):
     path = tmp_path / "run" / name

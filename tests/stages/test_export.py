@@ -133,9 +133,10 @@ def test_the_record_in_an_export_has_no_path_of_this_machine(finished_run, input
 @pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
 def test_a_hub_name_is_no_path(name, expected):
     stage = importlib.import_module("06_export")
-    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"}}
+    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"},
+              "directory": "/home/me/runs/x"}
     assert stage.without_paths(record) == {"model": {"name": expected, "path": "abc"},
-                                           "arguments": {"run": "x"}}
+                                           "arguments": {"run": "x"}, "directory": "x"}
 
 
 def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):

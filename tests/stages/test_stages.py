@@ -175,6 +175,13 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
     assert read(home / "similarity.json")["inputs"] == {"calibration": expected}
 
 
+def test_groups_of_another_calibration_are_refused(aligned_run, inputs, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs)[:-1], 5, "--force")
+    message = f"{home}/groups.json: expected groups of heads in {home}/calibration, found those of another"
+    expect_error(message, "04_align.py", "--run", home, "--force")
+
+
 def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
     pictures, similarity = [], aligned_run / "similarity.safetensors"
     monkeypatch.setattr(plots, "heatmaps", lambda *arguments: pictures.append(arguments))

@@ -100,6 +100,27 @@ def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
     assert checkpoints.saved_checkpoints(os.path.join(job.directory, "missing")) == []
 
 
+def test_what_others_put_into_a_checkpoint_outlives_it(saved):
+    job, path = saved
+    notes = Path(path, "notes.txt")
+    notes.write_text("mine")
+    checkpoints.save(job)  # again, as after a resume from an earlier step
+    kept = Path(job.directory, "step-00000001.old-1")
+    assert os.listdir(kept) == ["notes.txt"] and checkpoints.damage(path) is None
+    notes.write_text("mine, too")
+    assert "step-00000001/notes.txt" not in checkpoints.own_files(job.directory)
+    for job.step in (2, 3):
+        checkpoints.save(job)
+    assert Path(job.directory, "step-00000001.old-2", "notes.txt").read_text() == "mine, too"
+    for name in ("heldout.npy", "tensorboard/mine.txt", "tensorboard/events.out.tfevents.1.host.2.3"):
+        Path(job.directory, name).parent.mkdir(exist_ok=True)
+        Path(job.directory, name).write_text("content")
+    checkpoints.remove_training(job.directory)
+    left = {path.relative_to(job.directory) for path in Path(job.directory).rglob("*") if path.is_file()}
+    assert set(map(str, left)) == {"heldout.npy", "tensorboard/mine.txt", "step-00000001.old-1/notes.txt",
+                                   "step-00000001.old-2/notes.txt"}
+
+
 def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
     """Its metadata is a pickle, which may run a command."""
     job, path = saved
