@@ -51,8 +51,8 @@ def weight_files(directory: str) -> list[str]:
 
 
 def fingerprint(path: str) -> str:
-    """A sha256 over those of config.json, the weights and the files of the tokenizer."""
-    names = {"config.json", *weight_files(path), *tokenizer_files(path)}
+    """A sha256 over those of the configs, the weights and the files of the tokenizer."""
+    names = {"config.json", "generation_config.json", *weight_files(path), *tokenizer_files(path)}
     files = ((name, os.path.join(path, name)) for name in sorted(names))
     digests = [f"{name} {known_sha256(file)}\n" for name, file in files if os.path.isfile(file)]
     return hashlib.sha256("".join(digests).encode(errors="surrogateescape")).hexdigest()

@@ -145,7 +145,7 @@ def test_other_files_beside_the_weights_change_nothing(copy, kind):
 def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
     path = copy(kind)
     before = fingerprint(str(path))
-    for name in ("config.json", *weight_files(str(path))):
+    for name in ("config.json", "generation_config.json", *weight_files(str(path))):
         content = (path / name).read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
             (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
