@@ -137,7 +137,7 @@ def merge(aligned, kv_heads: int):
                 W = heads_of(weights[name].double(), letter, config.head_dim)
                 means = torch.cat([equation(W, g, D) for g in range(1, kv_heads + 1)])
                 weights[name] = means.to(weights[name].dtype)
-    merged = AutoModelForCausalLM.from_config(config)
+    merged = type(aligned)(config)
     merged.load_state_dict(weights)
     return merged.eval()
 
@@ -217,7 +217,8 @@ def main():
     parser.add_argument("--out", default="runs/minimal")
     args = parser.parse_args()
     name = DEMO if args.model == "demo" else args.model
-    source, tokenizer = AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
+    source = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if args.text:
         text = Path(args.text).read_text()
         text, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
