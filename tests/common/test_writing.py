@@ -176,6 +176,9 @@ def test_what_a_file_system_does_not_offer_ends_nothing_and_a_broken_disk_does(t
         if fault == errno.EIO:
             with pytest.raises(UserError, match="gqa.*: cannot be written: .*Input/output error"):
                 write(tmp_path / "gqa", "third")
+            if name == "fsync":
+                with pytest.raises(UserError, match="text: cannot be written: .*Input/output error"):
+                    files.write_text(str(tmp_path / "text"), "text")
         else:
             write(tmp_path / "gqa", str(fault))
     assert (tmp_path / "gqa" / "file").read_text() == str(errno.EINVAL)
