@@ -3,6 +3,7 @@
 Reads   the source model, RUN/calibration/, RUN/groups.json
 Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads rotated, groups consecutive
         RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, untrained
+        RUN/align.partial/   until both are complete: aligned/, verified, and every layer that is refitted
 
     python 04_align.py --run runs/llama2-7b --merge closed-form --refit
     python 04_align.py --run runs/llama2-7b --layerwise      # 7B in 3 GiB of memory
@@ -24,7 +25,10 @@ best with 03_group.py --by energy; keys are merged with RoPE in mind for context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
 attention output, at the cost of six to nine in all. Both read every other sequence at positions with gaps
-where --key-context is longer than it, up to four times.
+where --key-context is longer than it, up to four times, of those held out as of those that fit.
+
+If the command is stopped, the same one goes on: with the aligned model that was verified, and with the first
+layer that was not refitted. Another command, or another version, removes what that one left.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -33,25 +37,28 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from common import artifacts, models
 from common.calibration import Calibration
-from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.cli import Complete, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
-from common.families import family, key_context
+from common.families import family, key_context, merged_parameters
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers, run_layer
 from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.method.refit import ERRORS, Refit
+from common.parts import Parts, remove_parts
 from common.progress import Progress
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 PLAIN_MERGES = {"mean": mean_merge, "first": first_merge}
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once
+REFITTED = "refitted.safetensors"  # of a layer that is finished: what the refit may change, in float32
 STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
 
 
@@ -74,8 +81,8 @@ def parse():
                         help="output (or no value): re-solve each merged layer's W_O by least squares; "
                              "attention: then train its W_Q, W_K, W_V and W_O")
     parser.add_argument("--refit-sequences", type=positive,
-                        help="sequences of the calibration text, at its length (default: all); one in eight "
-                             "is held out to choose the ridge strength and the epoch")
+                        help="sequences of the calibration's, evenly spread, at its length (default: all); "
+                             "one in eight is held out to choose the ridge strength and the epoch")
     parser.section("the equivalence check")
     parser.add_argument("--text", help="as in 01_calibrate.py (default: more of the calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
@@ -109,6 +116,12 @@ class Inputs:
     context: int | None  # tokens that keys are merged for, where they are merged with RoPE in mind
 
 
+def evenly(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` rows, evenly spread: texts, and chats behind them, keep their shares."""
+    count = min(count, len(tokens))
+    return tokens[torch.arange(count) * len(tokens) // count]
+
+
 def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = Calibration(calibration_path)
@@ -140,10 +153,12 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
-        calibrated_sequences = calibrated["sequences"]
-        sequences = max(2, min(args.refit_sequences or calibrated_sequences, calibrated_sequences))
-        refit_tokens = calibrated_tokens[:sequences]
-        print(f"reads   {calibrated['text']}; {refit_tokens.numel()} tokens, for the refit")
+        total = len(calibrated_tokens)
+        if total < 2:  # one fits and one is held out
+            raise UserError(f"{calibration_path}: expected two sequences or more for --refit, found {total}")
+        refit_tokens = evenly(calibrated_tokens, max(2, args.refit_sequences or total))
+        print(f"reads   {calibrated['text']}; {len(refit_tokens)} of {total} sequences, evenly spread; "
+              f"{refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     groups, context = torch.tensor(grouping["groups"]), None
     if (args.merge, args.merge_keys) == ("closed-form", "rope"):
@@ -232,6 +247,24 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> di
     return figures
 
 
+def verified_part(parts: Parts, args, inputs: Inputs, rotations: list) -> tuple[str, dict, list]:
+    """Where the aligned model is that equals the source, the check's figures, and the source's logits.
+
+    It is written and checked, unless it is a finished part.
+    """
+    source, logits = inputs.source["path"], {}
+
+    def checked(directory: str) -> dict:
+        logits.update(write_aligned(directory, open_layers(source, args), inputs, rotations))
+        return check_aligned(inputs, logits, open_layers(directory, args))
+
+    found = parts.find("aligned")
+    if found:
+        print(f"reads   {found[0]}, checked before this command was stopped")
+        logits["source"] = open_layers(source, args).logits(inputs.tokens)
+    return *(found or parts.add("aligned", checked)), logits["source"]
+
+
 def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None, lost: list):
     """Yield each layer's Merge, and append to `lost` its energy_lost, if there is a context.
 
@@ -267,7 +300,24 @@ def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
     )
 
 
-def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -> dict:
+def refit_layer(refit: Refit, parts: Parts, name: str, layer, merged) -> dict:
+    """Refit the decoder layer `merged`, unless that is a finished part. Returns the figures of the refit."""
+    def refitted(directory: str) -> dict:
+        figures = refit.layer(layer, merged)
+        parameters = merged_parameters(merged.self_attn).items()
+        save_file({name: parameter.contiguous() for name, parameter in parameters},
+                  os.path.join(directory, REFITTED))
+        return figures
+
+    found = parts.find(name)
+    if found is None:
+        return parts.add(name, refitted)[1]
+    directory, figures = found
+    refit.pass_by(layer, merged, load_file(os.path.join(directory, REFITTED)), figures)
+    return figures
+
+
+def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, parts: Parts) -> dict:
     """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit."""
     source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
     refit = start_refit(args, layers, inputs) if args.refit else None
@@ -276,7 +326,7 @@ def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args) -
         for index, (layer, merge) in enumerate(zip(aligned_layers, merges, strict=True)):
             merged = merge_layer(layer, index, config, merge)
             if refit:
-                errors = refit.layer(layer, merged)
+                errors = refit_layer(refit, parts, f"layer-{index:05d}", layer, merged)
                 steps = " -> ".join(f"{name} {errors[name]:.4f}" for name in ERRORS if name in errors)
                 Progress.write(f"refit   layer {index:2d}: relative squared error on held-out sequences "
                                + steps)
@@ -296,7 +346,12 @@ def main():
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
     groups_path = args.groups or os.path.join(args.run, "groups.json")
     digests = artifacts.input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text])
-    started = artifacts.claim("04_align.py", args, aligned_path, merged_path, inputs=digests)
+    partial_path = os.path.join(args.run, "align.partial")
+    try:
+        started = artifacts.claim("04_align.py", args, aligned_path, merged_path, inputs=digests)
+    except Complete:
+        remove_parts(partial_path, "04_align.py")  # of a run that was killed at its very end
+        raise
     inputs = read_inputs(args, calibration_path, groups_path)
     artifacts.refuse_own_source(inputs.source, aligned_path, merged_path)
     source, calibrated, tokens = inputs.source, inputs.calibration.summary, inputs.tokens
@@ -306,21 +361,23 @@ def main():
     lost = []
     merges = choose_merges(args, grams_of, inputs.groups, rotations, inputs.context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
-        logits = write_aligned(aligned, open_layers(source["path"], args), inputs, rotations)
-        figures = check_aligned(inputs, logits, open_layers(aligned, args))
+        parts = Parts(partial_path, started.record(source, {}) | {"device": models.pick_device(args.device)})
+        verified, figures, logits = verified_part(parts, args, inputs, rotations)
         # from aligned/ as stored, because stage 5 blends the two
-        figures |= write_merged(merged, open_layers(aligned, args), inputs, merges, args)
+        figures |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
         predicted = open_layers(merged, args).logits(tokens)
         figures |= {"perplexity_merged": perplexity_of(predicted, tokens),
-                    "kl_merged": mean_kl(logits["source"], predicted), "energy_lost": lost or None}
+                    "kl_merged": mean_kl(logits, predicted), "energy_lost": lost or None}
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
         summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
         written = started.record(source, summary) | {"groups": inputs.grouping["groups"]}
+        os.rename(verified, aligned)
         artifacts.write_record(aligned, written)
         written["inputs"] = written["inputs"] | {"aligned": artifacts.digest(aligned)}
         artifacts.write_record(merged, written)
+    remove_parts(partial_path, started.stage)
     print(f"wrote   {aligned_path}\nwrote   {merged_path}")
     print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
           f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"

@@ -9,8 +9,10 @@ held-out text.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
-Distances: keys may be merged for a context longer than the sequences are. Both models then read every other
-one at positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances occur that the text has not.
+Distances: keys may be merged for a context longer than the sequences are. Both models then read half of them
+at positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances occur that the text has not. It is
+every other one of those that fit and every other one of those held out, so both judge in equal parts. One
+that is alone, as of two sequences each is, is read as it is.
 
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
@@ -95,10 +97,12 @@ class Refit:
         self.run, self.attention, self.store = run, attention, store
         self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
         self.figures: list[dict] = []
-        self.positions = [spread(number, targets[0].shape[1], context) for number in range(len(targets))]
         every = min(HELD_OUT_EVERY, len(targets))
         self.held_out = range(every - 1, len(targets), every)
         self.fitted = [number for number in range(len(targets)) if number not in self.held_out]
+        gapped = {*self.fitted[1::2], *self.held_out[1::2]}  # half of each, so that both kinds are judged
+        self.positions = [spread(number, targets[0].shape[1], context) if number in gapped else None
+                          for number in range(len(targets))]
 
     @torch.no_grad()
     def layer(self, original, merged) -> dict:
@@ -116,6 +120,16 @@ class Refit:
         self._advance(merged, self.inputs, self.positions)
         self.figures.append(figures)
         return figures
+
+    @torch.no_grad()
+    def pass_by(self, original, merged, parameters: dict[str, torch.Tensor], figures: dict) -> None:
+        """As layer(), where these parameters and figures are what it has led to before."""
+        self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
+        self._advance(original, self.targets, self.positions)
+        for name, parameter in merged_parameters(merged.self_attn).items():
+            parameter.copy_(parameters[name])
+        self._advance(merged, self.inputs, self.positions)
+        self.figures.append(figures)
 
     def _advance(self, layer, batches, positions) -> None:
         for number in range(len(batches)):
@@ -184,12 +198,12 @@ class Refit:
 
 
 def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:
-    """Ascending positions [length] below `context` of sequence `number`; None: from 0, as every other one's.
+    """Ascending positions [length] below `context` of sequence `number`; None: from 0, without gaps.
 
     Two cuts and the gaps there are random, by the number. A context beyond FARTHEST lengths has no gaps.
     """
     room = (context or 0) - length
-    if not 0 < room <= (FARTHEST - 1) * length or number % 2 == 0:
+    if not 0 < room <= (FARTHEST - 1) * length:
         return None
     draw = torch.Generator().manual_seed(number)
     cuts = torch.randperm(length - 1, generator=draw)[:2].sort().values + 1

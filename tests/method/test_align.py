@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from common import layers
 from common.artifacts import check_input, read_record
+from common.calibration import Calibration
 from common.cli import UserError
 from common.method import merge as fuse
 from common.method import refit as refitting
@@ -189,11 +191,28 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
     assert len(changed) == 3 and all(name.endswith("self_attn.o_proj.weight") for name in changed)
 
 
-def test_the_refit_reads_as_many_sequences_as_calibration_unless_told(aligned_run, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    for flags, sequences in (([], 8), (["--refit-sequences", 6], 6), (["--refit-sequences", 999], 8)):
-        done = run("04_align.py", "--run", home, "--force", "--refit", *flags)
-        assert f"; {sequences * 64} tokens, for the refit" in done.stdout
+@pytest.mark.parametrize(("asked", "expected"), [
+    (None, [0, 1, 2, 3, 4, 5, 6, 7]), (999, [0, 1, 2, 3, 4, 5, 6, 7]), (6, [0, 1, 2, 4, 5, 6]),
+    (4, [0, 2, 4, 6]), (1, [0, 4])])
+def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
+    aligned_run, tmp_path, monkeypatch, asked, expected
+):
+    """At least two sequences; of texts and chats, which come one after the other, the same share."""
+    home, embed, read = copy_run(aligned_run, tmp_path / "run"), layers.Layers.embed, []
+    monkeypatch.setattr(layers.Layers, "embed", lambda self, batches, directory:
+                        read.append(torch.cat(batches)) or embed(self, batches, directory))
+    flags = ["--refit-sequences", asked] if asked else []
+    done = run("04_align.py", "--run", home, "--force", "--refit", *flags)
+    tokens = Calibration(str(home / "calibration")).tokens()[expected]
+    assert torch.equal(read[0], tokens) and torch.equal(read[1], tokens)
+    printed = f"; {len(expected)} of 8 sequences, evenly spread; {64 * len(expected)} tokens, for the refit"
+    assert printed in done.stdout
+
+
+def test_a_refit_needs_a_sequence_to_fit_and_one_to_judge(aligned_run, monkeypatch):
+    monkeypatch.setattr(Calibration, "tokens", lambda self: torch.zeros(1, 64, dtype=torch.int64))
+    expect_error("calibration: expected two sequences or more for --refit, found 1",
+                 "04_align.py", "--run", aligned_run, "--force", "--refit")
 
 
 @pytest.mark.parametrize("moved", [("aligned", 0), ("aligned", 1), ("merged", 0), ("merged", 1)])
@@ -219,6 +238,110 @@ def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_pa
     else:
         with pytest.raises(UserError, match="expected the artifact that 04_align.py read"):
             check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
+
+
+REFIT = ["--merge", "closed-form", "--refit", "attention", "--refit-sequences", 6]
+RENAMES = 13  # a record and a directory for aligned/ and three layers, aligned/, and again two of each
+
+
+@pytest.fixture(scope="module")
+def refitted_run(aligned_run, tmp_path_factory) -> Path:
+    home = copy_run(aligned_run, tmp_path_factory.mktemp("refitted") / "run")
+    run("04_align.py", "--run", home, "--force", *REFIT)
+    return home
+
+
+def stopped(home: Path, rename: int, killed: bool) -> bool:
+    """Whether stage 4 with REFIT, in a run directory without its outputs, gets as far as rename `rename`.
+
+    killed: then it leaves what it was writing.
+    """
+    left, real = [rename], os.rename
+
+    def counted(source, destination):
+        left[0] -= 1
+        if not left[0]:
+            if killed:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            raise KeyboardInterrupt
+        real(source, destination)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", counted)
+        run("04_align.py", "--run", home, *REFIT, code=130 * (rename <= RENAMES))
+    return not left[0]
+
+
+def without_outputs(home: Path, target: Path) -> Path:
+    """A copy of a run directory before stage 4."""
+    copy_run(home, target)
+    for name in ("aligned", "merged"):
+        shutil.rmtree(target / name)
+    return target
+
+
+def require_same(home: Path, expected: Path) -> None:
+    """Everything stage 4 wrote is the same, but for times, and nothing else is left."""
+    assert {path.name for path in home.iterdir()} == {path.name for path in expected.iterdir()}
+    for name in ("aligned", "merged"):
+        records = [json.loads((path / name / "stage.json").read_text()) for path in (home, expected)]
+        for record in records:
+            record["summary"].pop("peak_memory_gib")
+        for part in ("files", "summary", "flags", "groups"):
+            assert records[0][part] == records[1][part]
+        for file, sha in records[0]["files"].items():
+            assert hashlib.sha256((home / name / file).read_bytes()).hexdigest() == sha
+    check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, monkeypatch, killed):
+    """Stopped as the first layer, then as the second one gets its name: each is refitted once more."""
+    home, before = without_outputs(refitted_run, tmp_path / "run"), set(os.listdir(refitted_run))
+    assert stopped(home, 4, killed)
+    assert (home / "align.partial" / "aligned" / "stage.json").exists()
+    assert set(os.listdir(home)) - before == {"align.partial"} or killed
+    assert stopped(home, 4, killed)
+    layers, layer = [], refitting.Refit.layer
+    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: layers.append(call) or layer(*call))
+    printed = run("04_align.py", "--run", home, *REFIT).stdout
+    assert len(layers) == 2 and "checked before this command was stopped" in printed
+    assert "check   aligned/" not in printed
+    require_same(home, refitted_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rename", range(1, RENAMES + 2))
+def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(refitted_run, tmp_path, rename):
+    home = without_outputs(refitted_run, tmp_path / "run")
+    assert stopped(home, rename, killed=True) == (rename <= RENAMES)
+    run("04_align.py", "--run", home, *REFIT)
+    require_same(home, refitted_run)
+
+
+@pytest.mark.parametrize("change", ["flags", "weights", "complete"])
+def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_path, monkeypatch, change):
+    """Other flags, or a part that was modified; and what is left beside outputs that are complete."""
+    home = without_outputs(refitted_run, tmp_path / "run")
+    assert stopped(home, 6, killed=True)
+    partial, flags = home / "align.partial", REFIT
+    first = partial / "layer-00000"
+    if change == "flags":
+        flags = [*REFIT, "--rotate", "cos"]
+        (first / "notes.txt").touch()
+    elif change == "weights":
+        (first / "refitted.safetensors").write_bytes(b"")
+    else:
+        for name in ("aligned", "merged"):
+            shutil.copytree(refitted_run / name, home / name)
+    layers, layer = [], refitting.Refit.layer
+    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: layers.append(call) or layer(*call))
+    printed = run("04_align.py", "--run", home, *flags).stdout
+    assert len(layers) == (0 if change == "complete" else 3)
+    assert ("checked before this command was stopped" in printed) == (change == "weights")
+    left = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
+    assert left == (["layer-00000.old-1/notes.txt"] if change == "flags" else [])
+    assert change == "flags" or not partial.exists()
 
 
 @pytest.mark.parametrize(("dtype", "fault"), [("float32", "reflected"), ("bfloat16", "reflected"),

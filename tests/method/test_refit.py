@@ -125,28 +125,39 @@ def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(se
             torch.testing.assert_close(torch.stack(text), moved)
 
 
-def test_every_other_sequence_is_read_with_two_gaps():
+def test_a_sequence_is_read_with_two_gaps():
     """Positions ascend from 0 and stay below the context, in which all distances occur."""
     distances = set()
-    for number in range(1, 1000, 2):
+    for number in range(500):
         positions = refit.spread(number, 16, 64)
         steps = positions.diff()
         assert positions[0] == 0 and positions[-1] < 64 and (steps > 0).all() and (steps > 1).sum() <= 2
         assert torch.equal(positions, refit.spread(number, 16, 64))
         distances |= set((positions[:, None] - positions).flatten().tolist())
-        assert refit.spread(number - 1, 16, 64) is None
     assert distances == set(range(-63, 64))
     assert refit.spread(1, 16, 65) is None  # beyond four lengths
     assert refit.spread(1, 16, 17)[-1] <= 16
     assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
     assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
-    ends = [int(refit.spread(number, 3, 4)[-1]) for number in range(1, 1000, 2)]
+    ends = [int(refit.spread(number, 3, 4)[-1]) for number in range(500)]
     assert 100 < ends.count(2) < 150  # of 500, a quarter: cuts are within the text, and two gaps of two are 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 15, 16, 20, 24, 64, 66])
+def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
+    """But for one that is alone, as the judge of fewer than sixteen: it is read as it is."""
+    gapped = Refit(None, [normal(1, 9, 6)] * count, [], context=36)
+    assert len(gapped.fitted) + len(gapped.held_out) == count
+    for numbers in (gapped.fitted, gapped.held_out):
+        kinds = [gapped.positions[number] is not None for number in numbers]
+        assert kinds == [False, True] * (len(numbers) // 2) + [False] * (len(numbers) % 2)
+    without = Refit(None, [normal(1, 9, 6)] * count, [])
+    assert without.positions == [None] * count and without.fitted == gapped.fitted
 
 
 def test_both_models_read_a_sequence_at_the_same_positions():
     texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2, 3)], defaultdict(list)
-    original, merged, gaps = Layer(10), Layer(20), [refit.spread(number, 9, 36) for number in range(4)]
+    original, merged, gaps = Layer(10), Layer(20), [None, refit.spread(1, 9, 36), None, None]
 
     def run(module, hidden, positions):
         read[module].append(positions)
