@@ -3,7 +3,7 @@
 import os
 
 from common.artifacts import write_record
-from common.files import RECORD, files_in, read_json, remove_abandoned, remove_named, sha256, write_directory
+from common.files import RECORD, files_in, read_json, remove_own, sha256, sweep, write_directory
 
 COMMAND = ("stage", "flags", "inputs", "packages", "commit", "device")  # of a record: what made it, from what
 
@@ -49,11 +49,11 @@ def remove_parts(home: str, stage: str, but: dict | None = None) -> None:
     """
     if not os.path.isdir(home):
         return
+    sweep(home)
     for name in os.listdir(home):
         path = os.path.join(home, name)
-        remove_abandoned(path)  # what a killed process was writing
         record = record_of(path)
         if record.get("stage") == stage and (but is None or not but.items() <= record.items()):
-            remove_named(path)
+            remove_own(path, path)
     if not os.listdir(home):
         os.rmdir(home)

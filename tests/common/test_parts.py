@@ -37,7 +37,7 @@ def test_parts_of_another_command_are_removed(home, name):
         path.touch()
     assert Parts(str(home), COMMAND | {name: "other"}).find("first") is None
     left = sorted(str(path.relative_to(home)) for path in home.rglob("*"))
-    assert left == ["first", "first/notes", "notes"]
+    assert left == ["first.old-1", "first.old-1/notes", "notes"]
 
 
 @pytest.mark.parametrize("damage", ["modified", "missing", "more", "no record", "no files"])
