@@ -7,9 +7,8 @@ import shutil
 from dataclasses import asdict
 
 import torch
-import transformers
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from common import hub
@@ -22,9 +21,9 @@ from common.weights import (
     check_names,
     fingerprint,
     first_line,
+    open_checkpoint,
     require_content,
     tokenizer_files,
-    weight_files,
 )
 
 logging.set_verbosity_error()  # the stages print what they load
@@ -149,7 +148,7 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     UserError for missing, unexpected, mis-shaped or non-finite weights, or if the GPUs are too small.
     """
     config = load_config(path)
-    weight_files(path)
+    open_checkpoint(path)  # whose errors name the file
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map="auto" if spread else None,
@@ -175,17 +174,20 @@ def check_loaded(path: str, report: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint.
+    """The tokenizer of a checkpoint; one with code of its own is what its tokenizer.json says.
 
-    Raises UserError if it needs code of its own, unless its ids fit the model's vocabulary, and unless it has
-    an end-of-sequence token.
+    Raises UserError if it has only code, unless its ids fit the model's vocabulary, and unless it has an
+    end-of-sequence token.
     """
-    names = tokenizer_files(path)
-    if "tokenizer.json" not in names and AUTO_MAP in tokenizer_settings(path):
+    names, settings = tokenizer_files(path), tokenizer_settings(path)
+    if "tokenizer.json" not in names and AUTO_MAP in settings:
         raise UserError(f"{path}: expected a tokenizer.json, found a tokenizer_config.json that names code "
                         f"({AUTO_MAP}), which is never run")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if AUTO_MAP in settings:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each tokenizer backend raises its own class
         reason = first_line(error)
         if "tokenizer.model" in names and "tokenizer.json" not in names:
@@ -221,7 +223,7 @@ def bos_prefix(tokenizer, bos: bool | None) -> list[int]:
 def save_tokenizer(path: str, directory: str) -> None:
     """Copy the files of a checkpoint's tokenizer to another directory, byte for byte.
 
-    But for the name of code of its own, which is not copied: its tokenizer.json does without.
+    But for the name of code of its own, which is not copied: the copy is what load_tokenizer makes of it.
     """
     if os.path.realpath(path) == os.path.realpath(directory):
         return
@@ -230,9 +232,9 @@ def save_tokenizer(path: str, directory: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         shutil.copyfile(os.path.join(path, name), target)
     settings = tokenizer_settings(path)
-    if settings.pop(AUTO_MAP, None):
-        if not hasattr(transformers, str(settings.get("tokenizer_class"))):  # a class in that code
-            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if AUTO_MAP in settings:
+        del settings[AUTO_MAP]
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as older releases know it, too
         write_json(os.path.join(directory, TOKENIZER_CONFIG), settings)
 
 
