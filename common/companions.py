@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from common.cli import UserError
 from common.files import read_json
 from common.models import save_tokenizer
-from common.weights import first_line
+from common.weights import first_line, require_content
 
 GENERATION = "generation_config.json"
 SCALED_LAYERS = "full_attention"  # of OLMo 3, whose older releases scale the RoPE of these layers alone
@@ -47,6 +47,7 @@ def copy_rest(directory: str, source: str) -> None:
     path = os.path.join(source, GENERATION)
     if not os.path.exists(path) or os.path.realpath(directory) == os.path.realpath(source):
         return
+    require_content(path)
     try:
         GenerationConfig.from_pretrained(source)
     except Exception as error:  # a damaged file may raise anything

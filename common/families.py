@@ -80,6 +80,10 @@ def require_convertible(path: str, config) -> None:
                         "are clipped one coordinate at a time, which no rotation commutes with")
     if getattr(config, "use_bidirectional_attention", None):
         raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
+    sliding = family(config).window or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if sliding and config.sliding_window is not None and config.sliding_window < 2:
+        raise UserError(f"{path}: expected a sliding_window of at least 2 tokens, found "
+                        f"{config.sliding_window}: transformers cannot cache fewer")
     shape = geometry(config)
     if shape.head_dim % 2:
         raise UserError(f"{path}: expected an even head_dim, which RoPE splits into pairs, "

@@ -8,6 +8,7 @@ float32 model and copies of its largest tensor (1.1 GiB at most for SmolLM2-135M
 import json
 import os
 
+import numpy as np
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -30,6 +31,7 @@ KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_leng
 # and metadata that change nothing at these values
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
            "rope.scaling.type": "none"}
+LICENSE = ("license", "license_name", "license_link")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PRE = "tokenizer.ggml.pre"  # how byte-level BPE splits text
 # its values for which transformers splits as llama.cpp does
@@ -80,8 +82,16 @@ def describe(file: str) -> tuple[dict, AutoConfig]:
     """
     from gguf import GGUFReader
 
+    class Reader(GGUFReader):
+        """It reads nothing past the end of the file, where the package's finds any number of empty arrays."""
+
+        def _get(self, offset, dtype, count=1, **order):
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"it ends before byte {offset + 1} and what should be there")
+            return super()._get(offset, dtype, count, **order)
+
     try:
-        reader = GGUFReader(file)
+        reader = Reader(file)
         fields = {key: field.contents() for key, field in reader.fields.items()
                   if not key.startswith("tokenizer.") or key == PRE}
         architecture = fields["general.architecture"]
@@ -145,7 +155,8 @@ def write(file: str, fields: dict, config, directory: str) -> None:
     with CheckpointWriter(directory, config, torch.float32, directory) as writer:
         writer.write("", model)
     if "general.license" in fields:
-        card = ModelCard(f"---\n{ModelCardData(license=fields['general.license'])}\n---\n")
+        license = {name: fields.get(f"general.{name.replace('_', '.')}") for name in LICENSE}
+        card = ModelCard(f"---\n{ModelCardData(**license)}\n---\n")
         card.save(os.path.join(directory, "README.md"))
 
 

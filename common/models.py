@@ -8,19 +8,22 @@ from dataclasses import asdict
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from common import hub
 from common.cli import UserError, suggest
 from common.families import geometry
+from common.files import read_json, write_json
 from common.records import COUNT, Optional, mismatch
 from common.weights import (
     check_finite,
     check_names,
     fingerprint,
     first_line,
+    open_checkpoint,
+    require_content,
     tokenizer_files,
-    weight_files,
 )
 
 logging.set_verbosity_error()  # the stages print what they load
@@ -29,10 +32,11 @@ logging.disable_progress_bar()
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
-DOWNLOADED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "*.bin", "README.md")
 # of all models, whatever a config says; no dropout, because a resumed training could not repeat its draws
 OUTPUTS = {"output_attentions": False, "return_dict": True} | dict.fromkeys(
     ("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
+TOKENIZER_CONFIG, AUTO_MAP = "tokenizer_config.json", "auto_map"  # its key for code of the checkpoint's own
+MOST_LAYERS = 1000  # many times those of any model; to build a model takes a millisecond or two per layer
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings")
 
@@ -46,16 +50,13 @@ def local_model(name: str) -> str:
         return name
     if os.path.exists(name):
         raise UserError(f"model {name}: expected a checkpoint directory, found a file")
-    from huggingface_hub import snapshot_download
-
     try:
-        return snapshot_download(name, allow_patterns=DOWNLOADED)
+        return hub.download(name)
     except Exception as error:  # bad names, network and permissions raise different classes
         configs = sorted(glob.glob(os.path.join("runs", "*", "*", "config.json")))
         known = ["demo", *map(os.path.dirname, configs), *PUBLISHED_MODELS]
-        raise UserError(f"model {name}: neither a directory nor a hub repository that can be reached "
-                        f"({type(error).__name__}){suggest(name, known)}; "
-                        f"known: {', '.join(known)}") from error
+        raise UserError(f"model {name}: neither a directory nor a hub repository that can be read "
+                        f"({hub.reason(error)}){suggest(name, known)}; known: {', '.join(known)}") from error
 
 
 def is_hub_name(name: str) -> bool:
@@ -70,19 +71,24 @@ def is_hub_name(name: str) -> bool:
 def load_config(path: str):
     """The config in a checkpoint directory or file.
 
-    Raises UserError if it cannot be read or a size in it is not a positive integer.
+    Raises UserError if it cannot be read, or if a size in it is not a positive integer or is beyond reason.
     """
     try:
         name = os.path.join(path, "config.json") if os.path.isdir(path) else path
+        require_content(name)
         with open(name, encoding="utf-8") as file:
-            fault = mismatch(json.load(file), {name: Optional(COUNT) for name in SIZES}, "config.json")
+            settings = json.load(file)
+        fault = mismatch(settings, {name: Optional(COUNT) for name in SIZES}, "config.json")
+        if fault is None and (settings.get("num_hidden_layers") or 0) > MOST_LAYERS:
+            fault = (f"config.json.num_hidden_layers: expected at most {MOST_LAYERS}, "
+                     f"found {settings['num_hidden_layers']}")
         config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False, **OUTPUTS)
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
     if fault:
         raise UserError(f"{path}: {fault}")
-    if config.dtype is not None and not config.dtype.is_floating_point:
+    if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
         raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
     config._attn_implementation = "sdpa"  # whatever it says: without a mask no other is causal
     return config
@@ -145,7 +151,7 @@ def load_model(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     UserError for missing, unexpected, mis-shaped or non-finite weights, or if the GPUs are too small.
     """
     config = load_config(path)
-    weight_files(path)
+    open_checkpoint(path)  # whose errors name the file
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map="auto" if spread else None,
@@ -171,14 +177,22 @@ def check_loaded(path: str, report: dict) -> None:
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint.
+    """The tokenizer of a checkpoint; one with code of its own is what its tokenizer.json says.
 
-    Raises UserError unless its ids fit the model's vocabulary and it has an end-of-sequence token.
+    Raises UserError if it has only code, unless its ids fit the model's vocabulary, and unless it has an
+    end-of-sequence token.
     """
+    names, settings = tokenizer_files(path), tokenizer_settings(path)
+    if "tokenizer.json" not in names and AUTO_MAP in settings:
+        raise UserError(f"{path}: expected a tokenizer.json, found a tokenizer_config.json that names code "
+                        f"({AUTO_MAP}), which is never run")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if AUTO_MAP in settings:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each tokenizer backend raises its own class
-        names, reason = tokenizer_files(path), first_line(error)
+        reason = first_line(error)
         if "tokenizer.model" in names and "tokenizer.json" not in names:
             reason = "expected the packages that read tokenizer.model; pip install sentencepiece protobuf"
         raise UserError(f"{path}: cannot load a tokenizer: {reason}") from error
@@ -210,12 +224,27 @@ def bos_prefix(tokenizer, bos: bool | None) -> list[int]:
 
 
 def save_tokenizer(path: str, directory: str) -> None:
-    """Copy the files of a checkpoint's tokenizer to another directory, byte for byte."""
+    """Copy the files of a checkpoint's tokenizer to another directory, byte for byte.
+
+    But for the name of code of its own, which is not copied: the copy is what load_tokenizer makes of it.
+    """
+    if os.path.realpath(path) == os.path.realpath(directory):
+        return
     for name in tokenizer_files(path):
-        source, target = os.path.join(path, name), os.path.join(directory, name)
+        target = os.path.join(directory, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.realpath(source) != os.path.realpath(target):
-            shutil.copyfile(source, target)
+        shutil.copyfile(os.path.join(path, name), target)
+    settings = tokenizer_settings(path)
+    if AUTO_MAP in settings:
+        del settings[AUTO_MAP]
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as older releases know it, too
+        write_json(os.path.join(directory, TOKENIZER_CONFIG), settings)
+
+
+def tokenizer_settings(path: str) -> dict:
+    """What is in a checkpoint's tokenizer_config.json; {} if it has none that can be read."""
+    settings = read_json(os.path.join(path, TOKENIZER_CONFIG))
+    return settings if isinstance(settings, dict) else {}
 
 
 def weight_dtype(name: str, config) -> torch.dtype:

@@ -5,12 +5,13 @@ import hashlib
 import os
 import re
 import zipfile
+from collections.abc import Iterator
 
 import torch
 from safetensors import safe_open
 
 from common.cli import UserError
-from common.files import known_sha256, read_json
+from common.files import known_sha256, read_json, require_regular
 from common.records import FILE_NAME, STRING, mismatch, shown
 
 WEIGHT_FILES = (  # where transformers looks for weights, in order
@@ -18,6 +19,7 @@ WEIGHT_FILES = (  # where transformers looks for weights, in order
 )
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
                    "chat_template*", "*.model", "*.tiktoken", "additional_chat_templates/*")
+POINTER = b"version https://git-lfs.github.com/spec/"  # how the pointers of Git LFS begin
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -32,22 +34,47 @@ def weight_files(directory: str) -> list[str]:
     if os.path.exists(adapter):  # transformers would apply it to the weights next to it
         raise UserError(f"{adapter}: expected a model without an adapter; merge it first (peft's "
                         "merge_and_unload), or move the file away")
-    present = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(directory, name))]
-    if not present:
+    name = next(present_files(directory, WEIGHT_FILES), None)
+    if name is None:
         raise UserError(f"{directory}: expected weights (one of {', '.join(WEIGHT_FILES)}), found none")
-    name = present[0]
-    if not name.endswith(".index.json"):
-        return [name]
     path = os.path.join(directory, name)
+    shards = index_shards(path)
+    missing = set(shards).difference(present_files(directory, shards))
+    if missing:
+        raise UserError(f"{path}: expected names of files in its directory, found {shown(min(missing))}")
+    return [name, *shards]
+
+
+def index_shards(path: str) -> list[str]:
+    """Names of the files that an index of weights names; none for a file of weights.
+
+    Raises UserError for an index that transformers could not read, and for names of files elsewhere.
+    """
+    if not path.endswith(".index.json"):
+        return []
     index = read_json(path)
-    fault = mismatch(index, {"weight_map": {STRING: FILE_NAME}}, "index")
+    fault = mismatch(index, {"metadata": {}, "weight_map": {STRING: FILE_NAME}}, "index")
     if fault:
         raise UserError(f"{path}: {fault}")
-    shards = sorted(set(index["weight_map"].values()))
-    for shard in shards:
-        if "/" in shard or not os.path.isfile(os.path.join(directory, shard)):
-            raise UserError(f"{path}: expected names of files in its directory, found {shown(shard)}")
-    return [name, *shards]
+    return sorted(set(index["weight_map"].values()))
+
+
+def present_files(directory: str, names) -> Iterator[str]:
+    """Yield those of the names that are files of a model's directory, once they meet require_content."""
+    for name in names:
+        path = os.path.join(directory, name)
+        if os.path.exists(path) and not os.path.isdir(path):
+            require_content(path)
+            yield name
+
+
+def require_content(path: str) -> None:
+    """Raise UserError where a model's file is a FIFO, a device, or the pointer of Git LFS to its content."""
+    require_regular(path)
+    with open(path, "rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise UserError(f"{path}: expected the file itself, found its Git LFS pointer; run git lfs "
+                            "install and git lfs pull in its repository")
 
 
 def fingerprint(path: str) -> str:
@@ -59,9 +86,12 @@ def fingerprint(path: str) -> str:
 
 
 def tokenizer_files(path: str) -> list[str]:
-    """Names of the files that a checkpoint's tokenizer may be read from, relative to its directory."""
-    found = [name for pattern in TOKENIZER_FILES for name in glob.glob(pattern, root_dir=path)]
-    return sorted({name for name in found if os.path.isfile(os.path.join(path, name))})
+    """Names of the files that a checkpoint's tokenizer may be read from, relative to its directory.
+
+    Raises UserError for one without its content.
+    """
+    found = {name for pattern in TOKENIZER_FILES for name in glob.glob(pattern, root_dir=path)}
+    return list(present_files(path, sorted(found)))
 
 
 def open_checkpoint(directory: str) -> dict:
@@ -78,11 +108,21 @@ def open_checkpoint(directory: str) -> dict:
                 tensors |= {key: file.get_slice(key) for key in file.keys()}
             elif name.endswith(".bin"):  # older format; weights_only refuses pickles that run code
                 mapped = zipfile.is_zipfile(path)
-                tensors |= torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+                stored = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+                for key, tensor in stored.items():
+                    require_dense(key, tensor)
+                tensors |= stored
         except Exception as error:  # the exception class depends on the damage
             raise UserError(f"{path}: expected a file of tensors, found none that can be read: "
                             f"{first_line(error)}") from error
     return tensors
+
+
+def require_dense(name: str, tensor) -> None:
+    """Raise ValueError unless this is a tensor in memory, not a sparse one."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        found = getattr(tensor, "layout", type(tensor).__name__)
+        raise ValueError(f"expected a dense tensor {shown(name)}, found {found}")
 
 
 class StoredWeights:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common import hub
 from common.cli import UserError
 from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
 from common.files import read_text
@@ -235,7 +236,7 @@ def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
         table = datasets.load_dataset(name, configuration, split=split)
         return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(table)]
     except Exception as error:  # the exception class depends on how the hub fails
-        raise UserError(f"task {task}: cannot load {name} from the hub ({type(error).__name__}); "
+        raise UserError(f"task {task}: cannot load {name} from the hub ({hub.reason(error)}); "
                         "pass a directory of local files to --tasks") from error
 
 

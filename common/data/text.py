@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.lib.format import write_array_header_1_0
 
+from common import hub
 from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
@@ -307,7 +308,7 @@ def _c4(name: str, files: int) -> Iterator[str]:
             for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
                 yield row["text"]
     except Exception as error:  # the exception class depends on how the hub fails
-        raise UserError(f"cannot stream {C4} from the hub ({type(error).__name__}); "
+        raise UserError(f"cannot stream {C4} from the hub ({hub.reason(error)}); "
                         "pass a local file to --text") from error
 
 

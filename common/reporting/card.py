@@ -5,6 +5,7 @@ import re
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from common.files import read_text
 from common.models import is_hub_name
 from common.records import SOURCE
 from common.reporting.tables import markdown_text
@@ -48,7 +49,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     on_hub, given = is_hub_name(source), _source_card(alignment["model"]["path"])
     data = ModelCardData(
         base_model=source if on_hub else given.get("base_model"),
-        license=given.get("license"),
+        **_license(given, source if on_hub else None),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gqa", "kv-cache"],
@@ -57,16 +58,28 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     facts["chat"], of_tasks = chat, facts.get("tasks")
     # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
     facts["bare"] = not training["arguments"].get("bos") if of_tasks else chat
-    facts["license"] = markdown_text(str(given.get("license") or ""))
+    facts["license"] = markdown_text(str(data.get("license_name") or data.license or ""))
     link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
     card.save(os.path.join(directory, "README.md"))
 
 
+def _license(given: dict, repository: str | None) -> dict:
+    """What the source's card says of its license; given: its metadata.
+
+    A link to a file of the hub repository, if it is one, leads there from anywhere.
+    """
+    link = given.get("license_link")
+    if repository and isinstance(link, str) and "://" not in link:
+        link = f"https://huggingface.co/{repository}/blob/main/{link}"
+    return {"license": given.get("license"), "license_name": given.get("license_name"), "license_link": link}
+
+
 def _source_card(path: str) -> dict:
     """The metadata of the source's own model card that is text; {} if it has none that can be read."""
     try:
-        data = ModelCard.load(os.path.join(path, "README.md"), ignore_metadata_errors=True).data.to_dict()
+        text = read_text(os.path.join(path, "README.md"))
+        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # missing, or whatever a parser makes of it
         return {}
     return {name: value for name, value in data.items()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import files, models
+from common import companions, files, models
 from common.cli import UserError
 from common.families import SUPPORTED, geometry, key_context, require_convertible
 from common.files import files_in
@@ -24,7 +24,9 @@ from common.weights import fingerprint, open_checkpoint, weight_files
 from helpers import ROOT, byte_tokenizer, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 9976576392\n" % (b"0" * 64)
 UP = "model.layers.1.mlp.up_proj.weight"
+ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
 ONE_ROW_NAN = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.nan)
 
 
@@ -193,22 +195,22 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
 # -- what is refused --
 
 
-ELSEWHERE = ("../outside.safetensors", "a/b.safetensors", "", "missing.safetensors")
+ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
 
 
-@pytest.mark.parametrize("content", [
-    b"\xff", b"{}", b'{"weight_map": {"a": 1}}',
-    *(json.dumps({"weight_map": {UP: name}}).encode() for name in ELSEWHERE),
+@pytest.mark.parametrize(("content", "expected"), [
+    (b"\xff", "expected an object"), (b"{}", "expected a field 'metadata', found none"),
+    (b'{"metadata": {}, "weight_map": {"a": 1}}', "found 1"),
+    *((json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode(), f"found '{name}'")
+      for name in ELSEWHERE),
 ])
-def test_a_damaged_index_and_one_of_files_elsewhere_are_refused(copy, content):
+def test_a_damaged_index_and_one_of_files_elsewhere_are_refused(copy, content, expected):
     path = copy("shards")
-    (path / "a").mkdir()
-    for name in ELSEWHERE[:2]:
-        save_file({UP: torch.zeros(64, 48)}, path / name)
+    save_file({UP: torch.zeros(64, 48)}, path / ELSEWHERE[0])
     (path / INDEX).write_bytes(content)
     for action in (weight_files, fingerprint, open_checkpoint, load_model):
         message = refusal(action, str(path))
-        assert f"{INDEX}: " in message and "expected" in message and message.isprintable()
+        assert f"{INDEX}: " in message and expected in message and message.isprintable()
 
 
 class Command:
@@ -257,12 +259,22 @@ def replace_up(path: Path, tensor: torch.Tensor) -> None:
     drop(path, UP, **{UP: tensor})
 
 
+def replace_up_in_pickle(path: Path, value) -> None:
+    state = torch.load(path / "pytorch_model.bin")
+    torch.save(state | {UP: value}, path / "pytorch_model.bin")
+
+
 WEIGHTS = "model.safetensors"
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
     "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN), f"NaN or Inf in {UP}"),
+    "infinity": ("whole", lambda path: replace_up(path, ONE_INFINITY), f"NaN or Inf in {UP}"),
+    "text among tensors": ("bin", lambda path: replace_up_in_pickle(path, "text"), "pytorch_model.bin"),
+    "a list": ("bin", lambda path: torch.save([1], path / "pytorch_model.bin"), "pytorch_model.bin"),
+    "a sparse tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to_sparse()), UP),
+    "a meta tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to("meta")), UP),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
@@ -307,6 +319,17 @@ def test_sizes_in_the_config_are_positive_integers(copy, name):
         assert str(path) in message and name in message, message
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected at most 1000, found 100000"),
+    ({"dtype": 5}, "expected weights in floating point, found 5"),
+    ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
+])
+def test_values_of_a_config_that_no_model_has_are_refused(copy, changes, message):
+    path = copy("whole")
+    edit_config(path, **changes)
+    assert f"{path}: " in refusal(load_config, str(path)) and message in refusal(load_config, str(path))
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"model_type": "nonesuch"}'])
 def test_a_damaged_config_is_refused(copy, content):
     path = copy("whole")
@@ -335,6 +358,9 @@ HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor":
     ({"num_key_value_heads": 1}, "at least 2 key/value heads, found 1"),
     ({"num_key_value_heads": 3}, "expected key/value heads that divide 8 heads, found 3"),
     ({"head_dim": 7}, "even"),
+    ({"model_type": "mistral", "sliding_window": 1}, "a sliding_window of at least 2 tokens, found 1"),
+    ({"model_type": "olmo3", "sliding_window": 0, "layer_types": ["sliding_attention"] * 3},
+     "a sliding_window of at least 2 tokens, found 0"),
 ])
 def test_models_the_method_does_not_apply_to(copy, changes, message):
     path = copy("whole")
@@ -371,6 +397,20 @@ def test_a_source_model_may_move_together_with_the_run(copy, tmp_path, place):
     assert source_model(record, str(new / "run"))["path"] == str(new / place)
 
 
+def test_only_a_source_that_stage_1_made_is_looked_for_in_the_run(copy, tmp_path):
+    """A moved run takes its own RUN/source along; any other model is where it was."""
+    path = copy("whole")
+    run, earlier = tmp_path / "run", tmp_path / "earlier" / "source"
+    shutil.copytree(path, run / "source")
+    shutil.copytree(path, earlier)
+    for recorded, found in ((str(path), str(path)), (str(earlier), str(run / "source"))):
+        assert source_model({"model": describe(recorded, "name")}, str(run))["path"] == found
+    recorded = describe(str(path), "name")
+    shutil.rmtree(path)
+    message = refusal(source_model, {"model": recorded}, str(run))
+    assert "that 01_calibrate.py read, found none" in message
+
+
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
     path = copy("whole")
     edit_config(path, head_dim=None)
@@ -401,6 +441,31 @@ def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
         before = fingerprint(str(source))
 
 
+@pytest.mark.parametrize("named", ["OwnTokenizer", "LlamaTokenizerFast", None])
+def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path, named):
+    """A tokenizer.json does without the code, which is not copied; without one the model is refused."""
+    source, target = copy("whole"), tmp_path / "target"
+    target.mkdir()
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": named, "chat_template": "é"}
+    path.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}))
+    models.save_tokenizer(str(source), str(target))
+    expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert json.loads((target / path.name).read_text()) == expected
+    shutil.copy(source / "config.json", target)
+    for each in (source, target):
+        tokenizer = load_tokenizer(str(each))
+        assert tokenizer("a b é").input_ids == byte_tokenizer()("a b é").input_ids
+        assert (tokenizer.eos_token, tokenizer.chat_template) == ("<eos>", "é")
+    assert AutoTokenizer.from_pretrained(target)("a b").input_ids == byte_tokenizer()("a b").input_ids
+    before = path.read_bytes()
+    models.save_tokenizer(str(source), str(source))
+    assert path.read_bytes() == before
+    (source / "tokenizer.json").unlink()
+    message = refusal(load_tokenizer, str(source))
+    assert f"{source}: expected a tokenizer.json" in message and "names code (auto_map)" in message
+
+
 def test_a_sentencepiece_model_alone_needs_a_package(copy):
     path = copy("whole")
     (path / "tokenizer.json").unlink()
@@ -426,6 +491,45 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
     assert "end-of-sequence token, found none" in refusal(load_tokenizer, str(path))
     (path / "tokenizer.json").write_text("{")
     assert "cannot load a tokenizer" in refusal(load_tokenizer, str(path))
+
+
+# -- files that are none --
+
+
+NO_FILES = {  # what stands for a file -> what the message must contain
+    lambda path: path.write_bytes(LFS_POINTER): "Git LFS pointer; run git lfs install and git lfs pull",
+    os.mkfifo: "expected a file, found a FIFO or a device",
+}
+
+
+@pytest.mark.parametrize("make", NO_FILES, ids=["lfs", "fifo"])
+@pytest.mark.parametrize(("kind", "name"), [
+    ("whole", "config.json"), ("whole", WEIGHTS), ("shards", INDEX), ("shards", "a shard"),
+    ("bin", "pytorch_model.bin"), ("whole", "tokenizer.json"), ("whole", "tokenizer_config.json"),
+    ("whole", "tokenizer.model"), ("whole", "chat_template.jinja"), ("whole", "generation_config.json"),
+])
+def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, make):
+    path = copy(kind)
+    name = weight_files(str(path))[2] if name == "a shard" else name
+    (path / name).unlink(missing_ok=True)
+    make(path / name)
+    config = load_config(str(path)) if name != "config.json" else None
+    actions = {"config.json": [load_config], "generation_config.json": [
+        lambda path: companions.write(str(tmp_path), config, path)]}
+    tokenizer = name.startswith(("tokenizer", "chat"))
+    of_weights = [weight_files, load_model, open_checkpoint, fingerprint]
+    for action in actions.get(name, [load_tokenizer, fingerprint] if tokenizer else of_weights):
+        message = refusal(action, str(path))
+        assert f"{path / name}: expected" in message and NO_FILES[make] in message
+
+
+def test_files_that_are_not_read_may_be_pointers(copy):
+    """A clone may have fetched one kind of weights only."""
+    path = copy("whole")
+    for name in ("pytorch_model.bin", "logo.png", INDEX):
+        (path / name).write_bytes(LFS_POINTER)
+    load_model(str(path))
+    fingerprint(str(path))
 
 
 # -- stage 1 --

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import os
 
 import pytest
 from huggingface_hub import ModelCard
@@ -135,6 +136,26 @@ def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
         assert ast.parse("\n".join(snippet)) and "with 1 key/value head\n" in card
         assert ("apply_chat_template" in card) == (chat and data == "none")
         assert ("The capital of France is" in card) == (not chat)
+        # the template has begun the sequence, and so has no prompt of the tasks
+        assert ("add_special_tokens=False" in card) == (chat or data == "hub")
+
+
+@pytest.mark.parametrize(("name", "link", "expected"), [
+    ("/models/toy", "https://example.org/LICENSE", "https://example.org/LICENSE"),
+    ("acme/toy", "https://example.org/LICENSE", "https://example.org/LICENSE"),
+    ("acme/toy", "LICENSE", "https://huggingface.co/acme/toy/blob/main/LICENSE"),
+    ("/models/toy", "LICENSE", "LICENSE"),
+])
+def test_a_license_of_its_own_keeps_its_name_and_link(tmp_path, records, name, link, expected):
+    source = tmp_path / "source"
+    source.mkdir()
+    records[0]["model"] |= {"name": name, "path": str(source)}
+    license = {"license": "other", "license_name": "acme-community", "license_link": link}
+    content = "".join(f"{key}: {value}\r\n" for key, value in license.items())
+    (source / "README.md").write_bytes(f"\ufeff---\r\n{content}---\r\n".encode())
+    assert "Its license is the source's (acme-community)." in words(write(tmp_path, records))
+    data = ModelCard.load(tmp_path / "README.md").data.to_dict()
+    assert license | {"license_link": expected} == {key: data.get(key) for key in license}
 
 
 def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records):
@@ -150,6 +171,10 @@ def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records)
                     "pipeline_tag": "text-generation", "tags": ["gqa", "kv-cache"]}
     (source / "README.md").write_text("---\nlicense: <b>mine\n---\n")
     assert "Its license is the source's (&lt;b>mine)." in words(write(tmp_path, records))
+    os.remove(source / "README.md")
+    os.mkfifo(source / "README.md")
+    assert "which came without a card" in words(write(tmp_path, records))
+    os.remove(source / "README.md")
     for unusable in ("[", 'license: "\\ud800"', "license: &endless [*endless]"):
         (source / "README.md").write_text(f"---\n{unusable}\n---\n")
         assert "which came without a card" in words(write(tmp_path, records))
