@@ -19,7 +19,7 @@ from common.data.text import load_tokens
 from common.families import geometry
 from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
-from test_chat import CHATML, chatml_tokenizer, llama2_tokenizer, messages, save_chats
+from test_chat import CHATML, THOUGHT, chatml_tokenizer, llama2_tokenizer, messages, save_chats
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:
@@ -124,6 +124,15 @@ def test_what_comes_between_generation_prompt_and_answer_is_the_models_to_write(
     assert thinking != CHATML and chat_form(chatml_tokenizer(thinking)) == chat_form(chatml_tokenizer())
 
 
+def test_a_thought_that_the_generation_prompt_opens_comes_before_the_generated_answer():
+    """The model may end its turn with the marker alone; what the prompt opens is put there."""
+    tokenizer = chatml_tokenizer(THOUGHT)
+    opening, ((marker, rest, whole), after) = chat_form(tokenizer)
+    assert [tokenizer.decode(ids) for ids in (opening, marker, rest, whole)] == [
+        "<|im_start|>", "<|im_end|>", "<think>\n", "<|im_end|><think>\n"]
+    assert after == ([END], [], [END])
+
+
 @pytest.fixture
 def model(tmp_path) -> str:
     """A tiny model with a chat template."""
@@ -139,7 +148,12 @@ def test_a_model_that_chats_generates_chats_beside_its_text(model, tmp_path):
                                  (None, ["c4", "generated:a.txt"], []), (both, ["generated"], both)):
         assert generate.choose_chats(chat, text, model) == expected
     byte_tokenizer().save_pretrained(model)
-    (tmp_path / "model" / "chat_template.jinja").unlink()
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}: {{ m['content'] }}{% endfor %}")
+    for chat in (None, ["generated"]):  # refused before any text is generated
+        with pytest.raises(UserError, match="expected a chat template with a generation prompt, found none"):
+            generate.choose_chats(chat, ["generated"], model)
+    template.unlink()
     assert generate.choose_chats(None, ["generated"], model) == []
 
 

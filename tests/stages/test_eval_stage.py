@@ -350,3 +350,10 @@ def test_forward_passes_are_in_bfloat16_on_gpus(monkeypatch, device, given, expe
     monkeypatch.setattr(models, "pick_device", lambda name: device)
     monkeypatch.setattr(sys, "argv", ["07_eval.py", *given])
     assert stage7.parse().dtype == expected
+
+
+def test_a_prompt_is_a_line_of_its_file(tmp_path):
+    """Whatever else str.splitlines would split at."""
+    line, path = "Translate:\u2028good\u0085morning\x0bto\x0call\x1cof us", tmp_path / "prompts.txt"
+    path.write_text(f"\n{line}\r\n \n last", encoding="utf-8")
+    assert stage7.read_prompts(str(path)) == [line, "last"]
