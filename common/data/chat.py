@@ -70,10 +70,10 @@ class Template:
         chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]
         try:
             asked, prompt = (apply_template(chat[:1], self, prompting) for prompting in (False, True))
-            header, found, _ = apply_template(chat, self, prompting=False).rpartition(content)
+            header = apply_template(chat, self, prompting=False).rpartition(content)[0]
         except ValueError:  # it refuses this chat, and may take others
             return ""
-        opened = found and prompt.startswith(header) and len(header.rstrip()) > len(asked)
+        opened = prompt.startswith(header) and len(header.rstrip()) > len(asked)
         return prompt[len(header) :] if opened else ""
 
 
