@@ -293,8 +293,8 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
     """
     tokenizer, config = load_tokenizer(origin.model), load_config(origin.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
-    parts = []
-    for source, rows, chats in ((text, sequences - count, False), (chat, count, True)):
+    parts, order = [], -1 if chat and is_generated(text) and not is_generated(chat) else 1  # files first
+    for source, rows, chats in ((text, sequences - count, False), (chat, count, True))[::order]:
         if rows and is_generated(source):
             ids = decoded(generated(source, origin, rows, length, split, chats))
             parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
@@ -306,7 +306,7 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
             parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
         elif rows:
             parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
-    tokens, descriptions = zip(*parts, strict=True)
+    tokens, descriptions = zip(*parts[::order], strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
     if tokens.max() >= config.vocab_size:  # of a .npy file
         raise UserError(f"{description}: expected token ids below {config.vocab_size}, the vocabulary, "

@@ -272,8 +272,14 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     chats, _ = generate.read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
+    written, rows, continued = sorted(tmp_path.rglob("*.npy")), 3, f"generated:{text}"
+    text.write_text(f"{text.read_text()}\n" * 3)
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
-        generate.read_sequences("none", path, place, 100, 64)
+        generate.read_sequences(continued, path, place, 200, 64)
+    assert sorted(tmp_path.rglob("*.npy")) == written  # before text is generated
+    both, description = generate.read_sequences(continued, path, place, 2 * rows, 64)
+    assert (both[rows:] == generate.read_sequences("none", path, place, rows, 64)[0]).all()
+    assert description.startswith(f"{continued}: 3 texts; {path}")
 
 
 @pytest.mark.slow
