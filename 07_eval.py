@@ -47,7 +47,7 @@ from common.data.tasks import (
     size_note,
 )
 from common.data.text import NONE, digests_of, load_tokens, sequence_length
-from common.files import read_text, write_text
+from common.files import open_text, read_text, write_text
 from common.layers import Layers
 from common.records import SOURCE
 from common.reporting.tables import answers_section, caption, results_table, summary_line, write_scores
@@ -227,7 +227,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
         samples[task] = [choice_samples(example, tokenizer, bos) for example in questions.values()]
         for index, choices in zip(questions, samples[task], strict=True):
             check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
-    asked = [evaluate.prompt_ids(prompt, tokenizer, args.bos) for prompt in prompts]
+    asked = evaluate.prompt_ids(prompts, tokenizer, args.bos)
     longest = max(map(len, asked), default=0)
     if longest + ANSWER_TOKENS > positions:
         raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
@@ -240,7 +240,8 @@ def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+        with open_text(path) as file:
+            prompts = [line.strip() for line in file if line.strip()]
     except OSError as error:
         raise UserError(f"--prompts {path}: cannot be read: {error.strerror}") from error
     if not prompts:

@@ -78,7 +78,7 @@ def main():
     answers, right = {}, {}
     for name, path in directories.items():
         tokenizer, model = load_tokenizer(path), load_model(path, getattr(torch, args.dtype))
-        prompts = [prompt_ids(question, tokenizer) for question in questions]
+        prompts = prompt_ids(list(questions), tokenizer)
         answers[name] = complete(model, tokenizer, prompts, args.tokens, args.batch)
         right[name] = [is_right(*pair) for pair in zip(answers[name], questions.values(), strict=True)]
     text = table(right)

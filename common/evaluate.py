@@ -192,23 +192,25 @@ def generate_answers(
     return answers
 
 
-def prompt_ids(prompt: str, tokenizer, bos: bool | None = None) -> list[int]:
-    """Token ids of a prompt: of a user's turn if there is a chat template, else of a text that goes on.
+def prompt_ids(prompts: list[str], tokenizer, bos: bool | None = None) -> list[list[int]]:
+    """Token ids of prompts: of a user's turn if there is a chat template, else of a text that goes on.
 
-    bos: as for bos_prefix, for a text. Raises UserError for a template that refuses the prompt.
+    bos: as for bos_prefix, for a text. Raises UserError for a template that refuses a prompt.
     """
     if not tokenizer.chat_template:
-        return [*bos_prefix(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    template = fixed_template(tokenizer, "prompts")
-    try:
-        text = apply_template([{"role": "user", "content": prompt}], tokenizer, template, prompting=True)
-    except ValueError as error:
-        raise UserError(f"{tokenizer.name_or_path}: a prompt by itself: {error}") from error
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise UserError(f"{tokenizer.name_or_path}: expected a chat template that renders a prompt, found "
-                        "one that renders nothing")
-    return ids
+        prefix = bos_prefix(tokenizer, bos)
+        return [[*prefix, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
+    template, rows = fixed_template(tokenizer, "prompts"), []
+    for prompt in prompts:
+        try:
+            text = apply_template([{"role": "user", "content": prompt}], template, prompting=True)
+        except ValueError as error:
+            raise UserError(f"{tokenizer.name_or_path}: a prompt by itself: {error}") from error
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not rows[-1]:
+            raise UserError(f"{tokenizer.name_or_path}: expected a chat template that renders a prompt, "
+                            "found one that renders nothing")
+    return rows
 
 
 def complete(model, tokenizer, prompts: list[list[int]], longest: int, batch: int = 1) -> list[str]:

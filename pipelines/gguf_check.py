@@ -29,7 +29,7 @@ from common import evaluate
 from common.cli import UserError, positive, run_stage
 from common.data.text import load_tokens
 from common.families import geometry
-from common.files import read_text
+from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
 
@@ -188,7 +188,8 @@ def load_engine(path: str, context: int, **options) -> llama_cpp.Llama:
 def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return list(PROMPTS)
-    prompts = [line for line in read_text(path).splitlines() if line]
+    with open_text(path) as file:
+        prompts = [line.rstrip("\n") for line in file if line != "\n"]
     if not prompts:
         raise UserError(f"{path}: expected prompts, one per line, found none")
     return prompts

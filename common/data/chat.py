@@ -4,6 +4,7 @@ import os
 import signal
 from array import array
 from bisect import bisect_left, bisect_right
+from functools import cached_property
 
 from jinja2 import sandbox
 
@@ -13,6 +14,7 @@ from common.progress import Progress
 from common.weights import first_line
 
 RENDERED, RENDER_SECONDS = 10**7, 10  # that a template may take: a thousand times what a long chat does
+AVERAGE_SECONDS = 0.1  # that it may take each time, beyond the first RENDER_SECONDS
 sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
@@ -25,9 +27,10 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most
     `longest` of them; those without an answer there are left out. Its answers are what the template renders
     for assistant messages after a generation prompt, end of turn included; the rest, an assistant message
-    that opens the chat included, is prompt. A chat is one sample, or one per answer if the template rewrites
-    earlier turns as the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a
-    tokenizer without a template, or whose template refuses the chat.
+    that opens the chat included, is prompt. A thought that the generation prompt opens and finished turns do
+    not show is in neither. A chat is one sample, or one per answer if the template rewrites earlier turns as
+    the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a tokenizer
+    without a template, or whose template refuses the chat.
     """
     if not os.path.isfile(path) or not path.endswith(TABLES):
         state = "another name" if os.path.isfile(path) else "no such file"
@@ -37,7 +40,7 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
         chats += 1
         try:
-            for segments in render_all(_messages(row), tokenizer, template):
+            for segments in render_all(_messages(row), template):
                 sample = Sample(*tokenize_chat(segments, tokenizer))
                 cut += len(sample) > longest
                 samples.append(truncate(sample, longest))
@@ -52,11 +55,30 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     return samples, f"{path}: {chats} chats{split}, {answers} answers; {cut} cut to {longest} tokens"
 
 
-def fixed_template(tokenizer, path: str) -> str:
-    """The tokenizer's chat template, with a fixed date, for the chats at `path`.
+class Template:
+    """A tokenizer's chat template, with a fixed date, and the seconds that rendering may take next time."""
 
-    Raises UserError if it has none.
-    """
+    def __init__(self, tokenizer, text: str):
+        self.tokenizer, self.text, self.seconds = tokenizer, FIXED_DATE + text, RENDER_SECONDS
+
+    @cached_property
+    def thought(self) -> str:
+        """What the generation prompt adds to the beginning of a finished turn: DeepSeek-R1's opens a thought
+        there, which finished turns do not show. Usually "".
+        """
+        content = "A" * 8
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]
+        try:
+            asked, prompt = (apply_template(chat[:1], self, prompting) for prompting in (False, True))
+            header = apply_template(chat, self, prompting=False).rpartition(content)[0]
+        except ValueError:  # it refuses this chat, and may take others
+            return ""
+        opened = prompt.startswith(header) and len(header.rstrip()) > len(asked)
+        return prompt[len(header) :] if opened else ""
+
+
+def fixed_template(tokenizer, path: str) -> Template:
+    """The tokenizer's chat template for the chats at `path`. Raises UserError if it has none."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # none, or several without a default
@@ -65,7 +87,7 @@ def fixed_template(tokenizer, path: str) -> str:
     if not tokenizer.is_fast:
         raise UserError(f"{tokenizer.name_or_path}: expected a fast tokenizer (tokenizer.json) for {path}, "
                         f"found {type(tokenizer).__name__}")
-    return FIXED_DATE + template
+    return Template(tokenizer, template)
 
 
 def _messages(row: dict) -> list[dict]:
@@ -84,29 +106,35 @@ def _messages(row: dict) -> list[dict]:
     return messages
 
 
-def apply_template(messages: list[dict], tokenizer, template: str, prompting: bool) -> str:
+def apply_template(messages: list[dict], template: Template, prompting: bool) -> str:
     """Messages as text. prompting: with the beginning of an answer.
 
     Templates are programs: raises ValueError for one that fails in any way, renders more than RENDERED
-    characters, or does not end.
+    characters or what is not text, does not end, or takes more than AVERAGE_SECONDS again and again.
     """
 
     def interrupt(number, frame):
-        raise TimeoutError(f"it has not ended after {RENDER_SECONDS} s")
+        raise TimeoutError(f"it takes more than {RENDER_SECONDS} s, or {AVERAGE_SECONDS} s on average")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, template.seconds)
     try:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
-                                             add_generation_prompt=prompting)
+        text = template.tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False,
+                                                      add_generation_prompt=prompting)
     except Exception as error:
         raise ValueError(f"refused by the tokenizer's chat template: {first_line(error)}") from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        template.seconds = min(RENDER_SECONDS, left + AVERAGE_SECONDS)
     if len(text) > RENDERED:
         raise ValueError(f"expected at most {RENDERED} characters from the tokenizer's chat template, "
                          f"found {len(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("expected text from the tokenizer's chat template, found a lone surrogate at "
+                         f"character {error.start + 1}") from error
     return text
 
 
@@ -114,7 +142,7 @@ class Rewritten(ValueError):
     """A template renders the first messages of a chat differently once the chat goes on."""
 
 
-def render_all(messages: list[dict], tokenizer, template: str) -> list[list[str]]:
+def render_all(messages: list[dict], template: Template) -> list[list[str]]:
     """A chat as text: one list of segments as render gives them or, if the template rewrites earlier turns,
     one for the messages up to each answer, which alone is an answer there.
 
@@ -126,12 +154,12 @@ def render_all(messages: list[dict], tokenizer, template: str) -> list[list[str]
     if not answers:
         raise ValueError(f"expected an assistant message after another one, found roles {abbreviated(roles)}")
     try:
-        return [render(messages, answers, tokenizer, template)]
+        return [render(messages, answers, template)]
     except Rewritten:
-        return [render(messages[: index + 1], [index], tokenizer, template) for index in answers]
+        return [render(messages[: index + 1], [index], template) for index in answers]
 
 
-def render(messages: list[dict], answers: list[int], tokenizer, template: str) -> list[str]:
+def render(messages: list[dict], answers: list[int], template: Template) -> list[str]:
     """A chat as text in segments, prompt and answer in turn, whose concatenation is the rendered chat.
 
     answers: indices of the messages that are answers. Raises ValueError if the template refuses the chat, and
@@ -145,9 +173,10 @@ def render(messages: list[dict], answers: list[int], tokenizer, template: str) -
     segments, rendered = [], ""
     for stop, prompting in stops:
         try:
-            longer = apply_template(messages[:stop], tokenizer, template, prompting)
+            longer = apply_template(messages[:stop], template, prompting)
         except ValueError as error:
             raise ValueError(f"messages 1 to {stop}: {error}") from error
+        longer = longer.removesuffix(template.thought) if prompting else longer
         if not longer.startswith(rendered):
             raise Rewritten(f"messages 1 to {stop}: expected a chat template that adds the answer to its "
                             "generation prompt, found one that changes it")

@@ -116,25 +116,28 @@ def chat_row(opening: list[int], endings: list, end: int):
 def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     """Tokens before a user's turn, and after that turn and after the answer: (marker, rest, whole).
 
-    The marker is the whole without the blanks around it, the rest the blanks after it. Raises UserError for a
-    tokenizer without a template, or whose template has no user's turn or no generation prompt.
+    The marker is the whole without the blanks around it, and without a thought that the generation prompt
+    opens; the rest follows it. Raises UserError for a tokenizer without a template, or whose template has no
+    user's turn or no generation prompt.
     """
     template, name = fixed_template(tokenizer, GENERATED), tokenizer.name_or_path
     words = ((letter * length for length in itertools.count(8)) for letter in "QA")
-    asked, answered = (next(word for word in longer if word not in template) for longer in words)
+    asked, answered = (next(word for word in longer if word not in template.text) for longer in words)
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     try:
-        prompt, answer = render(chat, [1], tokenizer, template)
+        prompt, answer = render(chat, [1], template)
+        unprompted = apply_template(chat[:1], template, prompting=False)
     except ValueError as error:
         raise UserError(f"{name}: {error}; {ADVICE}") from error
     opening, turn, between = prompt.partition(asked)
     header, _, closing = answer.partition(answered)
-    unprompted = apply_template(chat[:1], tokenizer, template, prompting=False)
     if not turn or not opening.strip() or not between.strip() or prompt == unprompted and header.strip():
         missing = "generation prompt" if turn and opening.strip() else "marked user's turn"
         raise UserError(f"{name}: expected a chat template with a {missing}, found none; {ADVICE}")
-    opening, *texts = (text.rstrip(" ") for text in (opening, between, closing))  # the model writes " word"
-    texts = [(text.strip(), text[len(text.rstrip()) :], text) for text in texts]
+    opening, prompted, closing = (text.rstrip(" ")  # the model writes " word"
+                                  for text in (opening, between + template.thought, closing))
+    texts = [(before.strip(), whole[len(before.rstrip()) :], whole)
+             for before, whole in ((between, prompted), (closing, closing))]
     ids = functools.partial(tokenizer, add_special_tokens=False)
     return ids(opening)["input_ids"], [tuple(ids(list(parts))["input_ids"]) for parts in texts]
 
@@ -270,11 +273,16 @@ def as_samples(chats: np.ndarray) -> list[Sample]:
 
 def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[str]:
     """Where chats come from: --chat, unless it is none. Left out, the model generates them if it generates
-    its --text and has a chat template.
+    its --text and has a chat template. Raises UserError for a template that cannot generate them.
     """
+    tokenizer = load_tokenizer(model)
     if chat is None:
-        return [GENERATED] if GENERATED in text and load_tokenizer(model).chat_template else []
-    return [] if chat == [NONE] else chat
+        chosen = [GENERATED] if GENERATED in text and tokenizer.chat_template else []
+    else:
+        chosen = [] if chat == [NONE] else chat
+    if GENERATED in chosen:
+        chat_form(tokenizer)  # before text is generated
+    return chosen
 
 
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
@@ -285,8 +293,8 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
     """
     tokenizer, config = load_tokenizer(origin.model), load_config(origin.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
-    parts = []
-    for source, rows, chats in ((text, sequences - count, False), (chat, count, True)):
+    parts, order = [], -1 if chat and is_generated(text) and not is_generated(chat) else 1  # files first
+    for source, rows, chats in ((text, sequences - count, False), (chat, count, True))[::order]:
         if rows and is_generated(source):
             ids = decoded(generated(source, origin, rows, length, split, chats))
             parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
@@ -298,7 +306,7 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
             parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
         elif rows:
             parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
-    tokens, descriptions = zip(*parts, strict=True)
+    tokens, descriptions = zip(*parts[::order], strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
     if tokens.max() >= config.vocab_size:  # of a .npy file
         raise UserError(f"{description}: expected token ids below {config.vocab_size}, the vocabulary, "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.cli import UserError
+from common.files import require_regular
 from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -24,6 +25,7 @@ def read_rows(path: str) -> Iterator[tuple[str, dict]]:
 
     Raises UserError for a file that cannot be read as what its name says, or has no rows.
     """
+    require_regular(path)
     if path.endswith(LINES_OF_JSON):
         rows = ((f"line {number}", row) for number, row in read_objects(path))
     else:

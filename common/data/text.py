@@ -290,7 +290,7 @@ def read_documents(source: str, split: str) -> Iterator[str]:
     elif source.endswith(".txt"):
         with open_text(source) as file:
             for line in file:
-                yield from line.splitlines()
+                yield line.removesuffix("\n")
     else:
         for place, row in read_rows(source):
             try:

@@ -66,7 +66,7 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
     ids = tokenizer(f"What is red?{prefix}", add_special_tokens=False)["input_ids"]
     answer = tokenizer.decode(greedy(model, ids, 5), skip_special_tokens=True).strip()
     questions = ["What is red, and what is blue?", "What is red?"]
-    prompts = [evaluate.prompt_ids(question, tokenizer) for question in questions]
+    prompts = evaluate.prompt_ids(questions, tokenizer)
     assert prompts[1] == ids and evaluate.complete(model, tokenizer, prompts[1:], 5) == [answer]
     assert evaluate.complete(model, tokenizer, prompts, 5, 2)[1] == answer
 

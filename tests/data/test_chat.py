@@ -1,6 +1,7 @@
 """Chats: the template's own text and tokens, assistant turns as answers, and bad chats in one line."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,24 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_pa
     assert "2 chats in 3 samples, 3 answers; 0 cut" in description
 
 
+# like DeepSeek-R1's: the generation prompt opens a thought, and finished turns show none
+THOUGHT = ("{% for message in messages %}{% if message['role'] == 'user' %}"
+           "{{ '<|im_start|>' + message['content'] }}{% else %}"
+           "{{ '<|im_end|>' + message['content'].split('</think>')[-1] + '<eos>' }}{% endif %}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}")
+
+
+def test_an_answer_begins_where_its_generation_prompt_would_open_a_thought(tmp_path):
+    """The sample is the chat as transformers renders it, whatever the answer begins with."""
+    tokenizer = chatml_tokenizer(THOUGHT)
+    chat = messages(("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<t>"))
+    (sample,), _ = loaded(tmp_path, tokenizer, chat)
+    assert texts(sample, tokenizer) == ["<|im_start|>a<|im_end|>", "b<eos>",
+                                        "<|im_start|>c<|im_end|>", "<t><eos>"]
+    whole = tokenizer.apply_chat_template(chat)["input_ids"]
+    assert [token for segment in sample.segments for token in segment] == whole
+
+
 @pytest.mark.parametrize(("turns", "segments"), [
     (["a", "b\n", "\nc"], ["a", "b\n\n", "c"]),
     (["a", "\n", "", "\n", "b"], ["a", "\n\n", "", "", "b"]),
@@ -221,6 +240,8 @@ def test_bad_chats_are_one_line(tmp_path, row, message):
     (LLAMA2, [USER, USER, ANSWER], "messages 1 to 2: refused by .*: Conversation roles must alternate"),
     ("{{ messages[0] + 1 }}", [USER, ANSWER], "messages 1 to 1: refused by the tokenizer's chat template"),
     (CHATML.replace("<|im_start|>assistant", "think"), [USER, ANSWER], "messages 1 to 2: expected a chat"),
+    (THOUGHT.replace("{{ '<|im_end|>' + message", "{{ message"), [USER, ANSWER], "messages 1 to 2: expected"),
+    ("{{ '\ud800' }}" + CHATML, [USER, ANSWER], "messages 1 to 1: expected text .* surrogate at character 1"),
     ("{% if messages|length > 1 %}x{% endif %}", [USER, ANSWER], "expected a prompt before the first answer"),
 ])
 def test_templates_that_do_not_fit_are_one_line(tmp_path, template, chat, message):
@@ -250,13 +271,34 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
 @pytest.mark.parametrize(("template", "message"), [
     ("{% for i in range(10000) %}{% endfor %}", "refused by the tokenizer's chat template: Range too big"),
     ("{% for i in range(999) %}{% for j in range(999) %}{% for k in range(999) %}{% endfor %}{% endfor %}"
-     "{% endfor %}", "refused by the tokenizer's chat template: it has not ended after 0.2 s"),
+     "{% endfor %}", "refused by the tokenizer's chat template: it takes more than 0.2 s, or 0.1 s on"),
     ("{{ 'x' * 20000000 }}", "expected at most 10000000 characters .*, found 20000"),
 ])
 def test_a_template_that_does_not_end_is_refused(tmp_path, monkeypatch, template, message):
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = template + tokenizer.chat_template
     path = save_chats(tmp_path / "chats.jsonl", messages(("user", "Hi"), ("assistant", "Yes")))
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2 if "has not ended" in message else 1000)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2 if "it takes" in message else 1000)
     with pytest.raises(UserError, match=message):
         load_chats(path, tokenizer, 100)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.14])
+def test_a_template_may_take_its_time_once_but_not_for_every_chat(tmp_path, monkeypatch, seconds):
+    tokenizer, rendered = chatml_tokenizer(), []
+    render = tokenizer.apply_chat_template
+
+    def slow(*arguments, **flags):
+        time.sleep(seconds)
+        rendered.append(1)
+        return render(*arguments, **flags)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", slow)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.3)
+    path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
+    if seconds < chat.AVERAGE_SECONDS:
+        assert len(load_chats(path, tokenizer, 100)[0]) == 20
+    else:
+        with pytest.raises(UserError, match="it takes more than 0.3 s, or 0.1 s on average"):
+            load_chats(path, tokenizer, 100)
+        assert 2 <= len(rendered) < 10

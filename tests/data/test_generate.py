@@ -19,7 +19,7 @@ from common.data.text import load_tokens
 from common.families import geometry
 from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
-from test_chat import CHATML, chatml_tokenizer, llama2_tokenizer, messages, save_chats
+from test_chat import CHATML, THOUGHT, chatml_tokenizer, llama2_tokenizer, messages, save_chats
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:
@@ -124,6 +124,15 @@ def test_what_comes_between_generation_prompt_and_answer_is_the_models_to_write(
     assert thinking != CHATML and chat_form(chatml_tokenizer(thinking)) == chat_form(chatml_tokenizer())
 
 
+def test_a_thought_that_the_generation_prompt_opens_comes_before_the_generated_answer():
+    """The model may end its turn with the marker alone; what the prompt opens is put there."""
+    tokenizer = chatml_tokenizer(THOUGHT)
+    opening, ((marker, rest, whole), after) = chat_form(tokenizer)
+    assert [tokenizer.decode(ids) for ids in (opening, marker, rest, whole)] == [
+        "<|im_start|>", "<|im_end|>", "<think>\n", "<|im_end|><think>\n"]
+    assert after == ([END], [], [END])
+
+
 @pytest.fixture
 def model(tmp_path) -> str:
     """A tiny model with a chat template."""
@@ -139,7 +148,12 @@ def test_a_model_that_chats_generates_chats_beside_its_text(model, tmp_path):
                                  (None, ["c4", "generated:a.txt"], []), (both, ["generated"], both)):
         assert generate.choose_chats(chat, text, model) == expected
     byte_tokenizer().save_pretrained(model)
-    (tmp_path / "model" / "chat_template.jinja").unlink()
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}: {{ m['content'] }}{% endfor %}")
+    for chat in (None, ["generated"]):  # refused before any text is generated
+        with pytest.raises(UserError, match="expected a chat template with a generation prompt, found none"):
+            generate.choose_chats(chat, ["generated"], model)
+    template.unlink()
     assert generate.choose_chats(None, ["generated"], model) == []
 
 
@@ -258,8 +272,14 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     chats, _ = generate.read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
+    written, rows, continued = sorted(tmp_path.rglob("*.npy")), 3, f"generated:{text}"
+    text.write_text(f"{text.read_text()}\n" * 3)
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
-        generate.read_sequences("none", path, place, 100, 64)
+        generate.read_sequences(continued, path, place, 200, 64)
+    assert sorted(tmp_path.rglob("*.npy")) == written  # before text is generated
+    both, description = generate.read_sequences(continued, path, place, 2 * rows, 64)
+    assert (both[rows:] == generate.read_sequences("none", path, place, rows, 64)[0]).all()
+    assert description.startswith(f"{continued}: 3 texts; {path}")
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Prompts to the character, both schemas, and one clear line for each bad file."""
 
 import json
+import os
+import threading
 
 import datasets
 import pytest
@@ -209,6 +211,15 @@ def test_bad_files_name_file_and_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_task("piqa", "train", str(tmp_path))
     assert str(error.value).startswith(str(tmp_path / "piqa.train.jsonl"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_fifo_is_not_waited_for(tmp_path, ending):
+    path = tmp_path / f"piqa.train.{ending}"
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=[b""], daemon=True).start()  # readers reach an end
+    with pytest.raises(UserError, match=f"{path}: expected a file, found a FIFO or a device"):
+        load_task("piqa", "train", str(tmp_path))
 
 
 ARC = {"question": SHIRT, "answerKey": "D"}

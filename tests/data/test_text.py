@@ -322,3 +322,10 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         Path(path).write_bytes(content)
         with pytest.raises(UserError, match="expected a .npy file of tokens"):
             load_tokens(path, byte_tokenizer(), 1, 4)
+
+
+def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
+    """Whatever else str.splitlines would split at."""
+    line = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
+    (tmp_path / "lines.txt").write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
+    assert [*text.read_documents(f"{tmp_path}/lines.txt", "train")] == [line, "", line, "last"]

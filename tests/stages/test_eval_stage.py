@@ -325,7 +325,8 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
     home, arguments, _ = evaluation
     prompts, card = tmp_path / "prompts.txt", (home / "run" / "second" / "README.md").read_bytes()
     prompts.write_text("What is red?\n\nAnd | blue?\n")
-    arguments = [*arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts]
+    third = ["--model", f"a={home}/first", f"b={home}/run/second", f"again={home}/first"]
+    arguments = [*arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts, *third]
     run("07_eval.py", *arguments)
     table = (tmp_path / "eval.md").read_text()
     for part in ("KL from the first, nats", "top-1 agreement", "decode tokens/s", "What is red?",
@@ -334,11 +335,31 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
     assert "exact match" not in table and "questions" not in table
     results = json.loads((tmp_path / "eval.json").read_text())["results"]
     assert [len(results[name]["answers"]) for name in ("a", "b")] == [2, 2]
+    assert (results["again"]["kl"], results["again"]["agreement"]) == (0, 1)  # from the first, not the second
+    assert results["again"]["answers"] == results["a"]["answers"] != results["b"]["answers"]
     assert "kl" not in results["a"] and results["b"]["kl"] > 0 and 0 <= results["b"]["agreement"] <= 1
     assert read_outcomes(tmp_path) == []
     assert (home / "run" / "second" / "README.md").read_bytes() == card
     prompts.write_text("\n")
     expect_error("prompts.txt: expected a prompt a line, found none", "07_eval.py", *arguments, "--force")
+
+
+def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, checkpoint, tmp_path):
+    tasks, prompts, text = tmp_path / "tasks", tmp_path / "prompts.txt", tmp_path / "text.txt"
+    tasks.mkdir()
+    shutil.copy(f"{inputs['tasks']}/boolq.validation.jsonl", tasks)
+    shutil.copy(inputs["text"], text)
+    prompts.write_text("What is red?\n")
+    arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--tasks", tasks, "--only", "boolq",
+                 "--limit", 1, "--text", text, "--length", 8, "--sequences", 1, "--prompts", prompts]
+    run("07_eval.py", *arguments)
+    assert "complete, by this command and from these inputs" in run("07_eval.py", *arguments).stdout
+    for path in (tasks / "boolq.validation.jsonl", prompts, text, checkpoint / "config.json"):
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n")
+        name = "model" if path.parent == checkpoint else path.name
+        expect_error(f"eval.json already exists, made from another {name}", "07_eval.py", *arguments)
+        path.write_bytes(content)
 
 
 def test_all_missing_task_files_are_named_at_once(inputs, checkpoint, tmp_path):
@@ -374,3 +395,10 @@ def test_forward_passes_are_in_bfloat16_on_gpus(monkeypatch, device, given, expe
     monkeypatch.setattr(models, "pick_device", lambda name: device)
     monkeypatch.setattr(sys, "argv", ["07_eval.py", *given])
     assert stage7.parse().dtype == expected
+
+
+def test_a_prompt_is_a_line_of_its_file(tmp_path):
+    """Whatever else str.splitlines would split at."""
+    line, path = "Translate:\u2028good\u0085morning\x0bto\x0call\x1cof us", tmp_path / "prompts.txt"
+    path.write_text(f"\n{line}\r\n \n last", encoding="utf-8")
+    assert stage7.read_prompts(str(path)) == [line, "last"]

@@ -256,7 +256,7 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
     for flag, source in (("--text", "c4"), ("--text", "generated"), ("--chat", "generated:FILE")):
         expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, "--steps", "4")
     expect_error("nothing.txt: not found", STAGE, *base, "--text", "nothing.txt", "--steps", "4")
-    missing_text = ["--text", "nothing.txt", "--chat", "generated", "--text-tokens", "400"]
+    missing_text = ["--text", "generated", "nothing.txt", "--text-tokens", "400"]
     expect_error("nothing.txt: not found", STAGE, *base, *missing_text, "--steps", "4")  # before generating
     expect_error("expected a tokenizer with a chat template", STAGE, *base, "--chat", inputs["tasks"] +
                  "/piqa.train.jsonl", "--steps", "4")
