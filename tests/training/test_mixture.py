@@ -225,6 +225,18 @@ def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_on
         assert record.read_text() == written
 
 
+def test_a_beginning_that_a_terminal_would_act_on_is_printed_with_escapes(
+    inputs, tmp_path, group_of_one, capsys
+):
+    model = shutil.copytree(inputs["model"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = "\x1b[2J"
+    tokenizer.save_pretrained(model)
+    pool_of(tmp_path, str(model), group_of_one, text=[inputs["text"]], bos=True)
+    printed = capsys.readouterr().out
+    assert " samples of 16 tokens, \\x1b[2J first" in printed and "\x1b" not in printed
+
+
 @pytest.mark.parametrize("record", [
     None, "[", '{"tokens": "../text.txt", "sha256": "DIGEST"}', '{"tokens": "gone", "sha256": "DIGEST"}',
     '{"tokens": "HOME/my.txt", "sha256": "DIGEST"}', '{"tokens": "..", "sha256": "DIGEST"}',
