@@ -274,6 +274,14 @@ def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(
         unread(tmp_path / "rows.npy", inputs["model"], 50)
 
 
+def test_calibration_does_not_reach_into_what_is_held_out(inputs, tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 540)
+    arguments = ["--run", tmp_path / "run", *calibrate_arguments(inputs), "--text", tmp_path / "text.txt"]
+    message = "text.txt: expected 8 x 64 = 512 tokens in its training part, found 487"
+    expect_error(message, "01_calibrate.py", *arguments)
+    run("01_calibrate.py", *arguments, "--sequences", 7)
+
+
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
     """Four sequences for the equivalence check, of a text that has calibrated."""
     origin = Origin(model, str(path.parent), "cpu")
@@ -317,7 +325,9 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, in
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
     home = copy_run(aligned_run, tmp_path / "run")
-    for words in [], ["--text", short]:
+    entire = tmp_path / "entire.txt"
+    entire.write_text("Some text. " * 24)  # four sequences of 64 tokens, but not in nine tenths of it
+    for words in [], ["--text", entire]:
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
         assert f"reads   {words[-1] if words else inputs['text']}: packed (1 of 1 documents have" in printed
         assert "may be higher" not in printed
