@@ -43,7 +43,7 @@ from common import artifacts, models
 from common.calibration import Calibration
 from common.cli import Complete, UserError, device, peak_memory, positive, run_stage, stage_parser
 from common.data.generate import Origin, read_sequences, read_unread
-from common.data.text import digests_of, sequence_length
+from common.data.text import EVALUATION, digests_of, sequence_length
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.families import family, key_context, merged_parameters
 from common.files import write_directory
@@ -84,7 +84,8 @@ def parse():
                         help="sequences of the calibration's, evenly spread, at its length (default: all); "
                              "one in eight is held out to choose the ridge strength and the epoch")
     parser.section("the equivalence check")
-    parser.add_argument("--text", help="as in 01_calibrate.py (default: more of the calibration's text)")
+    parser.add_argument("--text", help="as in 01_calibrate.py (default: the held-out part of the "
+                             "calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
     parser.add_argument("--length", type=positive, default=None,
                         help="tokens per sequence (default: 512, or the calibration's length if shorter)")
@@ -143,16 +144,15 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     calibrated, default = calibration.summary, max(2, min(512, calibration.summary["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
     origin = Origin(path, home, models.pick_device(args.device), layerwise=args.layerwise)
-    calibrated_tokens = calibration.tokens()
     if args.text:
         bos = calibration.arguments.get("bos") is True
-        tokens, description = read_sequences(args.text, None, origin, args.sequences, length, "heldout", bos)
+        tokens, description = read_sequences(args.text, None, origin, args.sequences, length, EVALUATION, bos)
     else:
-        tokens, description = read_unread(
-            calibration.record, calibrated_tokens, origin, args.sequences, length)
+        tokens, description = read_unread(calibration.record, origin, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")
     refit_tokens = None
     if args.refit:
+        calibrated_tokens = calibration.tokens()
         total = len(calibrated_tokens)
         if total < 2:  # one fits and one is held out
             raise UserError(f"{calibration_path}: expected two sequences or more for --refit, found {total}")

@@ -144,13 +144,13 @@ FLAGS = {
     ],
     "held-out measurement: KL to the teacher, next-token loss, top-1 agreement": [
         Flag("heldout-text", str, "c4 or demo (their held-out parts), a file or generated as for --text, "
-             "split (samples of --text, which are not trained on), or none (default: c4 if --text has it; "
-             "demo for the demo model; else split)", metavar="SOURCE"),
+             "split (the held-out parts of --text), or none (default: c4 if --text has it; demo for the "
+             "demo model; else split)", metavar="SOURCE"),
         Flag("heldout-sequences", cli.positive, "number of texts to measure, of --text-length tokens each; "
-             "as many others are written to heldout.npy, for stage 7; with split, a tenth of all at "
-             "most", 32),
-        Flag("heldout-chats", cli.non_negative, "number of chats kept out of training, a tenth of them at "
-             "most", 32),
+             "as many others are written to heldout.npy, for stage 7; with split, fewer where the held-out "
+             "parts are short; of generated text, a tenth of what is trained on", 32),
+        Flag("heldout-chats", cli.non_negative, "number of chats to measure, of the held-out parts of "
+             "--chat; of generated ones, a tenth of what is trained on", 32),
         Flag("heldout-questions", cli.non_negative, "first N of each task's validation split (default: "
              f"{QUESTIONS}, of tasks that have one)"),
         Flag("heldout-every", cli.positive, "steps between measurements; merged/, the first and the last "
@@ -460,7 +460,7 @@ def prune_train(args, started: Claim, ranks) -> int:
     origin = Origin(source, args.run, ranks.device, ranks, plan=bool(args.plan))
     texts = heldout_texts(sources, origin)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(sources, origin)
-    heldout = load_heldout(sources, origin, pool, texts, args.heldout_every)
+    heldout = load_heldout(sources, origin, texts, args.heldout_every)
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,

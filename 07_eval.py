@@ -46,7 +46,7 @@ from common.data.tasks import (
     select_questions,
     size_note,
 )
-from common.data.text import NONE, digests_of, load_tokens, sequence_length
+from common.data.text import EVALUATION, NONE, digests_of, load_tokens, sequence_length
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
 from common.records import SOURCE
@@ -218,7 +218,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description, bos = None, "", bool(models.bos_prefix(tokenizer, args.bos))
     if text != NONE:
-        tokens, description = load_tokens(text, tokenizer, args.sequences, length, "heldout", bos)
+        tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION, bos)
         if tokens.max() >= config.vocab_size:
             raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
                             f"found {tokens.max()}")
@@ -233,6 +233,21 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
         raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
                         f"an answer of {ANSWER_TOKENS} within {path}'s positions, found {longest}")
     return Tokenized(tokenizer, length, tokens, description, samples, asked)
+
+
+def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], text: str) -> set[str]:
+    """The names of the checkpoints with the first one's vocabulary, whose tokens can be compared.
+
+    Raises UserError for tokens of a file (.npy) and a checkpoint with another vocabulary.
+    """
+    vocabularies = {name: each.tokenizer.get_vocab() for name, each in tokenized.items()}
+    first = next(iter(checkpoints))
+    same = {name for name in checkpoints if vocabularies[name] == vocabularies[first]}
+    if text.endswith(".npy") and len(same) < len(checkpoints):
+        other = next(path for name, path in checkpoints.items() if name not in same)
+        raise UserError(f"{text}: expected checkpoints with one tokenizer, as it has tokens, found those of "
+                        f"{checkpoints[first]} and {other}; pass text, not tokens")
+    return same
 
 
 def read_prompts(path: str | None) -> list[str]:
@@ -313,9 +328,10 @@ def main():
     tasks = {} if args.layerwise else read_questions(args, source)
     prompts = read_prompts(args.prompts)
     tokenized = {name: prepare(path, tasks, text, prompts, args) for name, path in checkpoints.items()}
+    reference, device = next(iter(checkpoints)), models.pick_device(args.device)
+    comparable = same_tokenizers(checkpoints, tokenized, text)
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
-    reference, device = next(iter(checkpoints)), models.pick_device(args.device)
     args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer, args.bos))
 
     results, outcomes, predictions = {}, [], None
@@ -323,7 +339,8 @@ def main():
         if args.layerwise:
             results[name] = measure_layerwise(name, described[name], tokenized[name], args)
             continue
-        same_text = text != NONE and torch.equal(tokenized[name].tokens, tokenized[reference].tokens)
+        same_text = text != NONE and name in comparable and torch.equal(
+            tokenized[name].tokens, tokenized[reference].tokens)
         results[name], model_outcomes, predicted = measure(
             name, described[name], tokenized[name], tasks, predictions if same_text else None, args)
         predictions = predictions or predicted

@@ -20,7 +20,7 @@ import sys
 from bench.machine import parser
 from common.cli import run_stage
 from common.data.demo import resolve_model
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
 from common.files import write_json, write_text
 from common.models import load_config, load_model, load_tokenizer
@@ -80,7 +80,7 @@ def main():
     args = parse()
     path = resolve_model(args.model)
     heads = load_config(path).num_attention_heads
-    tokens, text = load_tokens(args.heldout, load_tokenizer(path), HELDOUT, args.length, split="heldout")
+    tokens, text = load_tokens(args.heldout, load_tokenizer(path), HELDOUT, args.length, EVALUATION)
     source = perplexity(load_model(path), tokens)
     print(f"held-out loss on {text}\nsource: {math.log(source):.4f}", flush=True)
     losses = {name: {} for name in args.starts}

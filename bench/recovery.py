@@ -25,7 +25,7 @@ import time
 
 from bench.machine import machine, parser, standard_error
 from common.cli import UserError, positive, run_stage
-from common.data.text import TOKEN, load_tokens, write_array
+from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
 from common.files import read_json, write_json, write_text
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
@@ -80,7 +80,7 @@ def write_heldout(args) -> None:
     """Write the texts that untrained models are measured on, each twice: stage 5 measures every second."""
     source = args.heldout or os.path.join(args.run, "text", "heldout.txt")
     tokenizer = load_tokenizer(os.path.join(args.run, args.starts[0], "merged"))
-    rows, _ = load_tokens(source, tokenizer, args.heldout_sequences, args.length, split="heldout")
+    rows, _ = load_tokens(source, tokenizer, args.heldout_sequences, args.length, EVALUATION)
     write_array(os.path.join(args.out, HELDOUT), rows.repeat_interleave(2, 0).numpy().astype(TOKEN))
 
 

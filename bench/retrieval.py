@@ -19,7 +19,7 @@ import torch
 
 from bench.machine import machine, named_directories, parser
 from common.cli import UserError, positive, run_stage
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
@@ -109,7 +109,7 @@ def main():
     if not lengths or max(lengths) > positions:
         raise UserError(f"--lengths: expected lengths of at most the model's {positions} positions, "
                         f"found {max(lengths, default=SHORTEST)}")
-    fillers, description = load_tokens(args.text, tokenizer, args.samples, max(lengths))
+    fillers, description = load_tokens(args.text, tokenizer, args.samples, max(lengths), EVALUATION)
     print(description, flush=True)
     draw = random.Random(0)
     texts = {(keys, length, depth): [hide(filler, tokenizer, length, depth, keys, draw)

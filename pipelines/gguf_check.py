@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from common import evaluate
 from common.cli import UserError, positive, run_stage
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.families import geometry
 from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer
@@ -257,7 +257,7 @@ def main() -> None:
     bar = Progress(prompts, desc="transformers", unit="prompt", leave=False)
     expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in bar]
     if args.text:
-        text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH)
+        text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH, EVALUATION)
         expected_perplexity = evaluate.perplexity(model, text_tokens)
     del model  # a large model need not be in memory twice
 

@@ -17,7 +17,7 @@ import torch
 
 from common.artifacts import read_record
 from common.cli import UserError, positive, run_stage
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.evaluate import cache_bytes_per_token, perplexity
 from common.files import read_text, write_directory, write_json, write_text
 from common.models import load_model, load_tokenizer, source_model
@@ -85,7 +85,7 @@ def measure(path: str, tokens: torch.Tensor) -> dict[str, float]:
 def measure_all(args, source: str) -> dict[str, dict]:
     """Metrics of the source and of every merged model in the run directory, also printed as they come."""
     text = os.path.join(args.run, "text", "heldout.txt")
-    tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length)
+    tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length, EVALUATION)
     print(f"reads   {description}; {tokens.numel()} tokens")
     paths = {"source": source}
     for directory, name in STARTS.items():

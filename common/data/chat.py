@@ -1,5 +1,6 @@
 """Chats for training: `messages` through the tokenizer's chat template, assistant turns as answers."""
 
+import json
 import os
 import signal
 from array import array
@@ -10,6 +11,7 @@ from jinja2 import sandbox
 
 from common.cli import UserError
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
+from common.data.text import PARTS, TRAIN, TooShort, in_part
 from common.progress import Progress
 from common.weights import first_line
 
@@ -20,8 +22,9 @@ sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jin
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 
 
-def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
-    """Samples of chats, and a one-line description of what was read.
+def load_chats(path: str, tokenizer, longest: int, split: str = TRAIN,
+               most: int | None = None) -> tuple[list[Sample], str]:
+    """Samples of the chats in a part of a file, and a one-line description of what was read.
 
     path: a .jsonl, .json, .json.gz or .parquet file with a column "messages", a list of {"role": ...,
     "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most
@@ -29,8 +32,9 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     for assistant messages after a generation prompt, end of turn included; the rest, an assistant message
     that opens the chat included, is prompt. A thought that the generation prompt opens and finished turns do
     not show is in neither. A chat is one sample, or one per answer if the template rewrites earlier turns as
-    the chat goes on. Raises UserError for a row that is not a chat with an answer, and for a tokenizer
-    without a template, or whose template refuses the chat.
+    the chat goes on. most: samples; reading ends there. Raises TooShort if there are none, and UserError for
+    a row that is not a chat with an answer, and for a tokenizer without a template, or whose template refuses
+    the chat.
     """
     if not os.path.isfile(path) or not path.endswith(TABLES):
         state = "another name" if os.path.isfile(path) else "no such file"
@@ -38,21 +42,27 @@ def load_chats(path: str, tokenizer, longest: int) -> tuple[list[Sample], str]:
     template = fixed_template(tokenizer, path)
     samples, chats, cut = [], 0, 0
     for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
-        chats += 1
         try:
-            for segments in render_all(_messages(row), template):
+            messages = _messages(row)
+            content = [[message["role"], message["content"]] for message in messages]
+            if not in_part(json.dumps(content), split):
+                continue
+            chats += 1
+            for segments in render_all(messages, template):
                 sample = Sample(*tokenize_chat(segments, tokenizer))
                 cut += len(sample) > longest
                 samples.append(truncate(sample, longest))
         except ValueError as error:
             raise UserError(f"{path} {place}: {error}") from error
-    samples = [sample for sample in samples if sample.answer_tokens]
+        if most and len(samples) >= most:
+            break
+    samples = [sample for sample in samples if sample.answer_tokens][:most]
     if not samples:
-        raise UserError(f"{path}: expected a chat with an answer in its first {longest} tokens, found none "
-                        f"among {chats}")
+        raise TooShort(f"{path}: expected a chat with an answer in its first {longest} tokens, found none "
+                       f"among {chats}{PARTS[split]}")
     answers = sum(len(sample.segments) // 2 for sample in samples)
-    split = f" in {len(samples)} samples" if len(samples) > chats else ""
-    return samples, f"{path}: {chats} chats{split}, {answers} answers; {cut} cut to {longest} tokens"
+    where = PARTS[split] + (f" in {len(samples)} samples" if len(samples) > chats else "")
+    return samples, f"{path}: {chats} chats{where}, {answers} answers; {cut} cut to {longest} tokens"
 
 
 class Template:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from common import cli
-from common.cli import UserError
+from common.cli import UserError, printable
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.rows import Sample
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
-from common.data.text import NONE, TextSamples, check_source, evenly_spaced, is_generated, write_text_tokens
-from common.files import read_json, sha256, write_json
+from common.data.text import NONE, TRAIN, TextSamples, check_source, is_generated, write_text_tokens
+from common.files import read_json, require_regular, sha256, write_json
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 
-SPLIT = "split"  # --heldout-text: some samples of --text
+SPLIT = "split"  # --heldout-text: the held-out parts of --text
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,10 @@ class Sources:
 
 
 class Pool(Sequence):
-    """The samples to train on. Those with answers come first, then texts.
+    """The samples to train on. Those with answers come first, then texts."""
 
-    heldout_chats: chats of the same files that are not in the pool; texts has the texts that are not.
-    """
-
-    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = (), heldout_chats=()):
-        self.answered, self.texts, self.heldout_chats = answered, texts, heldout_chats
+    def __init__(self, answered: Sequence[Sample], texts: Sequence[Sample] = ()):
+        self.answered, self.texts = answered, texts
 
     def __len__(self) -> int:
         return len(self.answered) + len(self.texts)
@@ -74,18 +71,15 @@ def load_pool(sources: Sources, origin: Origin) -> Pool:
     answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
     chat_files = [source for source in sources.chat if not is_generated(source)]
-    loaded = {source: load_chats(source, tokenizer, positions) for source in chat_files}
+    loaded = {source: load_chats(source, tokenizer, positions, TRAIN) for source in chat_files}
     texts = load_texts(sources, origin, tokenizer) if sources.text else ()
-    chats = []
     for source in sources.chat:
         samples, description = loaded.get(source) or generate_chats(source, sources, origin)
         ranks.say(f"reads   {description}")
-        chats += samples
-    heldout = set(evenly_spaced(len(chats), sources.heldout_chats))
-    answered += [chat for number, chat in enumerate(chats) if number not in heldout]
+        answered += samples
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
-    return Pool(answered, texts, [chats[number] for number in sorted(heldout)])
+    return Pool(answered, texts)
 
 
 def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sample]:
@@ -119,7 +113,7 @@ def load_texts(sources: Sources, origin: Origin, tokenizer) -> TextSamples:
              for source in sources.text]
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(path, sha256(path) if os.path.isfile(path) else None) for path in sources.text]
-    key = json.dumps([files, digests, stored, sources.text_tokens, fingerprint(origin.model)])
+    key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(origin.model)])
     path = os.path.join(origin.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")
     with origin.ranks.waiting():
@@ -134,9 +128,8 @@ def load_texts(sources: Sources, origin: Origin, tokenizer) -> TextSamples:
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
         elif origin.ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
-    heldout = 2 * sources.heldout_sequences if sources.heldout_text == SPLIT else 0  # half for stage 7
-    samples = TextSamples(path, length, heldout, prefix)
-    begin = f", {tokenizer.bos_token} first" if prefix else ""
+    samples = TextSamples(path, length, prefix)
+    begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
     origin.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
     return samples
 
@@ -145,9 +138,14 @@ def generate(source: str, sources: Sources, origin: Origin, begin=0, chats=False
     """Text or chats by the model: `text_tokens` in rows of `text_length`, of which the first `begin` are
     neither counted nor returned.
     """
-    rows = -(-sources.text_tokens // (sources.text_length - begin))
+    rows = generated_rows(sources, begin)
     tokens = generated(source, origin, rows, sources.text_length, chats=chats)
     return np.ascontiguousarray(tokens[:, begin:])
+
+
+def generated_rows(sources: Sources, begin=0) -> int:
+    """The rows of `text_length` that have `text_tokens`, without the first `begin` of each."""
+    return -(-sources.text_tokens // (sources.text_length - begin))
 
 
 def generate_chats(source: str, sources: Sources, origin: Origin) -> tuple[list[Sample], str]:
@@ -162,17 +160,20 @@ def generate_chats(source: str, sources: Sources, origin: Origin) -> tuple[list[
 def replace_tokens(record: str, path: str) -> None:
     """Remove the tokens of other texts, which the record names, and record these instead.
 
-    Any other file there is the user's.
+    Any other file there is the user's, and so is one of that name with other content.
     """
-    with contextlib.suppress(OSError, TypeError, KeyError):  # none yet, or damaged
-        before = os.path.join(os.path.dirname(record), os.path.basename(read_json(record)["tokens"]))
-        if before != path:
-            os.remove(before)
+    with contextlib.suppress(OSError, TypeError, KeyError, ValueError, UserError):  # none, or damaged
+        before = read_json(record)
+        name = before["tokens"]
+        other = os.path.join(os.path.dirname(record), name)
+        if name == os.path.basename(name) and other != path and sha256(other) == before["sha256"]:
+            os.remove(other)
     write_json(record, tokens_record(path))
 
 
 def tokens_record(path: str) -> dict:
     """The record of a file of tokens: its name, digest, dtype, shape and range."""
+    require_regular(path)
     try:
         tokens = np.load(path, mmap_mode="r")
     except (ValueError, OSError) as error:

@@ -1,11 +1,11 @@
 """Text and chats from the source model itself: a conversion then needs no data set.
 
 `generated` is text from the begin-of-sequence token on; `generated:FILE` continues the first 32 to 64 tokens
-of FILE's documents after it. For chats, the model writes the user's turn and then the answer, in its
-tokenizer's template. It samples at temperature 1 and excludes no token.
+of FILE's documents after it. Held-out text has another seed, and continues FILE's held-out documents. For
+chats, the model writes the user's turn and then the answer, in its tokenizer's template. It samples at
+temperature 1 and excludes no token.
 """
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -16,7 +16,6 @@ import operator
 import os
 import random
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +27,14 @@ from common.cli import UserError
 from common.data.chat import apply_template, fixed_template, load_chats, render
 from common.data.rows import Sample
 from common.data.text import (
+    EVALUATION,
     GENERATED,
+    HELDOUT,
     NONE,
+    PARTS,
     TOKEN,
+    TRAIN,
+    TooShort,
     first_tokens,
     is_generated,
     load_tokens,
@@ -39,12 +43,12 @@ from common.data.text import (
     write_array,
 )
 from common.families import geometry
-from common.files import sha256, write_json
+from common.files import read_json, sha256, write_json
 from common.method.losses import product
 from common.models import fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
 
-SEEDS = {"train": 0, "heldout": 1}
+SEEDS = {TRAIN: 0, HELDOUT: 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
 # On CPUs float32: in bfloat16 torch's attention of one query takes five times as long, products half as long.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -180,14 +184,15 @@ def decoded(tokens: np.ndarray) -> np.ndarray:
     return np.maximum(tokens, ~tokens).astype(np.int64)
 
 
-def generated(source: str, origin: Origin, sequences: int, length: int, split="train", chats=False):
+def generated(source: str, origin: Origin, sequences: int, length: int, split=TRAIN, chats=False):
     """[sequences, length] int32, as `sample` returns them, generated unless RUN/tokens/ has them.
 
     A text begins with the token that it is sampled after: begin-of-sequence or, without one, end-of-sequence.
-    They are written there in pieces, each with a seed of its own: a killed run goes on with the next piece,
-    and the number of ranks, which share them, changes nothing. split: "train" or "heldout", whose seeds
-    differ. Raises UserError for a model or a template that cannot generate.
+    They are written there in pieces, each with a seed of its own and a record: a killed run goes on with the
+    next piece, and the number of ranks, which share them, changes nothing. Raises UserError for a model or a
+    template that cannot generate, and for a piece that its record does not describe.
     """
+    split = HELDOUT if split == EVALUATION else split
     if origin.plan:
         answers = np.arange(length) >= length // 2
         return np.tile(-answers.astype(TOKEN) * chats, (sequences, 1))
@@ -209,7 +214,10 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
     pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
     paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}.npy") for piece in pieces}
     rank, world = (origin.ranks.rank, origin.ranks.world) if origin.ranks else (0, 1)
-    missing = [piece for piece in pieces[rank::world] if not os.path.exists(paths[piece])]
+    present = {piece for piece in pieces if os.path.lexists(paths[piece])}
+    for piece in present:  # before the others are generated
+        read_piece(paths[piece], record, len(piece))
+    missing = [piece for piece in pieces[rank::world] if piece not in present]
     if missing and origin.layerwise:
         raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
     with origin.ranks.waiting() if origin.ranks else contextlib.nullcontext():
@@ -222,44 +230,53 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split="t
                     begin = begins[row % len(begins)][: draw.randint(SHORTEST, LONGEST)]
                     writers.append(chat_row(*form, end) if form else text_row([start, *begin]))
                 generator = torch.Generator(model.device).manual_seed(draw.getrandbits(63))
-                tokens = sample(model, writers, length, generator, bar)
-                write_json(os.path.join(directory, "record.json"), record)
-                write_array(paths[piece], tokens)
+                write_piece(paths[piece], record, sample(model, writers, length, generator, bar))
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
-    return np.concatenate([read_token_rows(path) for path in paths.values()])
+    return np.concatenate([read_piece(path, record, len(piece)) for piece, path in paths.items()])
+
+
+def write_piece(path: str, record: dict, tokens: np.ndarray) -> None:
+    """Write a .npy file of tokens, and before it X.json: what made them, their shape and the file's sha256.
+
+    A process that is killed in between leaves no tokens, and they are generated again.
+    """
+    content = io.BytesIO()
+    np.save(content, tokens)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    write_json(record_of(path), record | {"shape": list(tokens.shape), "tokens_sha256": digest})
+    write_array(path, tokens)
+
+
+def read_piece(path: str, record: dict, rows: int) -> np.ndarray:
+    """[rows, length] int32: the tokens that write_piece wrote. Raises UserError for any others."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: expected generated tokens, found no file")
+    described = record | {"shape": [rows, record["length"]], "tokens_sha256": sha256(path)}
+    if read_json(record_of(path)) != json.loads(json.dumps(described)):
+        raise UserError(f"{path}: expected the generated tokens that {os.path.basename(record_of(path))} "
+                        "describes, found others; remove the file")
+    return read_token_rows(path)
+
+
+def record_of(path: str) -> str:
+    """Where the record of a piece is."""
+    return f"{os.path.splitext(path)[0]}.json"
 
 
 def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]]:
-    """The first LONGEST tokens of a source's first `count` documents that have as many; of its last ones for
-    held-out text.
+    """The first LONGEST tokens of the first `count` documents that have as many, of a part of a source.
 
-    Of a .txt file each line is a document. Raises UserError if there is none.
+    Of a .txt file each line is a document. Raises TooShort if there is none.
     """
-    if split == "heldout" and os.path.isfile(source):  # which, unlike c4, has no part of its own for that
-        texts = from_the_last(source)
-    else:
-        texts = read_documents(source, split)
-    tokenized = (first_tokens(io.StringIO(text), tokenizer, LONGEST) for text in texts)
+    documents = map(io.StringIO, read_documents(source, split))
+    tokenized = (first_tokens(document, tokenizer, LONGEST) for document in documents)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:
-        raise UserError(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens, found none")
+        raise TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens{PARTS[split]}, "
+                       "found none")
     return chosen
-
-
-def from_the_last(source: str) -> Iterator[str]:
-    """Yield a file's documents from the last one to the first.
-
-    Eight times as many as are taken are in memory: the file is read again for more.
-    """
-    taken, kept = 0, 64
-    while True:
-        last = collections.deque(read_documents(source, "train"), maxlen=kept)
-        yield from itertools.islice(reversed(last), taken, None)
-        if len(last) < kept:
-            return
-        taken, kept = kept, 8 * kept
 
 
 def as_samples(chats: np.ndarray) -> list[Sample]:
@@ -286,7 +303,7 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
 
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
-                   split="train", bos: bool | None = None) -> tuple[torch.Tensor, str]:
+                   split=TRAIN, bos: bool | None = None) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
     after another; all of them if text is none. Chats begin as their template says, generated text with the
     token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
@@ -299,10 +316,10 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
             ids = decoded(generated(source, origin, rows, length, split, chats))
             parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
         elif rows and chats:
-            samples, description = load_chats(source, tokenizer, config.max_position_embeddings)
+            samples, description = load_chats(source, tokenizer, config.max_position_embeddings, split)
             ids = [token for sample in samples for segment in sample.segments for token in segment]
             if len(ids) < rows * length:
-                raise UserError(f"{source}: expected {rows * length} tokens, found {len(ids)}")
+                raise TooShort(f"{source}: expected {rows * length} tokens{PARTS[split]}, found {len(ids)}")
             parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
         elif rows:
             parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
@@ -314,25 +331,17 @@ def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, 
     return tokens, description
 
 
-def read_unread(calibration: dict, read: torch.Tensor, origin: Origin, sequences: int,
-                length: int) -> tuple[torch.Tensor, str]:
-    """[sequences, length] token ids of the calibration's text that it has not read, and what was read.
+def read_unread(calibration: dict, origin: Origin, sequences: int, length: int) -> tuple[torch.Tensor, str]:
+    """[sequences, length] token ids of the calibration's sources that it has not read, and what was read.
 
-    calibration: its record; read: its tokens. They are the held-out part of text that has one (c4, demo,
-    generated), and of files what follows the calibration's sequences, or, where that is too little, the
-    beginning, which the description then says.
+    calibration: its record. They are of the held-out part or, where that is too short, of what the
+    calibration has read, which the description then says.
     """
-    arguments, calibrated = calibration["arguments"], calibration["summary"]["length"]
+    arguments = calibration["arguments"]
     text, chat, bos = arguments["text"], arguments.get("chat"), arguments.get("bos") is True
-    files = [source for source in (text, chat) if source and os.path.isfile(source)]
-    if files and length <= calibrated:
-        with contextlib.suppress(UserError):  # a text too short
-            whole, _ = read_sequences(text, chat, origin, len(read) + sequences, calibrated, bos=bos)
-            unread = len(whole) == len(read) + sequences  # a .npy file may have fewer
-            if unread and torch.equal(whole[: len(read)], read):  # not so where documents are too short
-                description = f"{' and '.join(files)}: what follows the calibration's text"
-                return whole[len(read) :, :length], description
-    tokens, description = read_sequences(text, chat, origin, sequences, length, "heldout", bos)
-    if files:
+    try:
+        return read_sequences(text, chat, origin, sequences, length, HELDOUT, bos)
+    except TooShort:
+        tokens, description = read_sequences(text, chat, origin, sequences, length, TRAIN, bos)
         description += ", part of the calibration's text: perplexity on other text (--text) may be higher"
-    return tokens, description
+        return tokens, description

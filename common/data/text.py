@@ -1,5 +1,11 @@
 """Text as tokens: a matrix for calibration and perplexity, a memory-mapped file for training.
 
+Every source has two parts, told apart where it is read. Calibration, refit and training read TRAIN, so that
+they cannot see HELDOUT: other files of c4 and demo; of generated text what another seed gives; of a .txt file
+the last tenth, from a line's beginning on; of other files the documents, or chats, whose sha256 is below a
+tenth of its range, which puts copies on the same side; of a .npy file the last tenth of the rows. EVALUATION
+is for what a user names to evaluate on: the entire file; of c4, demo and generated text, HELDOUT.
+
 A text of any length is tokenized in constant memory: in overlapping pieces, joined at a place in the overlap
 around which both have the same tokens.
 """
@@ -21,15 +27,17 @@ from common import hub
 from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
-from common.files import known_sha256, open_text, write_file
+from common.files import known_sha256, open_text, require_regular, write_file
 from common.models import bos_prefix
 from common.progress import Progress
 from common.weights import first_line
 
+TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"
+PARTS = {TRAIN: " in its training part", HELDOUT: " in its held-out part", EVALUATION: ""}  # in errors
 C4 = "allenai/c4"
 C4_FILES = {  # file name, number of files
-    "train": ("en/c4-train.{:05d}-of-01024.json.gz", 1024),
-    "heldout": ("en/c4-validation.{:05d}-of-00008.json.gz", 8),
+    TRAIN: ("en/c4-train.{:05d}-of-01024.json.gz", 1024),
+    HELDOUT: ("en/c4-validation.{:05d}-of-00008.json.gz", 8),
 }
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
 GENERATED = "generated"  # --text, --chat: by the source model (common/data/generate.py)
@@ -39,6 +47,11 @@ BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters tokenized at a time: some 50 MB
 OVERLAP = 2**14  # characters that neighbouring pieces share
 AROUND = 32  # tokens on either side of a joint that both pieces have
+LINE = 2**16  # bytes of a .txt file in which a line's beginning is looked for, to cut it there
+
+
+class TooShort(UserError):
+    """A part of a source has less text than is needed."""
 
 
 def sequence_length(requested: int | None, default: int, positions: int, least: int = 1,
@@ -55,24 +68,23 @@ def sequence_length(requested: int | None, default: int, positions: int, least: 
     return requested
 
 
-def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = "train",
+def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = TRAIN,
                 bos: bool | None = None) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
-    with a column "text", or a .npy file of tokens, which may have fewer of them. split: "train" or "heldout",
-    which differ for c4 and demo; a file gives the same text for both. bos: as for bos_prefix; the
-    begin-of-sequence token is one of the `length` tokens. Rows of a .npy file that all begin with it stay as
-    they are.
+    with a column "text", or a .npy file of tokens, which may have fewer of them. split: TRAIN, HELDOUT or
+    EVALUATION. bos: as for bos_prefix; the begin-of-sequence token is one of the `length` tokens. Rows of a
+    .npy file that all begin with it stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, documents are packed instead: concatenated in order, separated by
-    end-of-sequence, and cut into sequences. Raises UserError if that gives too few tokens, for text that
-    cannot be read, and for bos if the tokenizer has none.
+    end-of-sequence, and cut into sequences. Raises TooShort if that gives too few tokens, and UserError for
+    text that cannot be read, and for bos if the tokenizer has none.
     """
-    source, prefix = _located(source, split), bos_prefix(tokenizer, bos)
+    (source, split), prefix = _located(source, split), bos_prefix(tokenizer, bos)
     if source.endswith(".npy"):
-        tokens = _first_rows(source, sequences, prefix)[:, :length]
+        tokens = _first_rows(source, sequences, prefix, split)[:, :length]
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
     needed = sequences * length
@@ -91,7 +103,8 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
             if len(packed) < needed:
                 packed += [*ids, tokenizer.eos_token_id]
     if len(packed) < needed:
-        raise UserError(f"{source}: expected {sequences} x {length} = {needed} tokens, found {len(packed)}")
+        raise TooShort(f"{source}: expected {sequences} x {length} = {needed} tokens{PARTS[split]}, found "
+                       f"{len(packed)}")
     description = (f"{source}: packed ({len(whole)} of {documents} documents have {length} tokens, "
                    f"{sequences} needed)")
     rows = [prefix + packed[start : start + length] for start in range(0, needed, length)]
@@ -100,6 +113,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
 
 def read_token_rows(path: str) -> np.ndarray:
     """[n, length] int32 tokens of a .npy file. Raises UserError for one of anything else."""
+    require_regular(path)
     try:
         rows = np.load(path)
     except (OSError, EOFError, ValueError) as error:
@@ -110,10 +124,15 @@ def read_token_rows(path: str) -> np.ndarray:
     return rows
 
 
-def _first_rows(path: str, count: int, prefix: list[int]) -> torch.Tensor:
-    """The first rows of a .npy file as int64, each after the prefix, unless all of its rows begin with it."""
+def _first_rows(path: str, count: int, prefix: list[int], split: str) -> torch.Tensor:
+    """The first rows of a part of a .npy file as int64, each after the prefix, unless all of the file's rows
+    begin with it.
+    """
     rows = read_token_rows(path)
-    begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
+    begin, border = [] if (rows[:, : len(prefix)] == prefix).all() else prefix, len(rows) - len(rows) // 10
+    rows = {TRAIN: rows[:border], HELDOUT: rows[border:], EVALUATION: rows}[split]
+    if not rows.size:
+        raise TooShort(f"text {path}: expected rows{PARTS[split]}, found none")
     tokens = torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
     if tokens.min() < 0:
         raise UserError(f"text {path}: expected token ids, found {tokens.min()}")
@@ -126,40 +145,23 @@ def write_array(path: str, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def evenly_spaced(samples: int, count: int) -> range:
-    """The numbers of `count` of `samples` samples, a tenth of them at most."""
-    count = min(count, samples // 10)
-    period = samples // max(1, count)
-    return range(0, count * period, max(2, period))
-
-
 class TextSamples(Sequence):
     """The tokens that write_text_tokens wrote, as samples of `length` tokens, read from disk one by one.
 
-    heldout: how many samples to keep out, evenly spaced, a tenth of all at most. prefix: tokens that begin
-    each sample, of its `length`; they are not in the file.
+    prefix: tokens that begin each sample, of its `length`; they are not in the file.
     """
 
-    def __init__(self, path: str, length: int, heldout: int = 0, prefix: Sequence[int] = ()):
+    def __init__(self, path: str, length: int, prefix: Sequence[int] = ()):
         self.path, self.prefix = path, list(prefix)
         self.tokens = np.load(path, mmap_mode="r").reshape(-1, length - len(prefix))
-        self.heldout = evenly_spaced(len(self.tokens), heldout)
 
     def __len__(self) -> int:
-        return len(self.tokens) - len(self.heldout)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        between = self.heldout.step - 1  # two held-out samples
-        return self._sample(index + min(index // between + 1, len(self.heldout)))
-
-    def _sample(self, row: int) -> Sample:
-        return Sample(self.prefix + self.tokens[row].tolist())
-
-    def heldout_samples(self) -> list[Sample]:
-        """The samples that are kept out."""
-        return [self._sample(row) for row in self.heldout]
+        return Sample(self.prefix + self.tokens[index].tolist())
 
     @functools.cached_property
     def digest(self) -> str:
@@ -172,7 +174,8 @@ class TextSamples(Sequence):
 
 def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, tokens: int | None,
                       path: str) -> list[str]:
-    """Write the tokens of the sources to a .npy file (int32), for TextSamples. Returns a line per source.
+    """Write the tokens of the sources' training parts to a .npy file (int32), for TextSamples. Returns a line
+    per source.
 
     sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by
     end-of-sequence; what remains after the last complete sequence of `length` tokens is dropped. tokens: how
@@ -205,7 +208,7 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
     """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
     if isinstance(source, np.ndarray):
         return file.write(source.ravel()[:tokens].tobytes()) // TOKEN.itemsize
-    count, lists = 0, _token_lists(_located(source, "train"), tokenizer)
+    count, lists = 0, _token_lists(source, tokenizer, TRAIN)
     with Progress(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
         while count != tokens and (ids := next(lists, None)) is not None:
             if tokens is not None:
@@ -214,20 +217,31 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
             count += len(ids)
             bar.update(len(ids))
     if tokens is not None and count < tokens:
-        raise UserError(f"--text {source}: expected {tokens} tokens (--text-tokens), found {count}")
+        raise UserError(f"--text {source}: expected {tokens} tokens{PARTS[TRAIN]} (--text-tokens), found "
+                        f"{count}")
     return count
 
 
-def _token_lists(source: str, tokenizer) -> Iterator[list[int]]:
+def packed_rows(source: str, tokenizer, count: int, length: int, split: str) -> list[list[int]]:
+    """The first `count` sequences of a part of a source, packed as write_text_tokens does; fewer if it has
+    fewer. Raises UserError for text that cannot be read.
+    """
+    lists = _token_lists(source, tokenizer, split)
+    tokens = list(itertools.islice(itertools.chain.from_iterable(lists), count * length))
+    return [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
+
+
+def _token_lists(source: str, tokenizer, split: str) -> Iterator[list[int]]:
     """The tokens of a source's documents, each followed by end-of-sequence, in lists of any length."""
+    source, split = _located(source, split)
     end = tokenizer.eos_token_id
     if source.endswith(".txt"):
         check_source(source)
-        with open_text(source) as file:
+        with open_part(source, split) as file:
             yield from token_lists(file, tokenizer)
         yield [end]
         return
-    for batch in _batches(read_documents(source, "train")):
+    for batch in _batches(read_documents(source, split)):
         ids = []
         for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             ids += [*document, end]
@@ -247,9 +261,61 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _located(source: str, split: str) -> str:
-    """The demo model's text as a file; any other source as it is."""
-    return os.path.join(DEMO_HOME, "text", f"{split}.txt") if source == DEMO else source
+def _located(source: str, split: str) -> tuple[str, str]:
+    """A source and its part, as they are read: the demo model's text has a file for either part."""
+    if source in ("c4", DEMO) and split == EVALUATION:
+        split = HELDOUT
+    if source == DEMO:
+        return os.path.join(DEMO_HOME, "text", f"{split}.txt"), EVALUATION
+    return source, split
+
+
+def in_part(content: str, split: str) -> bool:
+    """Whether a document or a chat with this content is in a part of its file."""
+    if split == EVALUATION:
+        return True
+    held_out = int.from_bytes(hashlib.sha256(content.encode()).digest()) < 2**256 // 10
+    return held_out == (split == HELDOUT)
+
+
+@contextlib.contextmanager
+def open_part(path: str, split: str):
+    """Context manager: a part of a .txt file, open to read. Raises UserError where it is not UTF-8."""
+    with open_text(path) as file:
+        if split == EVALUATION:
+            yield file
+            return
+        border = heldout_begin(file.buffer)
+        file.buffer.seek(border if split == HELDOUT else 0)
+        yield file if split == HELDOUT else io.TextIOWrapper(_Until(file.buffer, border), "utf-8-sig")
+
+
+def heldout_begin(file) -> int:
+    """The byte of an open .txt file at which its held-out part begins: where a line does or, if none does
+    soon after nine tenths of the file, where a character does.
+    """
+    size = os.fstat(file.fileno()).st_size
+    tenth = size - size // 10
+    file.seek(max(0, tenth - 1))
+    before, after = file.read(1), file.read(min(size // 20, LINE) + 3)
+    line = (before + after).find(b"\n")
+    return tenth + (line if line >= 0 else len(after) - len(after.lstrip(bytes(range(0x80, 0xC0)))))
+
+
+class _Until(io.BufferedIOBase):
+    """The bytes of an open file up to `end`."""
+
+    def __init__(self, file, end: int):
+        self.file, self.end = file, end
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = self.end - self.file.tell()
+        return self.file.read(left if size < 0 else min(size, left))
+
+    read1 = read
 
 
 def is_generated(source: str) -> bool:
@@ -267,6 +333,7 @@ def check_source(source: str) -> None:
     """Raise UserError unless the source is known by name, or a file of a known format."""
     if source in ("c4", DEMO):
         return
+    require_regular(source)
     if not os.path.exists(source):
         raise UserError(f"text {source}: not found; expected {EXPECTED}")
     if not source.endswith((".txt", *TABLES)):
@@ -274,29 +341,34 @@ def check_source(source: str) -> None:
 
 
 def documents_of(source: str, split: str) -> Iterator[contextlib.AbstractContextManager]:
-    """Yield the documents of a source, each a context manager of a text file; a .txt file is one document."""
+    """Yield the documents of a part of a source, each a context manager of a text file; that of a .txt file
+    is one document.
+    """
     if source.endswith(".txt"):
         check_source(source)
-        yield open_text(source)
+        yield open_part(source, split)
     else:
         yield from map(io.StringIO, read_documents(source, split))
 
 
 def read_documents(source: str, split: str) -> Iterator[str]:
-    """Yield the documents of a source; of a .txt file its lines."""
+    """Yield the documents of a part of a source; of a .txt file its lines."""
+    source, split = _located(source, split)
     check_source(source)
     if source == "c4":
         yield from _c4(*C4_FILES[split])
     elif source.endswith(".txt"):
-        with open_text(source) as file:
+        with open_part(source, split) as file:
             for line in file:
                 yield line.removesuffix("\n")
     else:
         for place, row in read_rows(source):
             try:
-                yield text_column(row, "text")
+                document = text_column(row, "text")
             except ValueError as error:
                 raise UserError(f"{source} {place}: {error}") from error
+            if in_part(document, split):
+                yield document
 
 
 def _c4(name: str, files: int) -> Iterator[str]:

@@ -10,13 +10,24 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError
-from common.data.corpus import SPLIT, Pool, Sources
-from common.data.generate import Origin, read_sequences
+from common.data.chat import load_chats
+from common.data.corpus import SPLIT, Sources, generated_rows
+from common.data.generate import Origin, as_samples, generated, read_sequences
 from common.data.rows import Sample
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
-from common.data.text import NONE, TOKEN, write_array
+from common.data.text import (
+    EVALUATION,
+    HELDOUT,
+    NONE,
+    TOKEN,
+    TooShort,
+    is_generated,
+    packed_rows,
+    write_array,
+)
+from common.files import known_sha256
 from common.method.losses import cross_entropy, kl, product
-from common.models import load_config, load_tokenizer
+from common.models import bos_prefix, load_config, load_tokenizer
 from common.training.packing import rows_of_step
 
 QUESTIONS = 16  # of each task, where it has a validation split
@@ -59,7 +70,8 @@ class Heldout:
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
-        return sum(self.due(step, steps) for step in range(1, steps + 1))
+        others = sum(step % self.every > 0 for step in {1, steps})  # the first and the last
+        return (steps // self.every + others) * bool(self.sets)
 
     def measure(self, step, teacher, chunk: int) -> None:
         """Add the metrics to those of an engine.Step after which they are due."""
@@ -118,33 +130,91 @@ def compare(
     return student(row, sums_of)
 
 
-def load_heldout(sources: Sources, origin: Origin, pool: Pool, texts: list[Sample], every: int) -> Heldout:
-    """What is held out, tokenized for the checkpoint origin.model, and what was kept out of the pool.
+def load_heldout(sources: Sources, origin: Origin, texts: list[Sample], every: int) -> Heldout:
+    """What is held out, tokenized for the checkpoint origin.model.
 
     texts: heldout_texts. Every second one of the texts is measured, every so many steps. Raises UserError for
     questions that cannot be read or are too long.
     """
-    if pool.texts and sources.heldout_text == SPLIT:
-        texts = pool.texts.heldout_samples()
-    sets = {TEXT_SET: texts[::2], CHAT_SET: pool.heldout_chats, TASK_SET: heldout_questions(sources, origin)}
+    chats, questions = heldout_chats(sources, origin), heldout_questions(sources, origin)
+    sets = {TEXT_SET: texts[::2], CHAT_SET: chats, TASK_SET: questions}
     sets = {name: samples for name, samples in sets.items() if samples}
     return Heldout(sets, every, texts[1::2])
 
 
 def heldout_texts(sources: Sources, origin: Origin) -> list[Sample]:
-    """Twice `heldout_sequences` texts of `text_length` tokens, unless they are split off the text.
+    """Twice `heldout_sequences` texts of `text_length` tokens; with SPLIT at most as many.
 
     Raises UserError for text that cannot be read, is too short, or is trained on.
     """
-    source, length = sources.heldout_text, sources.text_length
-    if source in (SPLIT, NONE):
+    source, length, count = sources.heldout_text, sources.text_length, 2 * sources.heldout_sequences
+    if source == SPLIT:
+        return split_texts(sources, origin, count)
+    if source == NONE:
         return []
-    if os.path.isfile(source) and os.path.realpath(source) in map(os.path.realpath, sources.text):
-        raise UserError(f"--heldout-text: expected text that is not in --text, found {source} in both")
-    tokens, description = read_sequences(
-        source, None, origin, 2 * sources.heldout_sequences, length, "heldout", sources.bos)
+    if os.path.isfile(source):
+        digest = known_sha256(source)
+        for path in filter(os.path.isfile, sources.text):
+            if known_sha256(path) == digest:
+                raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
+                                f"same in {path}")
+    tokens, description = read_sequences(source, None, origin, count, length, EVALUATION, sources.bos)
     origin.ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
+
+
+def split_texts(sources: Sources, origin: Origin, count: int) -> list[Sample]:
+    """At most `count` texts of the held-out parts of --text, from each source as many, as far as it has them.
+
+    Of generated text at most a tenth of what is trained on, but two. Raises UserError for text that cannot be
+    read.
+    """
+    tokenizer, length, samples = load_tokenizer(origin.model), sources.text_length, []
+    prefix, texts = bos_prefix(tokenizer, sources.bos), list(dict.fromkeys(sources.text))
+    share = -(-count // max(1, len(texts)))
+    for source in sorted(texts, key=is_generated):  # a fault in a file is found before text is generated
+        if is_generated(source):
+            rows = min(share, max(2, generated_rows(sources, len(prefix)) // 10))
+            try:
+                rows = generated(source, origin, rows, length, HELDOUT).tolist()
+            except TooShort:  # of documents to continue
+                rows = []
+        else:
+            rows = packed_rows(source, tokenizer, share, length - len(prefix), HELDOUT)
+            rows = [prefix + row for row in rows]
+        samples += map(Sample, rows)
+        say_held_out(origin, source, len(rows), f"texts of {length} tokens")
+    return samples[:count]
+
+
+def heldout_chats(sources: Sources, origin: Origin) -> list[Sample]:
+    """At most `heldout_chats` chats of the held-out parts of --chat, from each source as many.
+
+    Of generated ones at most a tenth of what is trained on, but two. Raises UserError for chats that cannot
+    be read.
+    """
+    count, samples, chats = sources.heldout_chats, [], list(dict.fromkeys(sources.chat))
+    share = -(-count // max(1, len(chats)))
+    for source in chats if count else ():
+        if is_generated(source):
+            rows = min(share, max(2, generated_rows(sources) // 10))
+            found = as_samples(generated(source, origin, rows, sources.text_length, HELDOUT, chats=True))
+        else:
+            tokenizer = load_tokenizer(origin.model)
+            positions = load_config(origin.model).max_position_embeddings
+            try:
+                found, _ = load_chats(source, tokenizer, positions, HELDOUT, most=share)
+            except TooShort:
+                found = []
+        samples += found
+        say_held_out(origin, source, len(found), "chats")
+    return samples[:count]
+
+
+def say_held_out(origin: Origin, source: str, count: int, kind: str) -> None:
+    """Print how many samples of a source's held-out part there are."""
+    few = "" if count else ": its held-out part is too short"
+    origin.ranks.say(f"reads   {source}: {count} {kind}, held out{few}")
 
 
 def heldout_questions(sources: Sources, origin: Origin) -> list[Sample]:

@@ -23,7 +23,7 @@ import torch
 from common import cli
 from common.artifacts import check_input, claim, input_digests, write_beside, write_record
 from common.cli import UserError, run_stage, stage_parser
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.evaluate import cache_bytes_per_token, mean_kl, mean_nll
 from common.files import write_text
 from common.models import load_model, load_tokenizer
@@ -166,7 +166,7 @@ def compare_starts(args, search: dict) -> tuple[str, dict, str]:
     """The text of starts.md, the summary of starts.json and a closing line."""
     data, path = search["summary"]["data"], search["model"]["path"]
     tokens, text = load_tokens(data["heldout"], load_tokenizer(path), data["heldout_sequences"],
-                               data["length"], "heldout")
+                               data["length"], EVALUATION)
     print(f"reads   {path}\nreads   {text}")
     source = training.all_logits(load_model(path), tokens)
     checkpoints = dict(model.split("=", 1) for model in [f"{SOURCE}={path}", *args.models])

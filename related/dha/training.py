@@ -12,7 +12,7 @@ from common.artifacts import claim
 from common.cli import UserError, positive, probability
 from common.data.corpus import samples_digest
 from common.data.rows import Sample
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, TRAIN, load_tokens
 from common.evaluate import max_difference, require_close
 from common.models import load_config, load_model
 from common.training import checkpoints, engine
@@ -52,7 +52,7 @@ def load_data(data: dict, tokenizer, ranks) -> tuple[list[Sample], list[Sample]]
     Adds their digest to `data` as "tokens_sha256". Raises UserError if a digest is there already and differs,
     because a text file has changed since search.
     """
-    splits, wanted = [], {"train": ("text", "sequences"), "heldout": ("heldout", "heldout_sequences")}
+    splits, wanted = [], {TRAIN: ("text", "sequences"), EVALUATION: ("heldout", "heldout_sequences")}
     for split, (text, count) in wanted.items():
         tokens, description = load_tokens(data[text], tokenizer, data[count], data["length"], split)
         splits.append([Sample(row[:-1], row[-1:]) for row in tokens.tolist()])

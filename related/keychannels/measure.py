@@ -39,7 +39,7 @@ from common.artifacts import claim, write_beside, write_record
 from common.cli import UserError, non_negative, positive, probability, run_stage, stage_parser
 from common.cli import device as device_flag
 from common.data.demo import DEMO, resolve_model
-from common.data.text import EXPECTED, load_tokens
+from common.data.text import EVALUATION, EXPECTED, load_tokens
 from common.families import geometry
 from common.files import write_text
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
@@ -404,7 +404,7 @@ def main():
     started = claim(STAGE, args, output + ".json", inputs=inputs, beside=(f"{name}.md", f"{name}.png"))
     device, length = pick_device(args.device), args.prompt + args.continuation
     for path in paths:
-        tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, split="heldout")
+        tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, EVALUATION)
         print(f"reads   {path}\nreads   {source}")
         model, tokens = load_model(path, getattr(torch, args.dtype), device), tokens.to(device)
         if args.premises:

@@ -30,7 +30,7 @@ from common.cli import UserError, positive, positive_float, run_stage, seed, sta
 from common.cli import device as device_flag
 from common.data import demo
 from common.data.demo import resolve_model
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.files import write_text
 from common.layers import Layers
 from common.progress import Progress
@@ -235,7 +235,7 @@ def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
         record = read_record(path, train.STAGE, model)
         verify_files(path, record)
         trained[kind] = {when: record["summary"][f"conditions_{when}"] for when in ("before", "after")}
-    tokens, text = load_tokens(args.text, models.load_tokenizer(source), 4, args.length, split="heldout")
+    tokens, text = load_tokens(args.text, models.load_tokenizer(source), 4, args.length, EVALUATION)
     print(f"reads   {text}, for the logit differences")
     for kind, parallel in KINDS.items():
         for heads, kv_heads in head_counts(shape.num_attention_heads).items():

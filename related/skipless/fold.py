@@ -34,7 +34,7 @@ from common import companions
 from common.artifacts import claim, write_record
 from common.cli import UserError, positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
-from common.data.text import EXPECTED, load_tokens, sequence_length
+from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
 from common.evaluate import max_difference
 from common.files import write_directory
 from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
@@ -252,7 +252,7 @@ def main():
     sequence_length(args.length, args.length, config.max_position_embeddings)
     started = claim(STAGE, args, output)
     tokenizer = load_tokenizer(source)
-    tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, split="heldout")
+    tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, EVALUATION)
     print(f"reads   {source}; {description}, for the equivalence check")
     model, dtype = load_model(source, torch.float64), weight_dtype(args.dtype, config)
     try:

@@ -36,7 +36,7 @@ from common.data import demo
 from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
 from common.data.rows import Sample
-from common.data.text import EXPECTED, load_tokens, sequence_length
+from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
 from common.evaluate import perplexity
 from common.files import write_directory, write_text
 from common.layers import run_layer
@@ -171,7 +171,7 @@ def train_skipless(args, source: str, without: str | None, ranks: Ranks, started
     """
     path, tokenizer = model_path(args.run, args.parallel, without), models.load_tokenizer(source)
     text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
-    heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, split="heldout")
+    heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, EVALUATION)
     samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
     ranks.say(f"reads   {source}: shape and tokenizer; {description}")
     ranks.say(f"{os.path.basename(path)}: {args.steps} steps of {args.batch} sequences of {args.length} "

@@ -13,7 +13,7 @@ from bench import recovery, train_step, transform
 from bench.machine import named_directories
 from common.cli import UserError
 from common.data.rows import Sample
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
 from common.files import write_json
 from common.models import load_model, load_tokenizer
@@ -253,7 +253,7 @@ def test_merging_and_recovery_benches(inputs, tmp_path):
     run("bench/merging.py", "--model", inputs["model"], *texts, "--out", home, "--kv-heads", 2,
         "--starts", "mean-pool")
     untrained = json.loads((home / "2/starts.json").read_text())
-    tokens, _ = load_tokens(str(heldout), load_tokenizer(inputs["model"]), 32, 32)
+    tokens, _ = load_tokens(str(heldout), load_tokenizer(inputs["model"]), 32, 32, EVALUATION)
     paths = {"source": inputs["model"], "mean-pool": str(home / "2/mean-pool/merged")}
     for name, path in paths.items():
         assert untrained[name]["perplexity"] == pytest.approx(perplexity(load_model(path), tokens))

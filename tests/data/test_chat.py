@@ -1,5 +1,6 @@
 """Chats: the template's own text and tokens, assistant turns as answers, and bad chats in one line."""
 
+import hashlib
 import json
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from common.cli import UserError
 from common.data import chat
 from common.data.chat import load_chats
+from common.data.text import EVALUATION, HELDOUT, TRAIN, TooShort
 from helpers import END, byte_tokenizer
 
 TURN = "{{ message['content'] + '<|im_end|>\n' }}"
@@ -76,7 +78,8 @@ def save_chats(path, *chats) -> str:
 
 
 def loaded(tmp_path, tokenizer, *chats, longest: int = 1000):
-    return load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, longest)
+    """From the entire file."""
+    return load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, longest, EVALUATION)
 
 
 def texts(sample, tokenizer) -> list[str]:
@@ -266,6 +269,34 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path):
     slow = SimpleNamespace(name_or_path="somewhere", is_fast=False, get_chat_template=lambda: CHATML)
     with pytest.raises(UserError, match="somewhere: expected a fast tokenizer .*, found SimpleNamespace"):
         load_chats(path, slow, 100)
+
+
+def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):
+    """Whatever else its row has, so that copies are on the same side; reading ends where enough are read."""
+    turns, tokenizer = {}, chatml_tokenizer()
+    for number in range(100):
+        turns[number] = messages(("user", f"{number}?"), ("assistant", str(number)))
+    content = {number: json.dumps([["user", f"{number}?"], ["assistant", str(number)]]) for number in turns}
+    held_out = [number for number in turns
+                if hashlib.sha256(content[number].encode()).hexdigest() < "1" + 63 * "9"]
+    rows = [{"messages": chat} for chat in turns.values()]
+    rows += [{"messages": [message | {"name": "x"} for message in chat], "id": 5} for chat in turns.values()]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read(*part) -> list[int]:
+        samples, description = load_chats(str(path), tokenizer, 100, *part)
+        return [int(tokenizer.decode(sample.answer).split("<")[0]) for sample in samples], description
+
+    chats, description = read(HELDOUT)
+    assert chats == 2 * held_out and 5 < len(held_out) < 15
+    assert f": {len(chats)} chats in its held-out part, " in description
+    assert read(HELDOUT, 3)[0] == held_out[:3]
+    others = [number for number in turns if number not in held_out]
+    assert read()[0] == read(TRAIN)[0] == 2 * others and read(EVALUATION)[0] == 2 * list(turns)
+    path.write_text("".join(json.dumps({"messages": turns[number]}) + "\n" for number in others))
+    with pytest.raises(TooShort, match="found none among 0 in its held-out part"):
+        read(HELDOUT)
 
 
 @pytest.mark.parametrize(("template", "message"), [

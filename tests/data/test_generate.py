@@ -15,7 +15,7 @@ from common.cli import UserError
 from common.data import generate
 from common.data.chat import load_chats
 from common.data.generate import Origin, chat_form, chat_row, generated, text_row
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, HELDOUT, load_tokens, write_array
 from common.families import geometry
 from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
@@ -83,7 +83,7 @@ def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
             ids = ids_of(tokenizer, part)
             sent += ids if number % 2 else [0] * len(ids) if number == 0 else [END, *[0] * (len(ids) - 1)]
     row = written(chat_row(*chat_form(tokenizer), END), sent[1:])
-    expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000)
+    expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000, EVALUATION)
     segments = [list(segment) for sample in expected for segment in sample.segments]
     assert [list(segment) for segment in generate.as_samples(row)[0].segments] == segments
 
@@ -167,8 +167,9 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
     arguments = {"sequences": 5, "length": length, "chats": chats}
     expected = generated("generated", origin(model, tmp_path / "a"), **arguments)
     assert expected.shape == (5, length) and len(np.unique(expected[:, -20:], axis=0)) == 5
-    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "a").glob("tokens/*/record.json")]
-    assert bool(record["chats"]) == chats == ("begin" not in record)
+    records = [json.loads(path.read_text()) for path in (tmp_path / "a").glob("tokens/*/*.json")]
+    assert sorted(record["shape"] for record in records) == [[1, length], [2, length], [2, length]]
+    assert all(bool(record["chats"]) == chats == ("begin" not in record) for record in records)
     assert (generated("generated", origin(model, tmp_path / "b"), **arguments) == expected).all()
 
     calls, through = [], generate.sample
@@ -201,10 +202,11 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     monkeypatch.setattr(generate, "CACHE", {"cpu": 3 * row - 1})
     place = origin(model, tmp_path)
     train, longer = (generated("generated", place, rows, 30) for rows in (4, 6))
-    heldout = generated("generated", place, 4, 30, "heldout")
+    heldout = generated("generated", place, 4, 30, HELDOUT)
+    assert (generated("generated", place, 4, 30, EVALUATION) == heldout).all()
     assert (longer[:4] == train).all() and not (heldout == train).all(1).any()
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/record.json")]
-    assert sorted(record["seed"] for record in records) == [0, 1]
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/*.json")]
+    assert sorted(record["seed"] for record in records) == [0] * 3 + [1] * 2
     assert all(record["temperature"] == 1 and record["length"] == 30 for record in records)
     assert all(record["rows_at_once"] == 2 for record in records)
     monkeypatch.setattr(generate, "CACHE", {"cpu": 1})
@@ -220,7 +222,8 @@ def test_a_plan_has_zeros_of_which_half_are_answers(model, tmp_path):
 
 def test_documents_are_continued(model, tmp_path):
     lines = [f"{number} " * 40 for number in range(3)]
-    (tmp_path / "text.txt").write_text("too short\n" + "\n".join(lines))
+    heldout = "too short\n" + "9 " * 40
+    (tmp_path / "text.txt").write_text("".join(f"{line}\n" for line in lines) + "short\n" * 100 + heldout)
     rows = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 30, 100)
     common = []
     for number, row in enumerate(rows):
@@ -228,19 +231,13 @@ def test_documents_are_continued(model, tmp_path):
         same = [*(row[1 : 1 + len(ids)] == ids), False].index(False)
         common.append(same)
     assert min(common) >= 32 and max(common) <= 66 and len(set(common)) > 10
-    heldout = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 1, 100, "heldout")
-    assert heldout[0, 1:33].tolist() == ids_of(load_tokenizer(model), lines[2])[:32]  # the last one
+    heldout = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 5, 100, HELDOUT)
+    assert (heldout[:, 1:33] == ids_of(load_tokenizer(model), "9 " * 16)).all()  # of its last tenth alone
     with pytest.raises(UserError, match="--chat generated:a.txt: expected generated, which"):
         generated("generated:a.txt", origin(model, tmp_path), 2, 100, chats=True)
     (tmp_path / "text.txt").write_text("too short")
-    with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens, found none"):
+    with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens in .*, found none"):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
-
-
-def test_held_out_documents_are_the_last_ones_of_a_file(tmp_path):
-    documents = [f"document {number}" for number in range(1000)]
-    (tmp_path / "text.txt").write_text("\n".join(documents))
-    assert list(generate.from_the_last(str(tmp_path / "text.txt"))) == documents[::-1]
 
 
 def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
@@ -251,12 +248,29 @@ def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
         generated("generated", origin(model, tmp_path), 2, 10)
 
 
-def test_a_damaged_piece_is_one_line(model, tmp_path):
-    generated("generated", origin(model, tmp_path), 2, 10)
-    (piece,) = tmp_path.glob("**/0-2.npy")
-    piece.write_bytes(piece.read_bytes()[:-1])
-    with pytest.raises(UserError, match="0-2.npy: expected a .npy file of tokens"):
-        generated("generated", origin(model, tmp_path), 2, 10)
+def test_a_piece_that_its_record_does_not_describe_is_one_line(model, tmp_path):
+    """Other tokens, fewer rows, another width, a cut file; another seed's piece, with its record, too, and
+    without any.
+    """
+    expected = generated("generated", origin(model, tmp_path), 2, 10)
+    generated("generated", origin(model, tmp_path), 2, 10, HELDOUT)
+    piece, other = sorted(tmp_path.glob("**/0-2.npy"), key=lambda path: (np.load(path) != expected).any())
+    record, whole = piece.with_suffix(".json"), piece.read_bytes()
+    described, of_other = record.read_bytes(), other.with_suffix(".json").read_bytes()
+    fakes = [(whole[:-1], described), (b"", described), (other.read_bytes(), described),
+             (other.read_bytes(), of_other), (whole, of_other), (whole, b"[]"), (whole, b"")]
+    for tokens in (expected[::-1], expected[:1], expected[:, :9], expected.reshape(1, 20)):
+        write_array(str(piece), np.ascontiguousarray(tokens))
+        fakes.append((piece.read_bytes(), described))
+    for content, says in fakes:
+        piece.write_bytes(content)
+        record.write_bytes(says)
+        with pytest.raises(UserError, match="0-2.npy: expected the generated tokens that 0-2.json describes"):
+            generated("generated", origin(model, tmp_path), 2, 10)
+        assert piece.read_bytes() == content
+    piece.unlink()  # as after a kill between record and tokens
+    assert (generated("generated", origin(model, tmp_path), 2, 10) == expected).all()
+    assert (piece.read_bytes(), record.read_bytes()) == (whole, described)
 
 
 def test_calibration_is_half_text_and_half_chats(model, tmp_path):
@@ -274,7 +288,7 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
     written, rows, continued = sorted(tmp_path.rglob("*.npy")), 3, f"generated:{text}"
     text.write_text(f"{text.read_text()}\n" * 3)
-    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens, found"):
+    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):
         generate.read_sequences(continued, path, place, 200, 64)
     assert sorted(tmp_path.rglob("*.npy")) == written  # before text is generated
     both, description = generate.read_sequences(continued, path, place, 2 * rows, 64)

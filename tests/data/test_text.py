@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import hashlib
 import json
 import os
 import tracemalloc
@@ -15,8 +16,7 @@ from tokenizers import processors
 
 from common.cli import UserError
 from common.data import text
-from common.data.rows import Sample
-from common.data.text import TextSamples, load_tokens, write_text_tokens
+from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
 from helpers import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
@@ -34,7 +34,7 @@ def documents(request, tmp_path):
 
 
 def test_first_documents_that_are_long_enough(documents, tmp_path):
-    source = save_lines(tmp_path / "t.jsonl", ["uvwxyz", "ab", "cde"])
+    source = save_lines(tmp_path / "t.jsonl", ["uvwxyz", "ab", "cdefg"])
     tokens, _ = load_tokens(source, byte_tokenizer(), sequences=2, length=3)
     assert byte_tokenizer().batch_decode(tokens) == ["uvw", "cde"]
     tokens, description = load_tokens(documents, byte_tokenizer(), sequences=2, length=25)
@@ -88,7 +88,7 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 4000)
+        load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 4000, EVALUATION)
     assert "\n" not in str(error.value)
 
 
@@ -129,9 +129,10 @@ def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
     (tmp_path / "text" / "train.txt").write_text("train")
     (tmp_path / "text" / "heldout.txt").write_text("apart")
     monkeypatch.setattr(text, "DEMO_HOME", str(tmp_path))
-    for split, expected in (("train", "train"), ("heldout", "apart")):
+    for split, expected, name in ((TRAIN, "train", "train"), (HELDOUT, "apart", "heldout"),
+                                  (EVALUATION, "apart", "heldout")):
         tokens, description = load_tokens("demo", byte_tokenizer(), 1, 5, split)
-        assert byte_tokenizer().decode(tokens[0]) == expected and f"{split}.txt" in description
+        assert byte_tokenizer().decode(tokens[0]) == expected and f"{name}.txt" in description
 
 
 def save_c4(home, monkeypatch):
@@ -151,8 +152,9 @@ def test_c4_is_streamed_from_its_files_on_the_hub(tmp_path, monkeypatch):
     tokens, description = load_tokens("c4", byte_tokenizer(), sequences=3, length=25)
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25, "e" * 25]
     assert description == "c4: first 3 documents of at least 25 tokens"
-    heldout, _ = load_tokens("c4", byte_tokenizer(), sequences=1, length=25, split="heldout")
-    assert byte_tokenizer().batch_decode(heldout) == ["f" * 25]
+    for split in (HELDOUT, EVALUATION):
+        heldout, _ = load_tokens("c4", byte_tokenizer(), sequences=1, length=25, split=split)
+        assert byte_tokenizer().batch_decode(heldout) == ["f" * 25]
     monkeypatch.setattr(text, "C4", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="cannot stream .*nowhere from the hub"):
         load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
@@ -182,29 +184,99 @@ def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     begins = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
     tokenizer.backend_tokenizer.post_processor = begins
-    plain.write_text("one document\nof two lines")
+    plain.write_text("one document\nof two lines\n" + "x" * 2)
     lines = write_text_tokens([documents, str(plain)], tokenizer, 16, None, path)
-    expected = expected_tokens(*DOCUMENTS, plain.read_text())
+    expected = expected_tokens(*DOCUMENTS, "one document\nof two lines\n")
     samples = TextSamples(path, 16)
     assert len(expected) % 16 and flat(samples) == expected[: len(expected) // 16 * 16]
     assert len(samples) == len(expected) // 16 and {len(sample) for sample in samples} == {16}
-    assert lines == [f"{documents}: 114 tokens", f"{plain}: 26 tokens"]
+    assert lines == [f"{documents}: 114 tokens", f"{plain}: 27 tokens"]
     assert os.listdir(tmp_path / "new") == ["tokens.npy"]
     np.save(tmp_path / "plain.npy", np.array(expected[:128], dtype=np.int32))
     assert Path(path).read_bytes() == (tmp_path / "plain.npy").read_bytes()
 
 
-@pytest.mark.parametrize("count, asked, heldout", [
-    (100, 0, []), (100, 4, [0, 25, 50, 75]), (47, 32, [0, 11, 22, 33]), (9, 32, []), (25, 2, [0, 12]),
-])  # fmt: skip
-def test_some_samples_of_text_are_kept_out(tmp_path, count, asked, heldout):
-    path = str(tmp_path / "tokens.npy")
-    np.save(path, np.arange(2 * count, dtype=np.int32))
-    samples = TextSamples(path, 2, asked)
-    everything = [Sample([2 * row, 2 * row + 1]) for row in range(count)]
-    assert samples.heldout_samples() == [everything[row] for row in heldout]
-    assert list(samples) == [sample for row, sample in enumerate(everything) if row not in heldout]
-    assert len(samples) == count - len(heldout)
+BOM = codecs.BOM_UTF8.decode()
+LINES = "".join(f"line {number}\n" for number in range(100))  # 790 bytes, of which line 90 begins at 710
+
+
+@pytest.mark.parametrize(("content", "train"), [
+    (LINES, LINES[: 712 + 6]),  # the line that begins after 711
+    (LINES[:-1] + "x" * 9, LINES[: 718 + 8]),
+    ("é" * 100 + "\n" + "é" * 50, "é" * 100 + "\n" + "é" * 35),  # at 271 of 301 bytes, an é's second
+    ("x" * 89 + "\n" + "y" * 10, "x" * 89 + "\n"), ("x" * 90 + "\n" + "y" * 9, "x" * 90 + "\n"),
+    ("x" * 899 + "\n" * 101, "x" * 899 + "\n"), ("x" * 991 + "\n" + "y" * 8, "x" * 900),
+    (BOM + "x" * 100, "x" * 90), ("x" * 9, "x" * 9), ("x" * 19, "x" * 18), ("", ""),
+])
+def test_the_last_tenth_of_a_text_file_is_held_out(tmp_path, content, train):
+    """From a line's beginning on, or where there is none soon, from a character's: nothing is in both."""
+    path = tmp_path / "t.txt"
+    path.write_text(content)
+    parts = {}
+    for split in (TRAIN, HELDOUT, EVALUATION):
+        with text.open_part(str(path), split) as file:
+            parts[split] = file.read(3) + file.read()
+    assert parts == {TRAIN: train, HELDOUT: content.removeprefix(BOM)[len(train) :],
+                     EVALUATION: content.removeprefix(BOM)}
+
+
+@pytest.mark.parametrize("split", [TRAIN, HELDOUT])
+def test_bytes_that_are_no_text_are_placed_in_the_file(tmp_path, split):
+    for at in {TRAIN: (0, 30_000, 89_999), HELDOUT: (90_000, 99_999)}[split]:
+        (tmp_path / "t.txt").write_bytes(b"x" * at + b"\xff" + b"x" * (99_999 - at))
+        with text.open_part(str(tmp_path / "t.txt"), HELDOUT if split == TRAIN else TRAIN) as file:
+            assert set(file.read()) == {"x"}
+        with pytest.raises(UserError, match=f"t.txt: not UTF-8: .* at byte {at + 1}"):
+            load_tokens(str(tmp_path / "t.txt"), byte_tokenizer(), 1, 90_000, split)
+
+
+def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
+    """Copies of a document are on the same side; of generated:FILE, too."""
+    documents = [f"document {number:04d}" for number in range(1000)] * 2
+    held_out = [document for document in documents
+                if int(hashlib.sha256(document.encode()).hexdigest(), 16) / 2**256 < 0.1]
+    others = [document for document in documents if document not in held_out]
+    path = save_lines(tmp_path / "t.jsonl", documents)
+    assert 70 < len(held_out) / 2 < 130
+    for split, expected in ((TRAIN, others), (HELDOUT, held_out), (EVALUATION, documents)):
+        assert list(text.read_documents(path, split)) == expected
+        tokens, _ = load_tokens(path, byte_tokenizer(), len(expected), 13, split)
+        assert byte_tokenizer().batch_decode(tokens) == expected
+    write_text_tokens([path], byte_tokenizer(), 14, None, str(tmp_path / "tokens.npy"))
+    assert flat(TextSamples(str(tmp_path / "tokens.npy"), 14)) == expected_tokens(*others)
+    rows = text.packed_rows(path, byte_tokenizer(), 9, 14, HELDOUT)
+    assert sum(rows, []) == expected_tokens(*held_out[:9])
+    rows = text.packed_rows(path, byte_tokenizer(), 10**6, 1000, HELDOUT)
+    assert sum(rows, []) == expected_tokens(*held_out)[: len(held_out) * 14 // 1000 * 1000]
+    (tmp_path / "t.txt").write_text("".join(f"{number}\u2028\n" for number in range(200)))
+    assert list(text.read_documents(str(tmp_path / "t.txt"), EVALUATION))[-1] == "199\u2028"
+    heldout = list(text.read_documents(str(tmp_path / "t.txt"), HELDOUT))
+    assert heldout == [f"{number}\u2028" for number in range(200 - len(heldout), 200)] and len(heldout) > 15
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.npy"])
+def test_a_part_that_is_too_short_is_one_line(tmp_path, name):
+    path = str(tmp_path / name)
+    if name == "t.npy":
+        text.write_array(path, np.arange(18, dtype="<i4").reshape(9, 2))
+    else:
+        save_lines(tmp_path / name, ["xy"])
+    with pytest.raises(TooShort, match=f"{name}: expected .* in its held-out part.*, found"):
+        load_tokens(path, byte_tokenizer(), 1, 30, HELDOUT)
+
+
+def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
+    path, rows = str(tmp_path / "t.npy"), np.arange(50, dtype="<i4").reshape(25, 2)
+    text.write_array(path, rows)
+    for split, expected in ((TRAIN, rows[:23]), (HELDOUT, rows[23:]), (EVALUATION, rows)):
+        assert load_tokens(path, byte_tokenizer(), 25, 2, split)[0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.parquet", "t.npy"])
+def test_a_fifo_is_no_text(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: expected a file, found a FIFO or a device"):
+        load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 1)
 
 
 def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
@@ -241,10 +313,11 @@ def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkey
     monkeypatch.setattr(text, "PIECE", 4096)
     monkeypatch.setattr(text, "OVERLAP", 512)
     source, path, peaks = tmp_path / "t.txt", str(tmp_path / "tokens.npy"), []
-    for lines in (1000, 3000):
+    for lines in (2000, 6000):
         content = "".join(f"line {number}\n" for number in range(lines))
         source.write_text(content)
-        expected = expected_tokens(content)
+        cut = len(content) - len(content) // 10
+        expected = expected_tokens(content[: content.index("\n", cut - 1) + 1])
         tracemalloc.start()
         assert write_text_tokens([str(source)], byte_tokenizer(), 1, None, path) == [
             f"{source}: {len(expected)} tokens"]
@@ -278,7 +351,8 @@ def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("sources", "tokens", "message"), [
-    (["t.jsonl", "t.jsonl"], 115, r"--text .*t.jsonl: expected 115 tokens \(--text-tokens\), found 114"),
+    (["t.jsonl", "t.jsonl"], 115, 
+     r"--text .*t.jsonl: expected 115 tokens in its training part \(--text-tokens\), found 114"),
     (["t.jsonl"], None, "--text .*t.jsonl: expected at least one sequence of 120 tokens, found 114"),
     (["t.jsonl", "bad.jsonl"], None, "bad.jsonl line 2: column 'text' is missing"),
     ([np.zeros(114, "<i4")], None, "--text generated: expected at least one sequence of 120 tokens, found"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.data.text import load_tokens
+from common.data.text import HELDOUT, load_tokens
 from helpers import copy_run, expect_error, run
 
 
@@ -33,7 +33,7 @@ def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
     header, _, *rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in header] == [
         "kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"]
-    tokens = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 12, 64)[0][8:]
+    tokens = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 4, 64, HELDOUT)[0]
     paths = {8: inputs["model"], 4: chosen / "kv4" / "merged", 2: chosen / "kv2" / "merged"}
     source = None
     for (kv_heads, path), cells in zip(paths.items(), rows, strict=True):

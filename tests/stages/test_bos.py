@@ -16,7 +16,7 @@ from common.cli import UserError
 from common.data.corpus import Sources, load_pool
 from common.data.generate import Origin, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
-from common.data.text import TextSamples
+from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
 from helpers import (
@@ -67,9 +67,10 @@ def home(tmp_path_factory):
     save_tiny(home / "model")
     beginning(byte_tokenizer()).save_pretrained(home / "model")
     draw = random.Random(0)
-    documents = ["".join(draw.choices("abcdefgh ", k=LENGTH - 1)) for _ in range(SEQUENCES)]
+    documents = ["".join(draw.choices("abcdefgh ", k=LENGTH - 1)) for _ in range(2 * SEQUENCES)]
+    trained = [text for text in documents if in_part(text, TRAIN) and in_part(f"^{text}", TRAIN)]
     for name, begin in (("bare", ""), ("marked", "^")):
-        lines = [json.dumps({"text": begin + document}) + "\n" for document in documents]
+        lines = [json.dumps({"text": begin + document}) + "\n" for document in trained[:SEQUENCES]]
         (home / f"{name}.jsonl").write_text("".join(lines))
     return home
 
@@ -110,10 +111,10 @@ def test_alignment_and_refit_take_it_from_the_calibration(aligned):
 def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
     model = save_tiny(tmp_path / "model")
     beginning(byte_tokenizer(), adds=False).save_pretrained(model)
-    origin, record = Origin(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True, "length": 24}
-    calibrated, _ = read_sequences(inputs["text"], None, origin, 6, 24, bos=True)
-    tokens, described = read_unread({"arguments": record, "summary": record}, calibrated, origin, 2, 24)
-    assert tokens[:, 0].tolist() == [BEGIN] * 2 and described.endswith("what follows the calibration's text")
+    origin, record = Origin(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
+    tokens, _ = read_unread({"arguments": record}, origin, 2, 24)
+    assert tokens[:, 0].tolist() == [BEGIN] * 2
+    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT, bos=True)[0])
 
 
 def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):
@@ -135,7 +136,7 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
         pool = load_pool(sources, origin)
         kept = replace(sources, text=(), heldout_text=inputs["text"], heldout_sequences=3)
         texts = heldout_texts(kept, origin)
-        questions = load_heldout(kept, origin, pool, texts, every=5).sets[TASK_SET]
+        questions = load_heldout(kept, origin, texts, every=5).sets[TASK_SET]
         samples = [*pool.texts, *texts, *pool.answered, *questions]
         assert len(pool.answered) == 12 * 8 and len(pool.texts) > 10 and len(questions) == 5 * 8
         assert {len(sample) for sample in (*pool.texts, *texts)} == {LENGTH - 1 + len(begin)}

@@ -360,6 +360,26 @@ def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, check
         name = "model" if path.parent == checkpoint else path.name
         expect_error(f"eval.json already exists, made from another {name}", "07_eval.py", *arguments)
         path.write_bytes(content)
+@pytest.mark.parametrize("flags", [[], ["--layerwise"]])
+def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags):
+    """Tokens may be the same by chance; tokens of a file mean the same to one tokenizer only."""
+    other, texts = shutil.copytree(inputs["model"], tmp_path / "other"), tmp_path / "text.txt"
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["!"], vocabulary["?"] = vocabulary["?"], vocabulary["!"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    texts.write_text("without those marks " * 3 + "and longer")  # 64 tokens, but not in nine tenths of it
+    models = ["--model", f"a={inputs['model']}", f"b={inputs['model']}", f"other={other}"]
+    words = ["--tasks", "none", "--length", 32, "--sequences", 2, *flags]
+    run("07_eval.py", "--run", tmp_path / "run", *models, *words, "--text", texts)
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    assert [name for name, figures in results.items() if "kl" in figures] == ([] if flags else ["b"])
+    assert results["other"]["perplexity"] == results["a"]["perplexity"]
+    rows = tmp_path / "rows.npy"
+    text.write_array(str(rows), numpy.arange(64, dtype="<i4").reshape(2, 32))
+    message = f"{rows}: expected checkpoints with one tokenizer, as it has tokens, found those of "
+    expect_error(message, "07_eval.py", "--run", tmp_path / "tokens", *models, *words, "--text", rows)
+    run("07_eval.py", "--run", tmp_path / "tokens", *models[:-1], *words, "--text", rows)
 
 
 def test_all_missing_task_files_are_named_at_once(inputs, checkpoint, tmp_path):

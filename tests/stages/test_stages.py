@@ -1,5 +1,6 @@
 """Stages 1 to 4 on a tiny model with biases: artifacts against definitions."""
 
+import hashlib
 import itertools
 import json
 import runpy
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.calibration import Calibration
 from common.cli import UserError
 from common.data.generate import Origin, read_sequences, read_unread
-from common.data.text import load_tokens, write_array
+from common.data.text import HELDOUT, load_tokens, write_array
 from common.files import sha256
 from common.reporting import plots
 from helpers import (
@@ -247,7 +248,7 @@ def test_the_random_seed_decides_the_search(aligned_run, tmp_path):
 def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(aligned_run, inputs):
     summary = read(aligned_run / "merged" / "stage.json")["summary"]
     tokenizer = AutoTokenizer.from_pretrained(inputs["model"])
-    tokens = load_tokens(inputs["text"], tokenizer, 12, 64)[0][8:]  # after those of the calibration
+    tokens, _ = load_tokens(inputs["text"], tokenizer, 4, 64, HELDOUT)
     paths = {"source": inputs["model"], "aligned": aligned_run / "aligned", "merged": aligned_run / "merged"}
     logits = {name: AutoModelForCausalLM.from_pretrained(path)(tokens).logits for name, path in paths.items()}
     for name, rows in logits.items():
@@ -280,27 +281,36 @@ def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(
         unread(tmp_path / "rows.npy", inputs["model"], 50)
 
 
+def test_calibration_does_not_reach_into_what_is_held_out(inputs, tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 540)
+    arguments = ["--run", tmp_path / "run", *calibrate_arguments(inputs), "--text", tmp_path / "text.txt"]
+    message = "text.txt: expected 8 x 64 = 512 tokens in its training part, found 487"
+    expect_error(message, "01_calibrate.py", *arguments)
+    run("01_calibrate.py", *arguments, "--sequences", 7)
+
+
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
-    """Four sequences of a text of which the calibration has read 8 of 60 tokens."""
-    record = {"arguments": {"text": str(path)}, "summary": {"sequences": 8, "length": 60}}
+    """Four sequences for the equivalence check, of a text that has calibrated."""
     origin = Origin(model, str(path.parent), "cpu")
-    calibrated, _ = read_sequences(str(path), None, origin, 8, 60)
-    return read_unread(record, calibrated, origin, 4, length)
+    return read_unread({"arguments": {"text": str(path)}}, origin, 4, length)
 
 
 def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path):
-    """Of a file, what follows its sequences: of one text, or of several documents."""
-    lines = [f"{number} is a number, and {7 * number} is seven times as much. " * 2 for number in range(30)]
+    """The held-out part of a text, or of several documents."""
+    lines = [f"{number} is a number, and {7 * number} is seven times as much.\n" for number in range(100)]
     text, documents = tmp_path / "text.txt", tmp_path / "documents.jsonl"
     text.write_text("".join(lines))
     documents.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    of_text = AutoTokenizer.from_pretrained(inputs["model"])("".join(lines))["input_ids"]
-    of_documents = AutoTokenizer.from_pretrained(inputs["model"])(lines)["input_ids"]
-    expected = {text: [of_text[start : start + 50] for start in range(480, 720, 60)],
-                documents: [ids[:50] for ids in of_documents[8:12]]}
+    border = len(text.read_text()) * 9 // 10
+    last = [line for line in lines if text.read_text().index(line) >= border]
+    of_text = AutoTokenizer.from_pretrained(inputs["model"])("".join(last))["input_ids"]
+    held_out = [line for line in lines if hashlib.sha256(line.encode()).hexdigest() < "1" + 63 * "9"]
+    of_documents = AutoTokenizer.from_pretrained(inputs["model"])(held_out)["input_ids"]
+    expected = {text: [of_text[start : start + 40] for start in range(0, 160, 40)],
+                documents: [ids[:40] for ids in of_documents[:4]]}
     for path, rows in expected.items():
-        tokens, description = unread(path, inputs["model"], 50)
-        assert tokens.tolist() == rows and description.endswith("what follows the calibration's text")
+        tokens, description = unread(path, inputs["model"], 40)
+        assert tokens.tolist() == rows and "part of the calibration's text" not in description
 
 
 def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inputs, tmp_path, monkeypatch):
@@ -308,24 +318,25 @@ def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inpu
     for split in ("train", "heldout"):
         (tmp_path / "text" / f"{split}.txt").write_text(f"Of the {split} part. " * 100)
     monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
-    origin, record = Origin(inputs["model"], str(tmp_path), "cpu"), {"text": "demo", "length": 60}
-    calibrated, _ = read_sequences("demo", None, origin, 8, 60)
-    tokens, _ = read_unread({"arguments": record, "summary": record}, calibrated, origin, 4, 50)
-    assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, "heldout")[0])
+    origin = Origin(inputs["model"], str(tmp_path), "cpu")
+    tokens, _ = read_unread({"arguments": {"text": "demo"}}, origin, 4, 50)
+    assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, HELDOUT)[0])
 
 
 def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
-    """Also where the rest has no whole documents: packed, those of the calibration come again."""
+    """Where the held-out part is too short."""
     short, documents = tmp_path / "short.txt", tmp_path / "documents.jsonl"
     short.write_text("Some text. " * 50)
-    documents.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in [20] * 8 + [10] * 40))
+    documents.write_text(json.dumps({"text": "word " * 60}) + "\n")
     for path in (short, documents):
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
     home = copy_run(aligned_run, tmp_path / "run")
-    for words in [], ["--text", short]:
+    entire = tmp_path / "entire.txt"
+    entire.write_text("Some text. " * 24)  # four sequences of 64 tokens, but not in nine tenths of it
+    for words in [], ["--text", entire]:
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
-        assert (f"reads   {inputs['text']}: what follows the calibration's text" in printed) == (not words)
+        assert f"reads   {words[-1] if words else inputs['text']}: packed (1 of 1 documents have" in printed
         assert "may be higher" not in printed
 
 

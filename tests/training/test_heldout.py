@@ -15,11 +15,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
-from common.data.corpus import NONE, Pool, Sources
+from common.data.corpus import NONE, Sources
 from common.data.generate import Origin
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task, tokenize
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
 from common.method import losses, masks
 from common.models import load_config, load_model, load_tokenizer
@@ -228,7 +228,11 @@ def test_steps_to_measure_after():
     assert not any(NOTHING.due(step, 10) for step in range(1, 11))
     heldout = replace(HELDOUT, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
-    assert [heldout.measurements(steps) for steps in (1, 2, 3, 4, 10)] == [1, 2, 2, 2, 4]
+    for every in (1, 2, 3, 4, 50):
+        for last in range(1, 120):
+            for kept in (replace(HELDOUT, every=every), replace(NOTHING, every=every)):
+                assert kept.measurements(last) == sum(kept.due(step, last) for step in range(1, last + 1))
+    assert replace(HELDOUT, every=50).measurements(2**31 - 1) == 42949672 + 2  # at once
 
 
 def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, tmp_path):
@@ -251,7 +255,7 @@ def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
     sources = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text_length": 64, "heldout_sequences": 3}
     origin = Origin(inputs["model"], "", "cpu", ranks)
     sources = Sources(**sources | changes)
-    return load_heldout(sources, origin, Pool([]), [*texts, *heldout_texts(sources, origin)], every=7)
+    return load_heldout(sources, origin, [*texts, *heldout_texts(sources, origin)], every=7)
 
 
 def test_what_is_held_out(group_of_one, inputs):
@@ -259,7 +263,7 @@ def test_what_is_held_out(group_of_one, inputs):
     tokenizer = load_tokenizer(inputs["model"])
     heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
-    tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, "heldout")
+    tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, EVALUATION)
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens[::2].tolist()]
     assert [sample.segments for sample in heldout.unmeasured] == [(row,) for row in tokens[1::2].tolist()]
     examples = [example for task in ("piqa", "siqa")
@@ -292,7 +296,9 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
-    ("--text TEXT --heldout-text TEXT", "--heldout-text: expected text that is not in --text, found "),
+    ("--text TEXT --heldout-text TEXT", "/text.txt: expected text that is not in --text, found the same in "),
+    ("--text TEXT --heldout-text COPY", "/copy.txt: expected text that is not in --text, found the same in "),
+    ("--text TEXT --heldout-text LINK", "/link.txt: expected text that is not in --text, found the same in "),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
 ])  # fmt: skip
@@ -301,7 +307,10 @@ def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs,
     (tmp_path / "tasks").mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
         shutil.copy(path, tmp_path / "tasks")
-    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks")}
+    shutil.copy(inputs["text"], tmp_path / "copy.txt")
+    os.link(tmp_path / "copy.txt", tmp_path / "link.txt")
+    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks"), "COPY": str(tmp_path / "copy.txt"),
+              "LINK": str(tmp_path / "link.txt")}
     words = [places.get(word, word) for word in words.split()]
     flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
@@ -318,7 +327,7 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
     student.load_state_dict(whole_weights(saved_checkpoints(str(home / "train"))[-1]))
-    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, "heldout")
+    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, EVALUATION)
     tokens, unmeasured = tokens[::2], tokens[1::2]
     assert np.load(home / "train" / "heldout.npy").tolist() == unmeasured.tolist()  # for stage 7
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ from transformers import AutoTokenizer
 from common.cli import UserError
 from common.data import corpus
 from common.data.corpus import Pool, Sources, load_pool, samples_digest
-from common.data.generate import Origin
+from common.data.generate import Origin, as_samples, generated
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task
+from common.data.text import HELDOUT, TRAIN, in_part
 from common.files import sha256
 from common.training.checkpoints import saved_checkpoints
-from common.training.heldout import CHAT_SET, TEXT_SET, load_heldout
+from common.training.heldout import CHAT_SET, TEXT_SET, heldout_texts, load_heldout
 from common.training.metrics import read_metrics
 from common.weights import open_checkpoint
 from helpers import copy_run, expect_error, run
@@ -37,9 +39,8 @@ def text_arguments(home, inputs, *arguments) -> list:
 
 
 def pool_of(run, model: str, ranks, **sources) -> Pool:
-    """What these sources have; a tokenized text has three sequences, a file of chats three chats kept out."""
-    sizes = {"text_length": 16, "heldout_sequences": 3, "heldout_chats": 3}
-    return load_pool(Sources(**sizes | sources), Origin(model, str(run), ranks.device, ranks))
+    """What these sources have to train on."""
+    return load_pool(Sources(**{"text_length": 16} | sources), Origin(model, str(run), ranks.device, ranks))
 
 
 @pytest.fixture
@@ -75,27 +76,79 @@ def test_generated_chats_are_of_the_pool(chats, tmp_path, group_of_one):
     assert 0 < len(pool) <= 40 and all(sample.answer_tokens and len(sample) == 100 for sample in pool)
 
 
-def test_texts_and_chats_kept_out_of_the_pool(inputs, chats, tmp_path, group_of_one):
-    """Every tenth chat and text, not more than asked for, of texts twice as many, and none is trained on."""
-    model, path = chats
-    names = [{"role": "user", "content": "hi"}]
-    lines = [json.dumps({"messages": [*names, {"role": "assistant", "content": f"chat {number}"}]})
-             for number in range(25)]
+def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_of_one):
+    """Of each source as many texts and chats, in its order; every second text is measured."""
+    (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
+    turns = [[("user", "hi"), ("assistant", f"chat {number}")] for number in range(60)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]})
+             for chat in turns]
     Path(path).write_text("\n".join(lines) + "\n")
-    whole = pool_of(tmp_path, model, group_of_one, text=[inputs["text"]], chat=[path], heldout_chats=0)
-    assert len(whole.answered) == 25 and not whole.heldout_chats and not whole.texts.heldout_samples()
-    split = {"text": [inputs["text"]], "chat": [path], "heldout_text": "split"}
-    pool = pool_of(tmp_path, model, group_of_one, **split)
-    assert pool.heldout_chats == [whole.answered[0], whole.answered[12]]
-    assert pool.answered == whole.answered[1:12] + whole.answered[13:]
-    period = len(whole.texts) // 6
-    left_out = [number * period for number in range(6)]
-    numbers = [number for number in range(len(whole.texts)) if number not in left_out]
-    assert list(pool.texts) == [whole.texts[number] for number in numbers]
-    heldout = load_heldout(Sources(**split), Origin(model, "", "cpu", group_of_one), pool, [], every=5)
-    measured, unmeasured = ([whole.texts[number] for number in left_out[first::2]] for first in (0, 1))
-    assert heldout.sets == {TEXT_SET: measured, CHAT_SET: pool.heldout_chats}
-    assert heldout.unmeasured == unmeasured
+    text = Path(inputs["text"]).read_bytes()
+    begin = text.index(b"\n", len(text) - len(text) // 10 - 1) + 1
+    documents = [f"document {number}" for number in range(99)]
+    table = tmp_path / "t.jsonl"
+    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    split = {"text": [inputs["text"], str(table), inputs["text"]], "chat": [path], "heldout_text": "split",
+             "heldout_sequences": 3, "text_length": 16}
+    origin = Origin(model, str(tmp_path), "cpu", group_of_one)
+    sources = Sources(**split, heldout_chats=2)
+    texts = heldout_texts(sources, origin)
+    held_out = [[document for document in documents if in_part(document, part)] for part in (TRAIN, HELDOUT)]
+    expected = tokenizer(text[begin : begin + 48].decode())["input_ids"]
+    expected += [token for document in held_out[1] for token in [*tokenizer(document)["input_ids"], 256]][:48]
+    assert [token for sample in texts for token in sample.prompt] == expected and len(texts) == 6
+    heldout = load_heldout(sources, origin, texts, every=5)
+    contents = [[answered for _, (_, answered) in turns
+                 if in_part(json.dumps([["user", "hi"], ["assistant", answered]]), part)]
+                for part in (TRAIN, HELDOUT)]
+
+    def answers(samples) -> list[str]:
+        return [tokenizer.decode(sample.answer).strip() for sample in samples]
+
+    assert heldout.sets[TEXT_SET] == texts[::2] and heldout.unmeasured == texts[1::2]
+    assert answers(heldout.sets[CHAT_SET]) == contents[1][:2] and len(contents[1]) > 2
+    pool = load_pool(sources, origin)
+    trained = [token for sample in pool.texts for token in sample.prompt]
+    of_text = [*tokenizer(text[:begin].decode())["input_ids"], 256]
+    of_table = [token for document in held_out[0] for token in [*tokenizer(document)["input_ids"], 256]]
+    together = of_text + of_table + of_text
+    assert trained == together[: len(together) // 16 * 16]
+    assert answers(pool.answered) == contents[0] and len(contents[0]) + len(contents[1]) == 60
+    assert not load_heldout(replace(sources, heldout_chats=0), origin, [], every=5).sets
+
+
+def test_what_is_too_short_to_hold_out_is_said(inputs, chats, tmp_path, group_of_one, capsys):
+    """One chat; a text whose last tenth has no sample."""
+    (tmp_path / "text.txt").write_text("x" * 100)
+    text, chat = str(tmp_path / "text.txt"), chats[1]
+    sources = Sources(text=[text], chat=[chat], heldout_text="split", heldout_sequences=3, heldout_chats=3,
+                      text_length=16)
+    origin = Origin(chats[0], str(tmp_path), "cpu", group_of_one)
+    assert not heldout_texts(sources, origin)
+    assert not load_heldout(sources, origin, [], every=5).sets
+    assert capsys.readouterr().out.splitlines() == [
+        f"reads   {text}: 0 texts of 16 tokens, held out: its held-out part is too short",
+        f"reads   {chat}: 0 chats, held out: its held-out part is too short"]
+
+
+def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
+    """But two samples, of another seed; documents to continue are held out, too, and may be too few."""
+    (tmp_path / "text.txt").write_text("word " * 100)
+    source = f"generated:{tmp_path / 'text.txt'}"
+    origin = Origin(chats[0], str(tmp_path), "cpu", group_of_one)
+    sources = Sources(text=["generated", source], chat=["generated"], heldout_text="split",
+                      heldout_sequences=5, heldout_chats=4, text_length=100, text_tokens=3000)
+    for changes, count in (({}, 3), ({"text_tokens": 500}, 2), ({"heldout_sequences": 1}, 1),
+                           ({"heldout_sequences": 2, "text_tokens": 5000}, 2)):
+        changed = replace(sources, **changes)
+        texts = heldout_texts(changed, origin)
+        assert [list(text.prompt) for text in texts] == generated(
+            "generated", origin, count, 100, HELDOUT).tolist()
+        pool = load_pool(replace(changed, text=["generated"], chat=()), origin)
+        assert [sample.prompt for sample in pool.texts] == generated(
+            "generated", origin, changed.text_tokens // 100, 100).tolist()
+    found = load_heldout(sources, origin, [], every=5).sets.get(CHAT_SET, [])
+    assert found == as_samples(generated("generated", origin, 3, 100, HELDOUT, chats=True))
 
 
 def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):
@@ -172,20 +225,38 @@ def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_on
         assert record.read_text() == written
 
 
-@pytest.mark.parametrize("record", [None, "[", '{"tokens": "../text.txt"}', '{"tokens": "gone"}'])
+def test_a_beginning_that_a_terminal_would_act_on_is_printed_with_escapes(
+    inputs, tmp_path, group_of_one, capsys
+):
+    model = shutil.copytree(inputs["model"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = "\x1b[2J"
+    tokenizer.save_pretrained(model)
+    pool_of(tmp_path, str(model), group_of_one, text=[inputs["text"]], bos=True)
+    printed = capsys.readouterr().out
+    assert " samples of 16 tokens, \\x1b[2J first" in printed and "\x1b" not in printed
+
+
+@pytest.mark.parametrize("record", [
+    None, "[", '{"tokens": "../text.txt", "sha256": "DIGEST"}', '{"tokens": "gone", "sha256": "DIGEST"}',
+    '{"tokens": "HOME/my.txt", "sha256": "DIGEST"}', '{"tokens": "..", "sha256": "DIGEST"}',
+    '{"tokens": "my.txt", "sha256": "0"}', '{"tokens": "my.txt"}', '{"tokens": 5, "sha256": "DIGEST"}',
+    '{"tokens": "my\\u0000", "sha256": "DIGEST"}', '{"tokens": "fifo", "sha256": "DIGEST"}'])
 def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one, record):
     home = tmp_path / "run" / "tokens"
     home.mkdir(parents=True)
     mine = [home / "my.txt", home / f"{'0' * 16}.npy", tmp_path / "run" / "text.txt"]
     for path in mine:
         shutil.copy(inputs["text"], path)
+    os.mkfifo(home / "fifo")
     if record:
+        record = record.replace("DIGEST", sha256(inputs["text"])).replace("HOME", str(home))
         (home / "written.json").write_text(record)
     for text in ([str(mine[0])], [str(mine[1].with_name("my.txt")), inputs["text"]]):
         pool_of(tmp_path / "run", inputs["model"], group_of_one, text=text)
     for path in mine:
         assert path.read_text() == Path(inputs["text"]).read_text()
-    assert len(os.listdir(home)) == 4  # these two, the last tokens and their record
+    assert len(os.listdir(home)) == 5  # these three, the last tokens and their record
 
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import sem
 from transformers import AutoModelForCausalLM
 
-from common.data.text import load_tokens
+from common.data.text import EVALUATION, load_tokens
 from common.models import load_config, load_model, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
@@ -86,7 +86,7 @@ def test_training_learns_every_next_token(inputs, tmp_path, monkeypatch):
     batch = ids[batch_indices(0, 2, 6, 0)]
     first = json.loads((tmp_path / "serial" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(float(model(batch, labels=batch).loss.detach()), rel=1e-6)
-    heldout, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 32, 16, split="heldout")
+    heldout, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 32, 16, EVALUATION)
     loss = load_model(str(tmp_path / "serial"))(heldout, labels=heldout).loss.detach()
     summary = json.loads((tmp_path / "serial" / "stage.json").read_text())["summary"]
     assert summary["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
