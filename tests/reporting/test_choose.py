@@ -27,7 +27,7 @@ def chosen(aligned_run, tmp_path_factory):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
-    done = run("common/reporting/choose.py", "--run", chosen)
+    done = run("choose.py", "--run", chosen)
     assert done.stdout.endswith((chosen / "choose.md").read_text())
     assert (chosen / "choose.png").read_bytes().startswith(b"\x89PNG")
     header, _, *rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
@@ -58,7 +58,7 @@ def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(aligned_run, chosen, tmp_path):
     def refused(message: str, home=tmp_path / "run") -> None:
-        expect_error(message, "common/reporting/choose.py", "--run", home)
+        expect_error(message, "choose.py", "--run", home)
 
     refused("expected kvN/merged, found none", aligned_run)
     home = copy_run(chosen, tmp_path / "run")

@@ -131,6 +131,17 @@ def test_a_card_without_markers_is_left_alone(tmp_path):
         assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
 
 
-def test_answers_do_not_reach_a_terminal_raw():
-    section = answers_section(["What?\x1b[2J"], {"gqa": {"answers": ["Red\nand \x9b blue"]}})
-    assert "\x1b" not in section and "\x9b" not in section and r"\x1b[2J" in section
+def test_text_does_not_reach_a_terminal_raw():
+    odd = "Red\x1b[2J\nand \x9b blue"
+    section = answers_section([odd], {odd: {"answers": [odd]}})
+    notes = [caption(figures(perplexity=7.0, perplexity_text=odd) | changes, odd, None, None, "cpu", bos=True)
+             for changes in ({}, {"tasks": {}})]
+    for text in (section, *notes):
+        assert r"Red\\x1b[2J and \\x9b blue" in text and text.replace("\n", "").isprintable()
+
+
+def test_a_caption_is_one_line_of_markdown():
+    odd = "<b>\n| a\\b"
+    for changes in ({}, {"tasks": {}}):
+        note = caption(figures(perplexity=7.0, perplexity_text=odd) | changes, odd, None, None, "cpu", bos=True)
+        assert note.count(r"&lt;b> \| a\\b") == 1 + ("tasks" not in changes) and "<" not in note
