@@ -31,7 +31,7 @@ def drawing(figure_of):
         figure = figure_of(pyplot, *args, **kwargs)
         try:
             # no version, for reproducible bytes
-            metadata = {"Software": None, "Description": figure_of.__doc__.partition("\n")[0]}
+            metadata = {"Software": None, "Description": (figure_of.__doc__ or "").partition("\n")[0]}
             with write_file(path) as file:
                 figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata=metadata)
             print(f"drew    {os.path.basename(path)}")
