@@ -27,18 +27,18 @@ teacher is the untouched source. Dropout is off, whatever the config says. Befor
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the entire head.
---masks off trains merged/ directly, without masks or L0 term: the shorter way, and at a learning rate that
-suits the initial model no worse where both were measured (bench/RESULTS.md).
+--masks off trains merged/ directly, without masks or L0 term: the shorter way, compared with masks in
+bench/RESULTS.md.
 
 One run directory can hold several trainings: --name NAME writes RUN/train-NAME/ instead. To train a
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (on GPUs that takes --deterministic). On SIGTERM, Ctrl-C, a terminal
-that hangs up or output that is closed, it finishes the step, saves and exits with 75 (torchrun itself exits
-with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout 600 if it takes
-longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; the same command,
-repeated, resumes the new training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (without --compile; on GPUs with --deterministic). On SIGTERM, Ctrl-C, a
+terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75 (torchrun
+itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout
+600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; the
+same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine, named_directories, parser, standard_error
-from common.cli import positive, run_stage
+from bench.machine import machine, named_directories, standard_error
+from common.cli import Parser, positive, run_stage
 from common.evaluate import complete, prompt_ids
 from common.files import write_text
 from common.models import load_model, load_tokenizer
@@ -27,7 +27,7 @@ QUESTIONS = Path(__file__).with_name("questions.txt")  # QUESTION | WORD / WORD
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR",
                        help="checkpoints; the others are compared with the first")
     flags.add_argument("--tokens", type=positive, default=40, help="of an answer, at most")

@@ -18,8 +18,8 @@ import statistics
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine, median_ratio, parser, timed
-from common.cli import run_stage
+from bench.machine import machine, median_ratio, timed
+from common.cli import Parser, run_stage
 from common.method.merge import merged_config
 from common.models import load_model
 from common.reporting.tables import markdown_table
@@ -28,7 +28,7 @@ HEADER = ("context", "batch", "cache MiB", "prefill tokens/s", "speed-up", "deco
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--model", nargs=2, metavar="DIR", help="the source and its GQA checkpoint")
     # the random pair
     flags.add_argument("--layers", type=int, default=4)

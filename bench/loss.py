@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine, median_ratio, parser, timed
+from bench.machine import machine, median_ratio, timed
+from common.cli import Parser, run_stage
 from common.method.losses import bild, chunked, kl
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--tokens", type=int, default=8192)
     flags.add_argument("--vocab", type=int, default=32000)
     flags.add_argument("--hidden", type=int, default=128,
@@ -123,4 +124,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_stage(main)

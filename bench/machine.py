@@ -1,6 +1,5 @@
 """Shared by the benchmarks: arguments, timing a call, errors of means, and the machine in words."""
 
-import argparse
 import math
 import os
 import platform
@@ -11,11 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from common.cli import UserError
-
-
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A parser that prints the module's docstring as its manual."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def named_directories(models: list[str]) -> dict[str, str]:

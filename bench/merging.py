@@ -17,8 +17,7 @@ import os
 import subprocess
 import sys
 
-from bench.machine import parser
-from common.cli import run_stage
+from common.cli import Parser, run_stage
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
@@ -44,7 +43,7 @@ HELDOUT = 32  # sequences
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--model", default="demo")
     flags.add_argument("--text", default="demo", help="text of the calibration")
     flags.add_argument("--heldout", default="demo", help="text of the loss; demo: its held-out part")

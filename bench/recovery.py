@@ -23,8 +23,8 @@ import sys
 import tempfile
 import time
 
-from bench.machine import machine, parser, standard_error
-from common.cli import UserError, positive, run_stage
+from bench.machine import machine, standard_error
+from common.cli import Parser, UserError, positive, run_stage
 from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
 from common.files import read_json, write_json, write_text
 from common.models import load_tokenizer
@@ -40,7 +40,7 @@ FREE = ("run", "out", "starts", "masks", "budgets", "seeds")  # may change betwe
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--run", default="runs/smollm2", help="of make smollm2; OUT/KV_HEADS of bench.merging")
     flags.add_argument("--out", default="runs/recovery")
     flags.add_argument("--starts", nargs="+", default=["paper", "output-refit", "attention-refit"],

@@ -17,8 +17,8 @@ import statistics
 
 import torch
 
-from bench.machine import machine, named_directories, parser
-from common.cli import UserError, positive, run_stage
+from bench.machine import machine, named_directories
+from common.cli import Parser, UserError, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
@@ -32,7 +32,7 @@ SHORTEST = 512  # tokens; lengths double from it to the model's positions
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--source", required=True, metavar="DIR", help="the model before merging")
     flags.add_argument("--models", nargs="+", required=True, metavar="NAME=DIR", help="merged from it")
     flags.add_argument("--text", required=True, help="to hide keys in, as --text of 01_calibrate.py")

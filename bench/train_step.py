@@ -27,8 +27,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine, median_ratio, parser, timed
-from common.cli import UserError, run_stage
+from bench.machine import machine, median_ratio, timed
+from common.cli import Parser, UserError, run_stage
 from common.data.rows import Sample
 from common.method import masks
 from common.training import plan as budget
@@ -52,7 +52,7 @@ STATE = 12  # bytes per parameter of a student between steps: float32 weight and
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--shape", choices=SHAPES, default="small")
     flags.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16)")
     flags.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")

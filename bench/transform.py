@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import paper
-from bench.machine import machine, parser, timed
+from bench.machine import machine, timed
+from common.cli import Parser, run_stage
 from common.families import geometry
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, mean_merge, merged_state
@@ -54,7 +55,7 @@ ROUNDS, GAIN = 500, 1e-10  # at which the printed update ends
 
 
 def parse():
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--device", default="cpu", help="cpu or cuda")
     flags.add_argument("--threads", type=int, default=1,
                        help="of the CPU: one is as fast on a busy machine as on a quiet one")
@@ -288,4 +289,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_stage(main)

@@ -145,12 +145,21 @@ class Flag:
         return self.name.replace("-", "_")
 
 
-class StageParser(argparse.ArgumentParser):
-    """argparse with sections of flags and one-line errors: what, expected, found, and a suggestion."""
+class Parser(argparse.ArgumentParser):
+    """argparse with a module's docstring as its manual, and errors of one line."""
+
+    def __init__(self, doc: str, **options):
+        super().__init__(description=doc, formatter_class=manual, allow_abbrev=False, **options)
+
+    def error(self, message: str):
+        raise UserError(message.removeprefix("argument "))
+
+
+class StageParser(Parser):
+    """With sections of flags; its errors say what, expected, found, and suggest."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, usage="%(prog)s [flags]", formatter_class=manual,
-                         allow_abbrev=False, add_help=False)
+        super().__init__(doc, usage="%(prog)s [flags]", add_help=False)
         self.flags: list[str] = []
 
     def section(self, title: str) -> None:
@@ -200,9 +209,6 @@ class StageParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"expected flags, found {' '.join(unknown)} (--help lists all)")
         return options
-
-    def error(self, message: str):
-        raise UserError(message.removeprefix("argument "))
 
 
 def stage_parser(doc: str) -> StageParser:
@@ -279,6 +285,8 @@ def run_stage(main) -> None:
     for stream in (sys.stdout, sys.stderr):  # may be ASCII, or names have no encoding
         with contextlib.suppress(AttributeError):  # replaced by a test
             stream.reconfigure(errors="backslashreplace")
+    write = sys.stdout.write  # records and names of files may hold what a terminal would act on
+    sys.stdout.write = lambda text: write(printable(text))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt_once)
     try:

@@ -7,7 +7,6 @@ use. The sources are random models of a size that every client accepts (client_s
 export alone, its logits or tokens differ there alone, or it tokenizes fewer texts alike.
 """
 
-import argparse
 import common.waiting  # noqa: F401 - before torch
 import itertools
 import os
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cli import UserError, positive, run_stage
+from common.cli import Parser, UserError, positive, run_stage
 from common.files import read_text, write_json, write_text
 from common.reporting.tables import markdown_table
 from pipelines import client_sources
@@ -82,8 +81,7 @@ def worse(source: Result, export: Result) -> bool:
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="clients.sh", description=__doc__, formatter_class=formatter)
+    parser = Parser(__doc__, prog="clients.sh")
     parser.add_argument("--clients", nargs="+", choices=PINS, default=list(PINS), metavar="NAME",
                         help=", ".join(PINS))
     kinds = list(client_sources.KINDS)

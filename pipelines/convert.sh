@@ -82,7 +82,7 @@ print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "$RUN/calibration")
     "$PYTHON" 04_align.py --run "$RUN/kv$N" --calibration "$RUN/calibration" \
       --merge closed-form --refit output
   done
-  "$PYTHON" -m common.reporting.choose --run "$RUN"
+  "$PYTHON" choose.py --run "$RUN"
   exit
 fi
 "$PYTHON" 03_group.py --run "$RUN" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
@@ -97,5 +97,5 @@ HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
 "$PYTHON" 07_eval.py --run "$RUN" --update --tasks "${TASKS:-none}" ${ONLY[0]:+--only "${ONLY[@]}"} \
   --text "$HELDOUT" --prompts "${PROMPTS:-pipelines/prompts.txt}"
-"$PYTHON" -m common.reporting.report --run "$RUN"
+"$PYTHON" report.py --run "$RUN"
 cat "$RUN/eval.md"

@@ -11,7 +11,6 @@ Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.js
 otherwise, or if a token of an f32 file differs.
 """
 
-import argparse
 import common.waiting  # noqa: F401 - before torch
 import ctypes
 import logging
@@ -26,7 +25,7 @@ import torch
 from transformers import DynamicCache
 
 from common import evaluate
-from common.cli import UserError, positive, run_stage
+from common.cli import Parser, UserError, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.families import geometry
 from common.files import open_text
@@ -58,8 +57,7 @@ def keep_log(level, text, user_data):
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="checkpoint directory")
     parser.add_argument("out", help="GGUF file; if it already exists, it is compared as it is")
     parser.add_argument("--outtype", default="f32", help="f32, f16, bf16, q8_0, q4_0 or q4_k_m")

@@ -7,7 +7,6 @@ The text is halved: stage 1 calibrates on the first half, and the perplexity is 
 it is the reference manual that every Python carries for help(), without the paragraphs that it repeats.
 """
 
-import argparse
 import common.waiting  # noqa: F401 - before torch
 import math
 import os
@@ -16,7 +15,7 @@ import re
 import torch
 
 from common.artifacts import read_record
-from common.cli import UserError, positive, run_stage
+from common.cli import Parser, UserError, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.evaluate import cache_bytes_per_token, perplexity
 from common.files import read_text, write_directory, write_json, write_text
@@ -34,8 +33,7 @@ STARTS = {  # run directory -> name in the table
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(__doc__)
     parser.add_argument("part", choices=("text", "table"))
     parser.add_argument("--run", default="runs/smollm2", help="run directory")
     parser.add_argument("--text", help="text: a .txt file to halve instead of the manual")

@@ -6,18 +6,16 @@ With grouping: stages 2 (similarity), 3 and 4. Without: stage 3, which then list
 Stage 4's seconds include writing both checkpoints and the equivalence check.
 """
 
-import argparse
 import os
 
 from common.artifacts import read_record
-from common.cli import positive, run_stage
+from common.cli import Parser, positive, run_stage
 from common.files import write_text
 from common.reporting.tables import markdown_table
 
 
 def parse():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(__doc__)
     parser.add_argument("--run", default="runs/table6", help="run directory of table6.sh")
     parser.add_argument("--kv-heads", type=positive, nargs="+", default=[16, 8, 4],
                         help="numbers in the names of its directories")

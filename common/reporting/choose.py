@@ -1,19 +1,18 @@
 """How many kv heads? What each number keeps before anyone trains, of the RUN of make convert PLAN=choose.
 
-    python -m common.reporting.choose --run RUN     # writes RUN/choose.md and RUN/choose.png
+    python choose.py --run RUN     # writes RUN/choose.md and RUN/choose.png
 """
 
-import argparse
-import common.waiting  # noqa: F401 - before torch
 import glob
 import os
 from statistics import mean
 
-from common.artifacts import check_input, read_record
-from common.cli import UserError, run_stage
-from common.files import write_text
+from common.artifacts import check_input, read_record, verify_files
+from common.cli import Parser, UserError
+from common.files import refuse_overwrite, write_text
 from common.models import load_config, weight_dtype
 from common.reporting.plots import drawing
+from common.reporting.report import carries
 from common.reporting.tables import markdown_table
 
 CAPTION = """\
@@ -25,16 +24,21 @@ from the source: on text that the calibration has not read."""
 def read_choices(run: str) -> list[dict]:
     """Figures of the source and of each RUN/kvN/merged, by falling number of kv heads.
 
-    Raises UserError if there is none, or one of another calibration or without these figures.
+    Raises UserError if there is none, one of another calibration, without these figures or changed since, or
+    two of one number.
     """
-    choices = []
-    for path in glob.glob(os.path.join(glob.escape(run), "kv*", "merged")):
+    choices, paths = [], {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(run), "kv*", "merged"))):
         record = read_record(path, "04_align.py")
+        verify_files(path, record)
         check_input(record, os.path.join(run, "calibration"))
         summary, model = record["summary"], record["model"]
         if not summary.get("energy_lost"):
             raise UserError(f"{path}: expected energy_lost in its record, found none; run 04_align.py "
                             "--merge closed-form again with --force")
+        if paths.setdefault(summary["kv_heads"], path) != path:
+            raise UserError(f"{path}: expected one directory of each number of kv heads, found "
+                            f"{paths[summary['kv_heads']]} of {summary['kv_heads']}, too")
         size = 2 * model["layers"] * model["head_dim"] * weight_dtype("source", load_config(path)).itemsize
         lost = {name: mean(layer[name] for layer in summary["energy_lost"]) for name in ("keys", "values")}
         choices.append({"kv_heads": summary["kv_heads"], "bytes": size * summary["kv_heads"], **lost,
@@ -66,10 +70,14 @@ def curves(plt, choices: list[dict]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--run", required=True, help="run directory")
-    path = os.path.join(parser.parse_args().run, "choose")
-    choices = read_choices(os.path.dirname(path))
+    parser.add_argument("--force", action="store_true", help="replace a choose.md or choose.png of others")
+    args = parser.parse_args()
+    path = os.path.join(args.run, "choose")
+    for output, mark in ((f"{path}.md", CAPTION), (f"{path}.png", curves.__doc__)):
+        refuse_overwrite(output, args.force or carries(output, mark.encode()))
+    choices = read_choices(args.run)
     header = "kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"
     rows = [(choice["kv_heads"], choice["bytes"], f"{choice['keys']:.1%}", f"{choice['values']:.1%}",
              f"{choice['perplexity']:.3f}", f"{choice['kl']:.4f}") for choice in choices]
@@ -77,7 +85,3 @@ def main():
     curves(f"{path}.png", choices)
     write_text(f"{path}.md", text)
     print(f"wrote   {path}.md\n\n{text}", end="")
-
-
-if __name__ == "__main__":
-    run_stage(main)

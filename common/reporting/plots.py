@@ -15,7 +15,8 @@ def drawing(figure_of):
     """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
     If matplotlib is missing or the file cannot be written, draw() prints one line and returns. The file is
-    written completely or not at all. figure_of is available as draw.__wrapped__.
+    written completely or not at all, with the first line of figure_of's docstring as its description.
+    figure_of is available as draw.__wrapped__.
     """
 
     @functools.wraps(figure_of)
@@ -29,8 +30,10 @@ def drawing(figure_of):
             return
         figure = figure_of(pyplot, *args, **kwargs)
         try:
-            with write_file(path) as file:  # no version, for reproducible bytes
-                figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+            # no version, for reproducible bytes
+            metadata = {"Software": None, "Description": (figure_of.__doc__ or "").partition("\n")[0]}
+            with write_file(path) as file:
+                figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata=metadata)
             print(f"drew    {os.path.basename(path)}")
         except (OSError, UserError) as error:
             print(f"skipped {path}: cannot be written ({getattr(error, 'strerror', error)})")

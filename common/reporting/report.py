@@ -1,12 +1,11 @@
 """One page that summarizes a run directory from its records: settings, metrics and pictures of every stage.
 
-    python -m common.reporting.report --run RUN     # writes RUN/report.html
+    python report.py --run RUN     # writes RUN/report.html
 
 The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
 records give the same bytes. Template: templates/report.html.
 """
 
-import argparse
 import base64
 import functools
 import os
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from common.artifacts import read_record
-from common.cli import UserError, run_stage
+from common.cli import Parser, UserError
 from common.files import refuse_overwrite, write_text
 from common.reporting import tables
 from common.reporting.tables import Table
@@ -55,7 +54,7 @@ def write(directory: str, force: bool = False) -> str:
     """
     directory = os.path.normpath(directory)
     path = os.path.join(directory, "report.html")
-    refuse_overwrite(path, force or is_report(path))
+    refuse_overwrite(path, force or carries(path, GENERATOR))
     records = read_records(directory)
     if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
@@ -65,12 +64,12 @@ def write(directory: str, force: bool = False) -> str:
     return path
 
 
-def is_report(path: str) -> bool:
-    """Whether `path` is a page that write() wrote."""
+def carries(path: str, mark: bytes) -> bool:
+    """Whether `path` is a file with this mark of what wrote it in its first 4096 bytes."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return GENERATOR in file.read(4096)
+        return mark in file.read(4096)
 
 
 @functools.cache
@@ -179,13 +178,8 @@ def command(stage: str, arguments: dict) -> str:
 
 
 def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(__doc__)
     parser.add_argument("--run", default="runs/demo", help="run directory")
     parser.add_argument("--force", action="store_true", help="replace a report.html that is none of its own")
     args = parser.parse_args()
     print(f"wrote   {write(args.run, args.force)}")
-
-
-if __name__ == "__main__":
-    run_stage(main)

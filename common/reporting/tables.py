@@ -25,8 +25,8 @@ PERCENT = ("exact_match", "likelihood", "chance")  # name endings of shares, sho
 
 
 def markdown_text(value) -> str:
-    """The text of `value` on one line, with characters escaped that would end a cell or start HTML."""
-    return " ".join(str(value).translate(ESCAPES).split())
+    """`value` on one line, without what would end a cell, start HTML or make a terminal act."""
+    return printable(" ".join(str(value).split())).translate(ESCAPES)
 
 
 def markdown_table(
@@ -109,14 +109,11 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
 
 
 def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
-    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts.
-
-    Characters that a terminal would act on are escaped.
-    """
+    """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts."""
     parts = []
     for number, prompt in enumerate(prompts):
-        answers = [(name, printable(figures["answers"][number])) for name, figures in results.items()]
-        parts.append(markdown_table((printable(prompt), "greedy answer"), answers))
+        answers = [(name, figures["answers"][number]) for name, figures in results.items()]
+        parts.append(markdown_table((prompt, "greedy answer"), answers))
     return "".join(f"\n\n{part}" for part in parts)
 
 
@@ -131,7 +128,7 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
     if not reference["tasks"]:
         measured = "Speeds: one sequence" if "decode_tokens_per_s" in reference else "Layer by layer"
-        return " ".join(f"{text} {measured} on {hardware}, {beginning}.".split())  # names may have newlines
+        return markdown_text(f"{text} {measured} on {hardware}, {beginning}.")
     questions = sum(task["questions"] for task in reference["tasks"].values())
     selection = "" if limit is None else f", the first {limit} per task"
     if seed is not None:
@@ -140,7 +137,7 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
             f"± standard error: {questions} validation questions ({file_name(source)}{selection}), averaged "
             f"over questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
             f"{text} Speeds: one sequence on {hardware}.")
-    return " ".join(line.split())
+    return markdown_text(line)
 
 
 def file_name(source: str) -> str:

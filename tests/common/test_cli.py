@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from common import cli, files, progress
 from common.data.tasks import TASKS
 from common.progress import Progress
-from helpers import ROOT
+from helpers import ROOT, run
 
 MANUAL = """Stage 0: count things.
 
@@ -42,6 +42,33 @@ def parser() -> cli.StageParser:
     made.add_argument("--seed", type=cli.seed, default=0, help="of noise")
     made.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
     return made
+
+
+MODULES = [f"bench.{name}" for name in ("answers", "decode", "loss", "merging", "recovery", "retrieval",
+                                        "train_step", "transform")]
+MODULES += [f"pipelines.{name}" for name in ("smollm2", "table6")]
+
+
+@pytest.mark.parametrize("command", ["report.py", "choose.py", *MODULES])
+def test_every_command_says_a_mistake_on_one_line(command):
+    done = run(command if command.endswith(".py") else f"{command.replace('.', '/')}.py", "--bogus", "3",
+               fails=True)
+    assert "--bogus" in done.stderr or "required" in done.stderr or "part: invalid choice" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["report.py", pytest.param("choose.py", marks=pytest.mark.slow)])
+def test_a_command_imports_nothing_from_the_working_directory(command, tmp_path):
+    for name in ("common", "torch", "report", "choose"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('executed')")
+    done = subprocess.run([sys.executable, ROOT / command, "--run", "."], cwd=tmp_path, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: .: expected ")
+
+
+def test_nothing_acts_on_the_terminal(capsys):
+    with pytest.raises(SystemExit):
+        cli.run_stage(lambda: print("name \x1b[2J \x9b ± \ud800"))
+    assert capsys.readouterr().out == "name \\x1b[2J \\x9b ± \\ud800\n"
 
 
 def ends(main, capsys) -> tuple[int, str]:

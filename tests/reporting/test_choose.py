@@ -1,14 +1,21 @@
 """The table of numbers of kv heads, from stages on the tiny model: every figure is that of its definition."""
 
 import json
+import shutil
 from statistics import mean
 
 import pytest
 import torch
+from matplotlib import pyplot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.text import HELDOUT, load_tokens
+from common.reporting import choose
 from helpers import copy_run, expect_error, run
+
+HEADER = ["kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"]
+CHOICES = [{"kv_heads": 8 // number, "bytes": 1024 // number, "keys": number / 8, "values": number / 16,
+            "perplexity": 20.0 + number, "kl": number / 4} for number in (1, 2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +31,56 @@ def chosen(aligned_run, tmp_path_factory):
     return home
 
 
+def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
+    command = "choose.py", "--run", tmp_path
+    for name in ("choose.md", "choose.png"):
+        run(*command)
+        run(*command)  # over its own
+        made = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"my notes")
+        expect_error(f"{name} already exists; pass --force to replace it", *command)
+        assert (tmp_path / name).read_bytes() == b"my notes"
+        run(*command, "--force")
+        assert (tmp_path / name).read_bytes() == made
+
+
+def test_the_table_has_every_figure_under_its_title(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
+    lines = run("choose.py", "--run", tmp_path).stdout.splitlines()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert table[0] == HEADER
+    assert table[2:] == [["8", "1024", "12.5%", "6.2%", "21.000", "0.2500"],
+                         ["4", "512", "25.0%", "12.5%", "22.000", "0.5000"],
+                         ["2", "256", "50.0%", "25.0%", "24.000", "1.0000"]]
+
+
+def test_the_picture_shows_each_series_by_the_size_of_the_cache():
+    figure = choose.curves.__wrapped__(pyplot, CHOICES)
+    kl, lost = figure.axes
+    assert kl.get_ylabel() == "KL from the source, nats (perplexity)"
+    assert lost.get_ylabel() == "share of energy lost"
+    assert [text.get_text() for text in lost.get_legend().get_texts()] == ["keys", "values"]
+    for line, name in zip([*kl.lines, *lost.lines], ("kl", "keys", "values"), strict=True):
+        assert list(line.get_xdata()) == [1024, 512, 256]
+        assert list(line.get_ydata()) == [choice[name] for choice in CHOICES]
+    assert [(text.xy, text.get_text()) for text in kl.texts] == [
+        ((1024, 0.25), "(21)"), ((512, 0.5), "(22)"), ((256, 1.0), "(24)")]
+    for axis in (kl, lost):
+        assert axis.get_xlabel() == "kv heads, KV bytes per token"
+        assert {tick.get_position()[0]: tick.get_text() for tick in axis.get_xticklabels()} == {
+            1024: "8\n1,024", 512: "4\n512", 256: "2\n256"}
+    pyplot.close(figure)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
-    done = run("common/reporting/choose.py", "--run", chosen)
+    done = run("choose.py", "--run", chosen)
     assert done.stdout.endswith((chosen / "choose.md").read_text())
     assert (chosen / "choose.png").read_bytes().startswith(b"\x89PNG")
     header, _, *rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [cell.strip() for cell in header] == [
-        "kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"]
+    assert [cell.strip() for cell in header] == HEADER
     tokens = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 4, 64, HELDOUT)[0]
     paths = {8: inputs["model"], 4: chosen / "kv4" / "merged", 2: chosen / "kv2" / "merged"}
     source = None
@@ -58,10 +106,16 @@ def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(aligned_run, chosen, tmp_path):
     def refused(message: str, home=tmp_path / "run") -> None:
-        expect_error(message, "common/reporting/choose.py", "--run", home)
+        expect_error(message, "choose.py", "--run", home)
 
     refused("expected kvN/merged, found none", aligned_run)
     home = copy_run(chosen, tmp_path / "run")
+    shutil.copytree(home / "kv2", home / "kv02")
+    refused("kv2/merged: expected one directory of each number of kv heads, found "
+            f"{home}/kv02/merged of 2, too")
+    (home / "kv02" / "merged" / "model.safetensors").unlink()
+    refused("kv02/merged")
+    shutil.rmtree(home / "kv02")
     run("04_align.py", "--run", home / "kv2", "--calibration", home / "calibration", "--force")
     refused("kv2/merged: expected energy_lost")
     (home / "calibration" / "stage.json").write_text("{}")

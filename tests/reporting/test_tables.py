@@ -68,6 +68,43 @@ def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
     ]
 
 
+def test_every_figure_stands_under_its_checkpoint():
+    """All differ: none may be another checkpoint's, metric's or average's."""
+    names = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
+    results = {}
+    for number, name in enumerate(("a", "b", "c")):
+        rates = [iter((10 * place + 2 * number + 1) / 1000 for place in range(first, 12, 3))
+                 for first in range(3)]
+        task, micro, macro = ({key: next(values) for key in names} for values in rates)
+        results[name] = figures(
+            tasks={"boolq": {"questions": 4, "chance": 0.5 + number / 10} | task},
+            micro_chance=0.51 + number / 10, macro_chance=0.52 + number / 10,
+            perplexity=7.0 + number, heads=16, kv_heads=8 - 3 * number,
+            cache_bytes_per_token=640 - 100 * number, prefill_tokens_per_s=300 + number,
+            decode_tokens_per_s=30 + number,
+            **{f"micro_{key}": value for key, value in micro.items()},
+            **{f"macro_{key}": value for key, value in macro.items()},
+            **({"kl": number / 8, "agreement": 0.9 - number / 8} if number else {}))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in results_table(results).splitlines()]
+    assert rows[0] == ["", "chance", "a", "b", "c"]
+    assert rows[3:6] + rows[7:10] == [
+        ["boolq", "50.0", "0.1 ± 3.1", "0.3 ± 3.3", "0.5 ± 3.5"],
+        ["*micro average, as published*", "51.0", "1.1 ± 4.1", "1.3 ± 4.3", "1.5 ± 4.5"],
+        ["*macro average*", "52.0", "2.1 ± 5.1", "2.3 ± 5.3", "2.5 ± 5.5"],
+        ["boolq", "50.0", "6.1 ± 9.1", "6.3 ± 9.3", "6.5 ± 9.5"],
+        ["*micro average, as published*", "51.0", "7.1 ± 10.1", "7.3 ± 10.3", "7.5 ± 10.5"],
+        ["*macro average*", "52.0", "8.1 ± 11.1", "8.3 ± 11.3", "8.5 ± 11.5"]]
+    assert rows[11:] == [
+        ["perplexity", "", "7.000", "8.000", "9.000"],
+        ["KL from the first, nats", "", "", "0.1250", "0.2500"],
+        ["top-1 agreement", "", "", "0.7750", "0.6500"],
+        ["kv heads", "", "8 of 16", "5 of 16", "2 of 16"],
+        ["KV bytes per token", "", "640", "540", "440"],
+        ["prefill tokens/s", "", "300", "301", "302"],
+        ["decode tokens/s", "", "30", "31", "32"]]
+
+
 def test_many_checkpoints_have_a_row_each():
     """The same cells as beside each other, and of chance only what there is."""
     results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
@@ -90,9 +127,13 @@ def test_many_checkpoints_have_a_row_each():
 
 def test_the_last_line_has_the_micro_average():
     """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
-    results = {"a": figures(micro_exact_match=0.5), "b": figures(micro_exact_match_stderr=0.25)}
-    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
-                                     "KV cache of the last 1.000 of the first's")
+    results = {"a": figures(micro_exact_match=0.5, macro_exact_match=0.75), "c": figures(),
+               "b": figures(micro_exact_match_stderr=0.25, cache_bytes_per_token=16.0)}
+    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; c micro average 25.0% ± 12.5%; "
+                                     "b micro average 25.0% ± 25.0%; "
+                                     "KV cache of the last 0.250 of the first's")
+    results = {name: figures(tasks={}, perplexity=value) for name, value in (("a", 7.25), ("b", 8.5))}
+    assert summary_line(results).startswith("a perplexity 7.250; b perplexity 8.500; KV cache ")
 
 
 HOSTILE = "a|b\n<!-- /scores -->"
@@ -131,6 +172,18 @@ def test_a_card_without_markers_is_left_alone(tmp_path):
         assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
 
 
-def test_answers_do_not_reach_a_terminal_raw():
-    section = answers_section(["What?\x1b[2J"], {"gqa": {"answers": ["Red\nand \x9b blue"]}})
-    assert "\x1b" not in section and "\x9b" not in section and r"\x1b[2J" in section
+def test_text_does_not_reach_a_terminal_raw():
+    odd = "Red\x1b[2J\nand \x9b blue"
+    section = answers_section([odd], {odd: {"answers": [odd]}})
+    notes = [caption(figures(perplexity=7.0, perplexity_text=odd) | changes, odd, None, None, "cpu", bos=True)
+             for changes in ({}, {"tasks": {}})]
+    for text in (section, *notes):
+        assert r"Red\\x1b[2J and \\x9b blue" in text and text.replace("\n", "").isprintable()
+
+
+def test_a_caption_is_one_line_of_markdown():
+    odd = "<b>\n| a\\b"
+    for changes in ({}, {"tasks": {}}):
+        reference = figures(perplexity=7.0, perplexity_text=odd) | changes
+        note = caption(reference, odd, None, None, "cpu", bos=True)
+        assert note.count(r"&lt;b> \| a\\b") == 1 + ("tasks" not in changes) and "<" not in note

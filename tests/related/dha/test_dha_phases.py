@@ -45,6 +45,11 @@ def text_loss(model, samples) -> torch.Tensor:
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    schedule = training.make_schedule(DATA, 100, FLAGS)
+    assert [schedule.rate(step) for step in (0, 9, 10, 55, 100)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one, monkeypatch, ranks):
     """Of L_lm it is summed over ranks that are all alike; the fusion loss is added once."""

@@ -69,6 +69,26 @@ def test_the_last_line_counts_invertible_matrices():
     assert compare.closing_line("m", [{}], None) == "no attention matrix of m is square"
 
 
+def test_differences_stand_under_their_letters():
+    def line(remove, first, parameters, **more):
+        return {"model": "m", "remove": remove, "float64": first, "float32": 2e-7, "bfloat16": 3.0,
+                "parameters": parameters} | more
+
+    lines = [line(None, 0, 1000), line("q", 1e-14, 900), line("k", 2e-14, 800),
+             {"model": "m", "remove": "v", "refused": "singular"}, line("p", 4e-14, 700)]
+    table, reason = compare.exactness_table(lines).split("\n\n")
+    header, _, row = map(cells, table.splitlines())
+    assert dict(zip(header, row, strict=True)) == {
+        "model": "m", "weights": "1,000", "itself": "0 / 2e-07 / over 1",
+        "Q": "1e-14 / 2e-07 / over 1, 10%", "K": "2e-14 / 2e-07 / over 1, 20%", "V": "refused",
+        "P": "4e-14 / 2e-07 / over 1, 30%"}
+    assert reason == "Refused: singular."
+    header, _, *rows = map(cells, compare.conditions_table(
+        [{"q": 1.0, "k": 2.0, "v": 3.0, "p": 4.0}, {"q": 5.0, "p": 6.0}]).splitlines())
+    assert header == ["layer", "Q", "K", "V", "P"]
+    assert rows == [["0", "1", "2", "3", "4"], ["1", "5", "not square", "not square", "6"]]
+
+
 @pytest.mark.parametrize(("name", "counts", "row"), [
     ("mistral-7b", (33_554_432, 8_388_608, 176_160_768, 262_144_000),
      ["serial", "GQA", "15%, 1.17x", "15%, 1.17x"]),
