@@ -104,21 +104,22 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
         assert artifacts.source_commit() is None
 
 
-@pytest.mark.parametrize("fault", ["not finite", "replaced"])
+@pytest.mark.parametrize("fault", ["nan", "inf", "replaced"])
 def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, fault):
     """A calibration may be replaced while a stage reads it layer by layer."""
     grams = torch.ones(10, 8, 8)  # of MODEL's 4 kv heads
-    if fault == "not finite":
-        grams[0, 0, 0] = torch.nan
+    values = grams.clone()
+    if fault != "replaced":
+        values[-1, -1, -1] = -float(fault)
     for index in range(MODEL["layers"]):
-        calibration.write_layer(str(tmp_path), index, {"key.raw": grams})
+        calibration.write_layer(str(tmp_path), index, {"key.raw": grams, "value.raw": values})
     calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
     artifacts.write_record(str(tmp_path), valid("01_calibrate.py"))
     opened = calibration.Calibration(str(tmp_path))
     if fault == "replaced":
         assert opened.layer(0)["key.raw"].equal(grams) and opened.tokens().shape == (2, 32)
         calibration.write_layer(str(tmp_path), 0, {"key.raw": 2 * grams})
-    expected = "NaN or Inf in key" if fault == "not finite" else "its content does not match its record"
+    expected = "its content does not match its record" if fault == "replaced" else "NaN or Inf in value.raw"
     with pytest.raises(UserError, match=f"layer-00000.safetensors: {expected}"):
         opened.layer(0)
 

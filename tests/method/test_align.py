@@ -20,6 +20,7 @@ from common import layers
 from common.artifacts import check_input, read_record
 from common.calibration import Calibration
 from common.cli import UserError
+from common.data.generate import Origin
 from common.method import merge as fuse
 from common.method import refit as refitting
 from common.method.closed_form import closed_form_layer, energy_lost
@@ -148,6 +149,10 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     summary = read_record(str(home / "merged"), "04_align.py")["summary"]
     assert summary["key_context"] == context and summary["energy_lost"] == (lost or None)
     assert summary["within_group_cosine"] == cosines
+    asked = {"rotate": criterion, "merge": flags[1], "refit": None, "calibration_tokens": 8 * 64}
+    assert {name: summary[name] for name in asked} == asked
+    grouped = record["summary"]
+    assert {name: summary[name] for name in ("kv_heads", "by", "criterion")}.items() <= grouped.items()
     assert merged.keys() == aligned.keys()
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"
@@ -441,6 +446,75 @@ def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_pa
     message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
     expect_error(message, "04_align.py", "--run", home, "--force")
     run("04_align.py", "--run", home, "--force", "--dtype", "float32")
+
+
+def test_the_check_reads_as_much_as_asked_and_a_changed_text_is_another_input(aligned_run, inputs, tmp_path):
+    home, text = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
+    shutil.copy(inputs["text"], text)
+    for flags in [], ["--text", text]:
+        asked = ["--sequences", 3, "--length", 20, *flags]
+        assert "; 60 tokens\n" in run("04_align.py", "--run", home, "--force", *asked).stdout
+    assert "complete, by this command" in run("04_align.py", "--run", home, *asked).stdout
+    text.write_text("Other text. " * 100)
+    expect_error("made from another other.txt", "04_align.py", "--run", home, *asked)
+
+
+def test_the_check_reads_512_tokens_of_longer_calibrations(aligned_run, monkeypatch):
+    opened = Calibration.__init__
+
+    def longer(self, path):
+        opened(self, path)
+        self.summary = self.summary | {"length": 1000}
+
+    def refused(length, default, *_, **__):
+        raise UserError(f"{length}, else {default}")
+
+    monkeypatch.setattr(Calibration, "__init__", longer)
+    monkeypatch.setattr("common.data.text.sequence_length", refused)
+    expect_error("None, else 512", "04_align.py", "--run", aligned_run, "--force")
+
+
+def test_everything_is_computed_on_the_device_asked_for(aligned_run, tmp_path, monkeypatch):
+    """Of several names for a CPU."""
+    home, used, grams = copy_run(aligned_run, tmp_path / "run"), set(), Calibration.grams
+
+    def remembered(function, at):
+        def call(self, *arguments, **options):
+            used.add((function.__qualname__, arguments[at]))
+            function(self, *arguments, **options)
+        return call
+
+    monkeypatch.setattr("common.models.pick_device", {"cpu": "cpu:0"}.get)
+    monkeypatch.setattr(layers.Layers, "__init__", remembered(layers.Layers.__init__, 2))
+    monkeypatch.setattr(Origin, "__init__", remembered(Origin.__init__, 2))
+    monkeypatch.setattr(Calibration, "grams", lambda self, device, index:
+                        used.add(("grams", device)) or grams(self, device, index))
+    run("04_align.py", "--run", home, "--force", "--device", "cpu")
+    assert used == {(name, "cpu:0") for name in ("Layers.__init__", "Origin.__init__", "grams")}
+
+
+def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tmp_path):
+    """merged/ of another run is the model to convert: --force would replace it."""
+    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
+    run("01_calibrate.py", "--run", other, "--model", home / "merged", "--text", inputs["text"],
+        "--sequences", 2, "--length", 20)
+    run("02_similarity.py", "--run", other)
+    run("03_group.py", "--run", other, "--kv-heads", 1)
+    before = digests(home)
+    expect_error("expected another directory than that of the source model", "04_align.py", "--run", home,
+                 "--calibration", other / "calibration", "--groups", other / "groups.json", "--force")
+    assert digests(home) == before
+
+
+@pytest.mark.parametrize(("merge", "by", "noted"), [
+    ("closed-form", "value", True), ("closed-form", "energy", False), ("mean", "value", False)])
+def test_a_note_says_which_grouping_suits_the_closed_form(aligned_run, tmp_path, merge, by, noted):
+    home = copy_run(aligned_run, tmp_path / "run")
+    record = json.loads((home / "groups.json").read_text())
+    record["summary"]["by"] = by
+    (home / "groups.json").write_text(json.dumps(record))
+    done = run("04_align.py", "--run", home, "--force", "--merge", merge, "--length", 257, fails=True)
+    assert ("works best with 03_group.py --by energy" in done.stdout) == noted
 
 
 @pytest.mark.parametrize(("flags", "message"), [

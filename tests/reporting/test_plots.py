@@ -246,3 +246,15 @@ def test_a_full_disk_keeps_the_previous_picture(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.startswith(f"skipped {picture}: cannot be written (") and "No space left on device" in out
     assert list(tmp_path.iterdir()) == [picture] and picture.read_bytes() == b"previous"
+
+
+@pytest.mark.parametrize("count, layers", [(1, [0]), (3, [0, 1, 2]), (32, [0, 10, 21, 31])])
+def test_drawn_layers_reach_from_the_first_to_the_last(count, layers):
+    assert plots.spaced_layers(count) == layers
+
+
+def test_the_switch_is_marked_at_the_last_step_with_masks():
+    masks = {"mask_mean": 0.5, "mask_target": 0.5, "mask_expected": 0.5, "mask_mean_per_layer": [0.5]}
+    records = [{"step": step, "loss": 1.0} | (masks if step < 4 else {}) for step in (1, 2, 3, 4, 5)]
+    for axis in figure_of(plots.curves, records, "title").axes:
+        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"] == [[3, 3]]

@@ -181,6 +181,21 @@ def test_text_does_not_reach_a_terminal_raw():
         assert r"Red\\x1b[2J and \\x9b blue" in text and text.replace("\n", "").isprintable()
 
 
+def test_a_caption_says_how_the_questions_were_chosen():
+    task = figures()["tasks"]["boolq"]
+    reference = figures(tasks={"boolq": task, "piqa": task | {"questions": 6}})
+    for limit, seed, shown in ((None, None, ""), (3, None, ", the first 3 per task"),
+                               (3, 7, ", 3 per task drawn with seed 7")):
+        note = caption(reference, "demo", limit, seed, "cpu, float32", bos=True)
+        assert f": 10 validation questions (demo{shown}), " in note
+        assert "with a begin-of-sequence token. Speeds: one sequence on cpu, float32." in note
+    alone = figures(tasks={})
+    assert caption(alone, "demo", None, None, "cpu", bos=False) == (
+        "Speeds: one sequence on cpu, no begin-of-sequence token.")
+    del alone["decode_tokens_per_s"]
+    assert caption(alone, "demo", None, None, "cpu", bos=False).startswith("Layer by layer on cpu")
+
+
 def test_a_caption_is_one_line_of_markdown():
     odd = "<b>\n| a\\b"
     for changes in ({}, {"tasks": {}}):

@@ -83,3 +83,16 @@ def test_rows_that_cannot_be_compared_are_refused(field, value, tmp_path, monkey
     rows["pool"][field] = value
     with pytest.raises(UserError, match=f"pool: expected the {field} of dha"):
         report.read_rows(str(tmp_path), list(rows))
+
+
+def test_every_figure_of_a_row_stands_under_its_title():
+    """A held-out loss counts for a share of the tokens within a twentieth of all; others are left out."""
+    points = [[100_000, 6.5], [1_090_000, 5.5], [2_000_000, 5.0], [4_000_000, 4.5]]
+    rows = {"source": {"tokens": 4_000_000, "cache_bytes_per_token": 256.0, "heldout": points},
+            "dha": {"tokens": 4_000_000, "cache_bytes_per_token": 64.0, "heldout": points[2:]}}
+    header, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")]
+                         for line in report.comparison_table(rows).splitlines()]
+    assert header == ["", "cache bytes per token", "first loss", "after tokens",
+                      "1.00 M", "2.00 M", "3.00 M", "4.00 M"]
+    assert lines == [["source", "256", "6.500", "0.10 M", "5.500", "5.000", "", "4.500"],
+                     ["dha", "64", "5.000", "2.00 M", "", "5.000", "", "4.500"]]
