@@ -34,11 +34,11 @@ One run directory can hold several trainings: --name NAME writes RUN/train-NAME/
 finished student further, export it and start from there: --name more --student RUN/gqa --masks off.
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
-bit-identical to an uninterrupted one (without --compile; on GPUs with --deterministic). On SIGTERM, Ctrl-C, a
-terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75 (torchrun
-itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass --shutdown-timeout
-600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and starts over; the
-same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
+bit-identical to an uninterrupted one (without --compile; on GPUs with --deterministic). On SIGTERM, SIGUSR1,
+Ctrl-C, a terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75
+(torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
+--shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
+starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -126,11 +126,11 @@ FLAGS = {
              [1.0, 0.25, 1.0], resumed=True),
         Flag("mask-lr", cli.rate, "learning rate of log alpha", [1e-2, 1e-2, 0.5], resumed=True),
         Flag("l0-weight", cli.non_negative_float, "L0 weight", [1.0, 1.0, 30.0], resumed=True),
-        Flag("batch", cli.positive, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
+        Flag("batch", cli.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
              "steps, within 2 to 64", [64, None, 16]),
         Flag("warmup", cli.positive, "warm-up steps, by default at most a tenth of all steps", [32, 32, 20]),
         Flag("teacher-lr", cli.rate, "SFT peak learning rate", [1e-5, 1e-5, 1e-3]),
-        Flag("teacher-batch", cli.positive, "SFT samples per step", [128, 128, 32]),
+        Flag("teacher-batch", cli.batch, "SFT samples per step", [128, 128, 32]),
         Flag("teacher-warmup", cli.positive, "SFT warm-up steps, by default at most a fifth of all steps",
              [16, 16, 20]),
         Flag("beta2", cli.beta, "of AdamW", [0.95, 0.95, 0.999], resumed=True),
@@ -249,12 +249,12 @@ def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.
 
 
 def make_schedules(args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict:
-    """The schedules of the "teacher" (unless it exists) and of the "student". args: with these defaults."""
+    """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
               "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
     schedules = {}
-    if not has_teacher:
+    if not (has_teacher and args.teacher):
         epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
         steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
         warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
@@ -392,6 +392,10 @@ def train_student(run: Run, args, schedule: Schedule) -> bool:
     return True
 
 
+def teacher_rates(args) -> students.Rates:
+    return students.Rates(args.teacher_lr, args.beta2, args.weight_decay)
+
+
 def student_rates(args) -> students.Rates:
     return students.Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor,
                           args.rest_lr_factor)
@@ -473,6 +477,8 @@ def prune_train(args, started: Claim, ranks) -> int:
     args.force = args.force and not checkpoints.begun(directory, forced)
     has_teacher = students.find_teacher(run, args.teacher, args.force)  # before anything is moved
     schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
+    if has_teacher and "teacher" in schedules:
+        students.check_teacher(run, schedules.pop("teacher"), teacher_rates(args))
     if args.recompute is None and cuda:  # eager attention's matrices are not in the plan
         phases = phases_of(run, args, schedules)
         if args.attention == "eager" or plan.too_large(phases, args.plan, ranks):
@@ -498,8 +504,7 @@ def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
         if args.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
             claim(name, argparse.Namespace(run=parent))
-        rates = students.Rates(args.teacher_lr, args.beta2, args.weight_decay)
-        if not students.train_teacher(run, schedules["teacher"], rates):
+        if not students.train_teacher(run, schedules["teacher"], teacher_rates(args)):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained
     return 0 if train_student(run, args, schedules["student"]) else STOPPED

@@ -71,6 +71,7 @@ def number_type(kind: type, description: str, at_least: float = -math.inf, at_mo
 LARGEST = 2**31 - 1  # counts beyond it overflow C integers in libraries
 positive = number_type(int, "a whole number from 1 to 2^31 - 1", at_least=1, at_most=LARGEST)
 non_negative = number_type(int, "a whole number from 0 to 2^31 - 1", at_least=0, at_most=LARGEST)
+batch = number_type(int, "a whole number from 1 to 2^20", at_least=1, at_most=2**20)  # they are listed
 seed = number_type(int, "a random seed from 0 to 2^63 - 1", at_least=0, at_most=2**63 - 1)
 epochs = number_type(float, "a number above 0, at most 10^6", above=0, at_most=1e6)
 rate = number_type(float, "a learning rate from 1e-9 to 100", at_least=1e-9, at_most=100)
@@ -282,6 +283,10 @@ def run_stage(main) -> None:
     A UserError, an OSError or a lack of memory is printed on one line, with exit code 2; Ctrl-C exits with
     130. Under torchrun the ranks print it once, and those that fail because another one left are silent.
     """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # closed: a file that is opened later would take its number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, open(number, "w", closefd=False))
     for stream in (sys.stdout, sys.stderr):  # may be ASCII, or names have no encoding
         with contextlib.suppress(AttributeError):  # replaced by a test
             stream.reconfigure(errors="backslashreplace")

@@ -9,6 +9,7 @@ KL.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -293,10 +294,13 @@ def refuse_earlier(path: str) -> None:
 
 def _read(tensors: dict, path: str, **options) -> None:
     """Fill tensors from a checkpoint. Raises UserError if its files cannot be read into them."""
+    logging.disable(logging.CRITICAL)  # torch logs what is said below
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path), **options)
     except CheckpointException as error:
         raise UserError(f"{path}: its tensors cannot be read ({_reason(error)})") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def load(job, path: str, stored_name=lambda name: name) -> None:

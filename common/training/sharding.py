@@ -20,9 +20,9 @@ from common.families import restore_buffers
 from common.training.attention import Trainee
 from common.weights import open_checkpoint
 
-# How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s before it joins.
-# One that dies is noticed by torchrun at once.
-PATIENCE = datetime.timedelta(hours=2)
+# How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s. One that dies
+# is noticed by torchrun at once, but not by those that are joining it.
+PATIENCE, JOINING = datetime.timedelta(hours=2), datetime.timedelta(minutes=10)
 AT_WORK = datetime.timedelta(days=2)  # the same, while others tokenize or generate text
 KINDS_OF_PASS = 64  # at most: teacher and students, with and without gradients, rows of few or many tokens
 
@@ -83,8 +83,11 @@ def interrupt(number: int, frame) -> None:
 
 @contextlib.contextmanager
 def signals_to(handler):
-    """Context manager: signals that ask to stop go to a handler, but SIGHUP not where nohup ignores it."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
+    """Context manager: signals that ask to stop go to a handler, but SIGHUP not where nohup ignores it.
+
+    Slurm can send SIGUSR1 before a job's time is over.
+    """
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -121,7 +124,8 @@ def init_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=JOINING)
+        dist.distributed_c10d._set_pg_timeout(PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -254,6 +258,9 @@ def load_rows(model, sources) -> None:
 
 def free_memory(ranks: Ranks) -> None:
     """Collect garbage now: modules contain reference cycles, which would keep their memory for longer."""
-    gc.collect()
+    with signals_to(lambda number, frame: asked.append(number)):  # an exception would be ignored there
+        gc.collect()
+    if asked:
+        raise KeyboardInterrupt
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

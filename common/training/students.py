@@ -27,6 +27,7 @@ from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 
 STAGE = "05_prune_train.py"
+OF_ROWS = ("tokens_per_microbatch", "reduce")  # settings that change a result by rounding alone
 UNDECAYED = r"norm\.|\.bias$"  # without weight decay; in the authors' code the student's norms decay
 REST = r"^net\.(?!.*\.self_attn\.)"  # parameters of the model outside attention
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
@@ -308,14 +309,30 @@ def find_teacher(run: Run, given: str | None, force: bool) -> bool:
     return False
 
 
+def teacher_settings(run: Run, schedule: Schedule, rates: Rates) -> dict:
+    """Everything that must match to resume the teacher's training, or to take a teacher for its result."""
+    settings = schedule.to_resume() | run.computation | Pool(run.pool.answered).description()
+    return settings | {"source": run.pair.model["fingerprint"], "lr": rates.lr, "beta2": rates.beta2,
+                       "weight_decay": rates.weight_decay}
+
+
+def check_teacher(run: Run, schedule: Schedule, rates: Rates) -> None:
+    """Raise UserError if the teacher in RUN was trained with other settings."""
+    settings = teacher_settings(run, schedule, rates)
+    found = read_record(run.teacher, STAGE, run.pair.model)["summary"]
+    changed = [name for name, value in settings.items() if name not in OF_ROWS and found.get(name) != value]
+    if changed:
+        changes = ", ".join(f"{name} {found.get(name)} -> {settings[name]}" for name in changed)
+        raise UserError(f"{run.teacher} was trained with other settings ({changes}): pass the same, "
+                        f"--teacher {run.teacher} to take it as it is, or --force to start over")
+
+
 def train_teacher(run: Run, schedule: Schedule, rates: Rates) -> bool:
     """Fine-tune the source model on the samples' answers. Returns False if a signal stopped it."""
     source, directory, samples = run.pair.model["path"], run.teacher + ".train", run.pool.answered
     ranks = run.ranks
     ranks.say(f"teacher {source}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
-    settings = schedule.to_resume() | run.computation | Pool(samples).description()
-    settings |= {"source": run.pair.model["fingerprint"], "lr": rates.lr, "beta2": rates.beta2,
-                 "weight_decay": rates.weight_decay}
+    settings = teacher_settings(run, schedule, rates)
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.newest(directory, ranks)
     teacher = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
