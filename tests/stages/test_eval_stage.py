@@ -386,6 +386,21 @@ def test_a_prompt_is_a_line_of_its_file(tmp_path):
     assert stage7.read_prompts(str(path)) == [line, "last"]
 
 
+def test_models_that_read_other_tokens_are_not_compared(evaluation, tmp_path):
+    """The same vocabulary size, and other tokens for the same text."""
+    home, arguments, _ = evaluation
+    other = shutil.copytree(home / "first", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    models = ["--model", f"a={home}/first", f"other={other}", f"again={home}/first"]
+    run("07_eval.py", *arguments, "--run", tmp_path / "run", "--tasks", "none", *models)
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    assert results["other"]["perplexity"] != results["a"]["perplexity"]
+    assert "kl" not in results["other"] and results["again"]["kl"] == 0
+
+
 def test_execution_flags_reach_the_model(evaluation, tmp_path, monkeypatch):
     home, arguments, _ = evaluation
     seen = []
