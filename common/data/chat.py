@@ -76,7 +76,7 @@ class Template:
         """What the generation prompt adds to the beginning of a finished turn: DeepSeek-R1's opens a thought
         there, which finished turns do not show. Usually "".
         """
-        content = "A" * 8
+        content = "AAAAAAAA"
         chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]
         try:
             asked, prompt = (apply_template(chat[:1], self, prompting) for prompting in (False, True))

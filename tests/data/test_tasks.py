@@ -263,6 +263,14 @@ def test_repeated_choices_are_kept_where_another_differs(tmp_path):
     assert load_task("siqa", "train", str(tmp_path))[0][0].choices == ("z", "y", "z")
 
 
+def test_a_split_may_be_in_either_format(tmp_path):
+    for name in ("piqa.train.jsonl", "boolq.train.parquet", "siqa.validation.parquet"):
+        (tmp_path / name).touch()
+    tasks.require_split(["piqa", "boolq"], "train", str(tmp_path))
+    with pytest.raises(UserError, match="of hellaswag, siqa; pass --only piqa boolq to do without"):
+        tasks.require_split(["piqa", "hellaswag", "boolq", "siqa"], "train", str(tmp_path))
+
+
 def test_selected_questions():
     assert tasks.select_questions(5, None, None) == tasks.select_questions(5, 9, 3) == [0, 1, 2, 3, 4]
     assert tasks.select_questions(5, 2, None) == [0, 1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import models
+from common import evaluate, models
 from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
@@ -55,6 +55,7 @@ def test_figures_follow_from_the_answers(evaluation, inputs):
     home, _, output = evaluation
     written, outcomes = json.loads((home / "run" / "eval.json").read_text()), read_outcomes(home / "run")
     assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
+    assert (written["device"], written["model"]["path"]) == ("cpu", f"{home}/first")  # the reference
     for model, figures in written["results"].items():
         for task, measured in figures["tasks"].items():
             answered = [row for row in outcomes if (row["model"], row["task"]) == (model, task)]
@@ -62,6 +63,7 @@ def test_figures_follow_from_the_answers(evaluation, inputs):
             assert measured["questions"] == len(answered) == 3
             assert measured["exact_match"] == numpy.mean([row["exact"] for row in answered])
             assert measured["likelihood"] == numpy.mean(likeliest)
+        assert figures["perplexity_tokens"] == 2 * 64
         assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
         percent = [100 * figures[name] for name in ("macro_likelihood", "macro_likelihood_stderr")]
         assert "{:.1f} ± {:.1f}".format(*percent) in output
@@ -93,7 +95,8 @@ def test_questions_are_drawn_by_the_seed_or_the_first(evaluation):
 def test_scores_are_put_into_the_card(evaluation):
     home, _, _ = evaluation
     card = (home / "card.md").read_text()
-    for part in ("24 validation questions", "3 per task drawn with seed 1", "| 2 of 8 ", "text.txt"):
+    for part in ("24 validation questions", "3 per task drawn with seed 1", "| 4 of 8 ", "| 2 of 8 ",
+                 "text.txt", "cpu, float32"):
         assert part in card
     assert not (home / "first" / "README.md").exists()
 
@@ -324,7 +327,8 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
     """A card outside the run directory stays as it is."""
     home, arguments, _ = evaluation
     prompts, card = tmp_path / "prompts.txt", (home / "run" / "second" / "README.md").read_bytes()
-    prompts.write_text("What is red?\n\nAnd | blue?\n")
+    asked = ["What is red?", "And | blue?"]
+    prompts.write_text("\n\n".join(asked))
     third = ["--model", f"a={home}/first", f"b={home}/run/second", f"again={home}/first"]
     arguments = [*arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts, *third]
     run("07_eval.py", *arguments)
@@ -333,7 +337,9 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
                  "And \\| blue?"):
         assert part in table
     assert "exact match" not in table and "questions" not in table
-    results = json.loads((tmp_path / "eval.json").read_text())["results"]
+    written = json.loads((tmp_path / "eval.json").read_text())
+    results = written["results"]
+    assert written["prompts"] == asked
     assert [len(results[name]["answers"]) for name in ("a", "b")] == [2, 2]
     assert (results["again"]["kl"], results["again"]["agreement"]) == (0, 1)  # from the first, not the second
     assert results["again"]["answers"] == results["a"]["answers"] != results["b"]["answers"]
@@ -422,3 +428,65 @@ def test_a_prompt_is_a_line_of_its_file(tmp_path):
     line, path = "Translate:\u2028good\u0085morning\x0bto\x0call\x1cof us", tmp_path / "prompts.txt"
     path.write_text(f"\n{line}\r\n \n last", encoding="utf-8")
     assert stage7.read_prompts(str(path)) == [line, "last"]
+
+
+def test_models_that_read_other_tokens_are_not_compared(evaluation, tmp_path):
+    """The same vocabulary size, and other tokens for the same text."""
+    home, arguments, _ = evaluation
+    other = shutil.copytree(home / "first", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    models = ["--model", f"a={home}/first", f"other={other}", f"again={home}/first"]
+    run("07_eval.py", *arguments, "--run", tmp_path / "run", "--tasks", "none", *models)
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    assert results["other"]["perplexity"] != results["a"]["perplexity"]
+    assert "kl" not in results["other"] and results["again"]["kl"] == 0
+
+
+def test_execution_flags_reach_the_model(evaluation, tmp_path, monkeypatch):
+    home, arguments, _ = evaluation
+    seen = []
+
+    def answer_questions(name, model, tokenizer, tasks, samples, batch):
+        seen.append((model.dtype, batch))
+        return {}, []
+
+    monkeypatch.setattr(evaluate, "answer_questions", answer_questions)
+    monkeypatch.setattr(evaluate, "speed", lambda model, row: seen.append(len(row)) or {})
+    flags = [*arguments, "--run", tmp_path / "run", "--model", home / "first", "--dtype", "bfloat16"]
+    run("07_eval.py", *flags, "--batch", 3, "--length", 32)
+    assert seen == [(torch.bfloat16, 3), 32]
+    whole = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]["first"]
+    assert "cpu, bfloat16" in (tmp_path / "run" / "eval.md").read_text()
+    run("07_eval.py", *flags, "--tasks", "none", "--length", 32, "--layerwise", "--update")
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]["first"]
+    for figure in ("perplexity", "cache_bytes_per_token"):  # which float32 would double
+        assert results[figure] == whole[figure]
+
+
+def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_path):
+    """260 tokens in its vocabulary, 256 positions, of which an answer takes 64."""
+    args = argparse.Namespace(layerwise=False, length=2, sequences=1, bos=None, prompts="p.txt")
+    for token, prompt in ((259, "x" * 192), (260, ""), (259, "x" * 193)):
+        text.write_array(f"{tmp_path}/tokens.npy", numpy.array([[1, token]], text.TOKEN))
+        message = f"expected tokens below 260, the vocabulary of {inputs['model']}, found 260"
+        if token < 260:
+            message = "--prompts p.txt: expected at most 192 tokens, for an answer of 64 .*, found 193"
+        fits = len(prompt) == 192
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match=message):
+            stage7.prepare(inputs["model"], {}, f"{tmp_path}/tokens.npy", [prompt], args)
+
+
+def test_the_line_about_questions_counts_what_is_read(tmp_path, capsys):
+    rows = [{"context": "c", "question": "q", "answerA": "x", "answerB": other, "answerC": "z", "label": "3"}
+            for other in "yxyyyy"]
+    (tmp_path / "siqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for limit, seed, numbers, repeated in ((None, None, range(6), 1), (3, None, range(3), 1),
+                                           (3, 5, [2, 4, 5], 0)):
+        args = argparse.Namespace(only=["siqa"], limit=limit, seed=seed)
+        assert list(stage7.read_questions(args, str(tmp_path))["siqa"]) == list(numbers)
+        note = ", 1 of them with a duplicate choice" if repeated else ""
+        expected = f"{tmp_path}/siqa.validation.jsonl: {len(numbers)} of 6 questions{note}\n"
+        assert capsys.readouterr().out == f"reads   {expected}"
