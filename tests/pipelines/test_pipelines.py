@@ -51,6 +51,9 @@ FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
     (CONVERT, {"KV_HEADS": "4 2"}, "KV_HEADS: expected a positive number, found 4 2\n"),
     (CONVERT, {"KV_HEADS": "4 x", "PLAN": "choose"}, "KV_HEADS: expected a positive number, found 4 x\n"),
     (CONVERT, {"NPROC": "two"}, "NPROC: expected a positive number, found two\n"),
+    (CONVERT, {"PROMPTS": "gone.txt"}, "PROMPTS: expected a file, found gone.txt\n"),
+    (CONVERT, {"TASKS": "gone"}, "TASKS: expected a directory, hub or none, found gone\n"),
+    (CONVERT, {"FROM": "docs"}, "FROM: expected a run directory with a calibration, found docs\n"),
     (CONVERT, {"CHAT": "generated gone.jsonl", "PYTHON": "true"}, f"{FOUND}gone.jsonl\n"),
     (CONVERT, {"TEXT": "generated:gone.txt", "PYTHON": "true"}, f"{FOUND}generated:gone.txt"),
 ])
@@ -206,6 +209,13 @@ def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
         [*closed, "--refit", "attention"]]
 
 
+def finished(run: Path) -> Path:
+    """A run directory with what convert.sh shows at its end."""
+    run.mkdir()
+    (run / "eval.md").write_text("table")
+    return run
+
+
 CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 generated:README.md", "TOKENS": 5000,
              "CHAT": "generated"}
 
@@ -215,9 +225,14 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     Path(run, "train").mkdir(parents=True)
     Path(run, "eval.md").write_text("table")
     Path(run, "train", "heldout.npy").touch()
-    settings = CONVERTED | {"TASKS": "my tasks", "ONLY": "piqa siqa"}
+    tasks, prompts = tmp_path / "my tasks", tmp_path / "my prompts.txt"
+    tasks.mkdir()
+    prompts.touch()
+    settings = CONVERTED | {"TASKS": tasks, "ONLY": "piqa siqa", "PROMPTS": prompts}
     commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
-    machine, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
+    _, flags, more, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
+    assert flags[2:] == ["05_prune_train", *train[train.index("--run-dir") :]]  # as they are parsed at first
+    assert more[2:] == ["07_eval", *evaluation[1 : evaluation.index("--text")]]
     assert "--model=a model.gguf" in calibration and after("--length", calibration) == "128"
     assert "--update" in export and "--update" in evaluation  # after another training
     assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
@@ -229,11 +244,47 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
                         ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
         assert after(flag, train) == value
     start = evaluation.index("--tasks")
-    assert evaluation[start : start + 5] == ["--tasks", "my tasks", "--only", "piqa", "siqa"]
+    assert evaluation[start : start + 5] == ["--tasks", str(tasks), "--only", "piqa", "siqa"]
     assert after("--text", evaluation) == f"{run}/train/heldout.npy"
-    assert after("--prompts", evaluation) == "pipelines/prompts.txt" and "--plan" not in train
+    assert after("--prompts", evaluation) == str(prompts) and "--plan" not in train
+    assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
+    assert after("--calibration", merge) == f"{run}/calibration"
     for words in (calibration, similarity, grouping, merge, export, evaluation, report):
         assert run in words
+
+
+def test_what_convert_takes_where_nothing_is_said(recorded, tmp_path):
+    """On a CPU; a recorder in the place of Python names no GPUs."""
+    text = tmp_path / "my text.txt"
+    text.touch()
+    _, _, _, calibration, _, grouping, _, train, _, evaluation, _, = recorded(
+        "convert.sh", MODEL="-odd/model", RUN=finished(tmp_path / "run"), TEXT=text)
+    assert [after(flag, calibration) for flag in ("--sequences", "--length")] == ["128", "512"]
+    assert after("--text", calibration) == after("--text", train) == str(text)
+    assert "--chat" not in calibration + train and "--kv-heads" not in grouping
+    assert train[0] == "05_prune_train.py"  # one process needs no torchrun
+    assert after("--text-tokens", train) == "50000"
+    assert after("--prompts", evaluation) == "pipelines/prompts.txt"
+    assert after("--tasks", evaluation) == after("--text", evaluation) == "none"
+    demo = recorded("convert.sh", MODEL="demo", RUN=finished(tmp_path / "demo"))[-8]
+    assert after("--length", demo) == "256" and after("--text", demo) == "generated"
+
+
+def test_a_conversion_takes_the_calibration_of_another(recorded, tmp_path):
+    other = tmp_path / "other run"
+    (other / "calibration").mkdir(parents=True)
+    commands = recorded("convert.sh", FROM=other, RUN=finished(tmp_path / "run"), **CONVERTED)
+    *_, grouping, merge, _, _, _, _ = commands
+    assert not of_stage("01_calibrate.py", commands) and not of_stage("02_similarity.py", commands)
+    assert after("--similarity", grouping) == f"{other}/similarity.safetensors"
+    assert after("--calibration", merge) == f"{other}/calibration"
+
+
+@pytest.mark.parametrize("settings", [{"PLAN": "8xA100"}, {"FLAGS": "--lrr 1"}, {"ONLY": "piqqa"}])
+def test_flags_of_stages_are_parsed_before_any_stage_runs(tmp_path, settings):
+    done = recipe("convert.sh", MODEL=tmp_path / "none", RUN=tmp_path / "run", **settings)
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+    assert list(settings.values())[0].split()[0] in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
@@ -244,7 +295,7 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     run = f"{tmp_path}/it's a [1] run *"
     settings = CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
-    _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
+    _, _, _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
     assert all(after("--run", words) == run for words in (calibration, similarity, table))
     assert "--energy" in similarity and "choose.py" in table
     inputs = ["--similarity", f"{run}/similarity.safetensors"], ["--calibration", f"{run}/calibration"]
