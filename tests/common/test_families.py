@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.families import family, geometry, head_parameters, merged_modules, watch_heads
+from common.families import family, geometry, head_parameters, merged_modules, watch_heads, window_mask
 from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.merge import fuse_layer
@@ -193,6 +193,17 @@ def test_running_layer_after_layer_is_the_model(changes):
             mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
             whole = model.model(TOKENS, attention_mask=mask, use_cache=False, **places).last_hidden_state
             torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 39, 40, 41, None])
+def test_a_window_masks_what_is_further_behind(window):
+    """Every text that is longer, by however little."""
+    mask = window_mask(40, window, "cpu")
+    if window is None or window >= 40:
+        assert mask is None
+    else:
+        expected = [[0 <= query - key < window for key in range(40)] for query in range(40)]
+        assert mask.tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)

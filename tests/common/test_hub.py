@@ -19,8 +19,9 @@ from helpers import byte_tokenizer, save_tiny, tiny_model
 
 NAME, COMMIT = "acme/tiny", "a" * 40
 READ = ["README.md", "added_tokens.json", "additional_chat_templates/tools.jinja", "chat_template.jinja",
-        "config.json", "generation_config.json", "merges.txt", "qwen.tiktoken", "special_tokens_map.json",
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"]
+        "config.json", "generation_config.json", "merges.txt", "qwen.tiktoken", "spiece.model",
+        "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+        "vocab.json", "vocab.txt"]
 NOT_READ = ["LICENSE", "flax_model.msgpack", "model_bf16.safetensors", "onnx/model.bin",
             "original/model.safetensors", "original/tokenizer.model", "training_args.bin", "processor.json"]
 

@@ -3,6 +3,8 @@ layer sets, not the model."""
 
 import json
 import os
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +119,23 @@ class Tensors:
     def read(self, tensors: dict) -> None:
         for name, tensor in tensors.items():
             tensor.copy_(self.tensors[name])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_freed_memory_goes_back_to_the_system(tmp_path):
+    """By default glibc keeps blocks of up to 32 MiB behind one that is in use."""
+    def resident() -> float:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    Layers(save_tiny(tmp_path), torch.float32, "cpu", layerwise=True)
+    before, kept = resident(), []
+    for _ in range(3):
+        layer = [torch.ones(2**18 * mebibytes) for mebibytes in range(2, 20)]
+        kept.append(torch.ones(150_000))  # 0.6 MB at the end of the heap
+        assert resident() > before + 170
+        del layer
+    assert resident() < before + 20
 
 
 @pytest.mark.release
