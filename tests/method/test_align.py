@@ -127,8 +127,10 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
 ):
     """From the artifacts alone: the source's weights fused with align_layer's rotations, then merged."""
     home = copy_run(aligned_run, tmp_path / "run")
-    run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     record = read_record(str(home / "groups.json"), "03_group.py")
+    record["summary"] |= {"by": "key", "criterion": criterion}
+    (home / "groups.json").write_text(json.dumps(record))
+    run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     groups = torch.tensor(record["groups"])
     source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
     cosines = []
