@@ -292,14 +292,13 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
     """Where chats come from: --chat, unless it is none. Left out, the model generates them if it generates
     its --text and has a chat template. Raises UserError for a template that cannot generate them.
     """
-    tokenizer = load_tokenizer(model)
-    if chat is None:
-        chosen = [GENERATED] if GENERATED in text and tokenizer.chat_template else []
-    else:
-        chosen = [] if chat == [NONE] else chat
-    if GENERATED in chosen:
+    asked = chat if chat is not None else [GENERATED] if GENERATED in text else [NONE]
+    if GENERATED in asked:
+        tokenizer = load_tokenizer(model)
+        if chat is None and not tokenizer.chat_template:
+            return []
         chat_form(tokenizer)  # before text is generated
-    return chosen
+    return [] if asked == [NONE] else asked
 
 
 def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
