@@ -68,7 +68,7 @@ def test_a_digest_is_kept_once_both_times_of_a_file_are_old(tmp_path, monkeypatc
     path, cache = tmp_path / "weights", tmp_path / "cache"
     monkeypatch.setattr(files, "LARGE", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    path.write_bytes(b"a")
+    path.write_bytes(b"aa")
     now = path.stat().st_ctime_ns
     old, later = now - int(10 * files.SETTLED), now + int(10 * files.SETTLED)
     for content, clock, kept in ((old, now, False), (later, later, False), (old, later, True)):
