@@ -6,7 +6,7 @@
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
 # make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; .venv only if it is there
-# make mutants       check that the tests notice faults in what AUDIT.md names, one at a time (many hours)
+# make mutants       check that the tests notice faults in the code, one at a time (days)
 # make lint          ruff
 PYTHON ?= python3
 # tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs

@@ -1,18 +1,22 @@
-"""Check that the tests notice faults: break what AUDIT.md names, one small change at a time.
+"""Check that the tests notice faults: break the code, one small change at a time.
 
-    python tests/mutants.py --rows "Eq. 29" --sample 50  # of such rows or files; all takes hours
+    python tests/mutants.py --rows "Eq. 29" --sample 50  # of such rows or files; all takes days
+    python tests/mutants.py --rows "the rest" --sample 300
 
-A row of AUDIT.md names definitions and tests. A mutant is a definition with one change (tests/operators.py),
-in a scratch copy of the repository. It is caught if a test fails, or takes too long, of any row that names
-the definition, or else its file; the cheapest tests come first. Survivors are printed as {old => new}. The
-command fails if tests/equivalents.txt does not say why no test can notice one, or if tests fail without a
-change. Every run of tests is a fork of this process, which has imported tests/packages.txt, and none of the
-project's modules.
+A row of AUDIT.md names definitions and tests; the rest are all other definitions of common/ and the stages.
+A mutant is a definition with one change (tests/operators.py), in a scratch copy of the repository. It is
+caught if a test fails, or takes too long, of any row that names its file, or for the rest also a quick one of
+the folder of tests/ that mirrors its own; the cheapest tests come first. Survivors are printed as
+{old => new}. The command fails if tests/equivalents.txt does not say why no test can notice one, or if tests
+fail without a change. Every run of tests is a fork of this process, which has imported tests/packages.txt,
+and none of the project's modules.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -32,9 +36,11 @@ from pathlib import Path
 
 import pytest
 
-from operators import edits
+from operators import edits, names_of
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW = {"pytest.mark.slow", "pytest.mark.release"}
+REST = "the rest"  # the row of what no row of AUDIT.md names
 LIMIT, SLOWER = 30, 10  # seconds tests may always take; how many times slower than without a change
 
 
@@ -81,10 +87,29 @@ def rows() -> list[tuple[str, list[tuple[str, str]], list[str]]]:
     return found
 
 
-def mutants() -> list[Trial]:
-    """Every change of every definition that a row names, with all rows that name it.
+def code() -> list[str]:
+    """The files of which every definition is mutated."""
+    paths = [*ROOT.glob("common/**/*.py"), *ROOT.glob("0*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
 
-    The tests are first those of these rows, then those of all rows that name the file.
+
+@functools.cache
+def quick_tests(folder: str) -> list[str]:
+    """The tests of a folder of tests/, as file::test, without those that are not quick."""
+    found = []
+    for path in sorted((ROOT / "tests" / folder).glob("test_*.py")):
+        for node in ast.parse(path.read_bytes()).body:
+            marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
+            if getattr(node, "name", "").startswith("test_") and not marks & SLOW:
+                found.append(f"{path.stem}::{node.name}")
+    return found
+
+
+def mutants() -> list[Trial]:
+    """Every change of every definition that a row names, with all rows that name it; then of the rest.
+
+    The tests are first those of these rows, then those of all rows that name the file, and for the rest those
+    of the folder that mirrors the file's: tests/method of common/method, tests/stages of the stages.
     """
     found, of_file = {}, collections.defaultdict(list)
     for row, definitions, tests in rows():
@@ -98,6 +123,12 @@ def mutants() -> list[Trial]:
                 mutant.tests = (*dict.fromkeys((*mutant.tests, *tests)),)
     for mutant in found.values():
         mutant.tests = (*dict.fromkeys((*mutant.tests, *of_file[mutant.file])),)
+    for file in code():
+        source = (ROOT / file).read_bytes()
+        tests = (*dict.fromkeys((*of_file[file], *quick_tests(Path(file).parent.name or "stages"))),)
+        for name in dict.fromkeys(name for node in ast.parse(source).body for name in names_of(node) if name):
+            for edit in edits(source, name):
+                found.setdefault((file, *edit), Trial(tests, (REST,), name, file, source, *edit))
     return list(found.values())
 
 

@@ -18,13 +18,19 @@ NAMES = dict(pair.split() for pair in PAIRS.split(", "))
 NAMES |= {new: old for old, new in NAMES.items()} | {"float64": "float32", "complex128": "complex64"}
 DROPPED = {"conj", "mT", "T", "transpose", "abs", "sqrt", "square", "double"}  # methods and attributes
 LOOKS = """alpha clip_on cmap color fill figsize layout linestyle linewidth markersize shrink squeeze
-           desc leave total unit unit_scale metavar"""
+           desc leave total unit unit_scale metavar help description formatter_class"""
 NO_MATTER = {"strict", "device", "fused", "verbose", *LOOKS.split()}  # keyword arguments; tests are of a CPU
-# what calls show, and how it looks, is not what AUDIT.md is about
+# what calls show, and how it looks, is no fault that tests are about
 SHOWING = re.compile(r"(.+\.)?(print|say)|.+\.(tick_params|subplots|suptitle)|axis\.set|bar\.update")
 SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "equal", "min", "max", "minimum", "maximum"}  # in their first arguments
+
+
+def names_of(node: ast.AST) -> set[str | None]:
+    """The names that a node defines: of a function, a class or an assignment; None for other nodes."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+    return {getattr(target, "name", getattr(target, "id", None)) for target in targets}
 
 
 @functools.cache
@@ -32,8 +38,7 @@ def definitions(source: bytes) -> dict[str | None, list[ast.AST]]:
     """The nodes of a file that define a name: functions, classes, assignments."""
     found = collections.defaultdict(list)
     for node in ast.walk(ast.parse(source)):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-        for name in {getattr(target, "name", getattr(target, "id", None)) for target in targets}:
+        for name in names_of(node):
             found[name].append(node)
     return found
 

@@ -397,20 +397,6 @@ def test_a_source_model_may_move_together_with_the_run(copy, tmp_path, place):
     assert source_model(record, str(new / "run"))["path"] == str(new / place)
 
 
-def test_only_a_source_that_stage_1_made_is_looked_for_in_the_run(copy, tmp_path):
-    """A moved run takes its own RUN/source along; any other model is where it was."""
-    path = copy("whole")
-    run, earlier = tmp_path / "run", tmp_path / "earlier" / "source"
-    shutil.copytree(path, run / "source")
-    shutil.copytree(path, earlier)
-    for recorded, found in ((str(path), str(path)), (str(earlier), str(run / "source"))):
-        assert source_model({"model": describe(recorded, "name")}, str(run))["path"] == found
-    recorded = describe(str(path), "name")
-    shutil.rmtree(path)
-    message = refusal(source_model, {"model": recorded}, str(run))
-    assert "that 01_calibrate.py read, found none" in message
-
-
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
     path = copy("whole")
     edit_config(path, head_dim=None)

@@ -402,4 +402,4 @@ def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
     """Whatever else str.splitlines would split at."""
     line = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
     (tmp_path / "lines.txt").write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
-    assert [*text.read_documents(f"{tmp_path}/lines.txt", "train")] == [line, "", line, "last"]
+    assert [*text.read_documents(f"{tmp_path}/lines.txt", text.EVALUATION)] == [line, "", line, "last"]

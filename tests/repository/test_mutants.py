@@ -1,4 +1,4 @@
-"""Mutants are made of what AUDIT.md names, and those that no test notices are reported."""
+"""Mutants are made of AUDIT.md's rows and of the rest of the code; unnoticed ones are reported."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from helpers import ROOT
-from mutants import equivalents, mutants, rows
+from mutants import REST, code, equivalents, mutants, quick_tests, rows
 from operators import edits
 
 AUDIT = "| claim | function | test |\n| add | [`module.py`] `add` | `test_module::{}` |\n"
@@ -23,6 +23,15 @@ def test_zero():
 
 def test_wrong():
     assert module.add(1, 1) == 3
+"""
+
+
+REST_SOURCE = "def add(a, b):\n    return a + b\n"
+REST_TESTS = """
+from common.rest import add
+
+def test_rest():
+    assert add(1, 2) == 3
 """
 
 
@@ -59,11 +68,28 @@ def test_methods_and_constants_are_mutated_and_nothing_else():
     assert [text[:start].count(b"\n") for start, _, _ in edits(text, "A")] == [5, 5]
 
 
-def test_every_row_has_mutants_and_what_is_equivalent_still_is_one():
-    made = mutants()
-    assert {row for row, _, _ in rows()} == {row for mutant in made for row in mutant.rows}
+@pytest.fixture(scope="module")
+def made():
+    return mutants()
+
+
+def test_every_row_has_mutants_and_what_is_equivalent_still_is_one(made):
+    assert {REST} | {row for row, _, _ in rows()} == {row for mutant in made for row in mutant.rows}
     assert equivalents().keys() <= {(mutant.name, mutant.change()) for mutant in made}
     assert all(equivalents().values())
+
+
+def test_all_code_is_mutated_and_tried_on_the_tests_of_its_folder(made):
+    rest = [mutant for mutant in made if mutant.rows == (REST,)]
+    empty = {file for file in code() if not (ROOT / file).read_text()} | {"common/waiting.py"}
+    assert {mutant.file for mutant in made} >= {*code()} - empty
+    for file, test in (("06_export.py", "test_export::test_merged_is_exported_as_it_is"),
+                       ("common/files.py", "test_writing::"), ("common/data/text.py", "test_text::")):
+        tests = next(mutant.tests for mutant in rest if mutant.file == file)
+        assert any(name.startswith(test) for name in tests)
+    for folder, slow in (("repository", "test_what_no_test_notices_is_reported"),
+                         ("stages", "test_memory_is_that_of_a_layer")):  # slow, release
+        assert not any(name.endswith(f"::{slow}") for name in quick_tests(folder))
 
 
 def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedProcess:
@@ -72,6 +98,10 @@ def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedPr
         shutil.copy(ROOT / "tests" / name, home / "tests")
     (home / "AUDIT.md").write_text(AUDIT.format(tests))
     (home / "module.py").write_text(SOURCE)
+    (home / "common").mkdir()
+    (home / "common" / "rest.py").write_text(REST_SOURCE)
+    (home / "tests" / "common").mkdir()
+    (home / "tests" / "common" / "test_rest.py").write_text(REST_TESTS)
     (home / "tests" / "test_module.py").write_text(TESTS)
     (home / "tests" / "packages.txt").write_text("")
     (home / "tests" / "equivalents.txt").write_text(explained)
@@ -85,7 +115,7 @@ def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedPr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tests", "explained", "code", "first", "last"), [
-    ("test_zero`, `::test_sum", "", 0, "   1 of    1  add", "1 caught"),
+    ("test_zero`, `::test_sum", "", 0, "   1 of    1  add", "2 caught"),
     ("test_zero", "", 1, "module.py:2 add: c = {a + b => a - b}  [add]", "1 survived"),
     ("test_zero", "add: -0 is 0\n    c = {a + b => a - b}\n", 0, "   0 of    1  add", "1 equivalent"),
     ("test_wrong", "", 1, "failing without a change: test_module::test_wrong", "1 failing"),
