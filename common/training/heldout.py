@@ -23,6 +23,7 @@ from common.data.text import (
     TooShort,
     is_generated,
     packed_rows,
+    read_token_rows,
     write_array,
 )
 from common.files import known_sha256
@@ -63,10 +64,17 @@ class Heldout:
             step.began += figures["heldout_seconds"]
 
     def write_text(self, directory: str) -> None:
-        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text."""
-        if self.unmeasured:
-            rows = [sample.prompt for sample in self.unmeasured]
-            write_array(os.path.join(directory, "heldout.npy"), np.array(rows, TOKEN))
+        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text.
+
+        Raises UserError if there is another file of this name.
+        """
+        path, rows = os.path.join(directory, "heldout.npy"), [sample.prompt for sample in self.unmeasured]
+        if os.path.lexists(path):  # of this training, which goes on
+            if not rows or not np.array_equal(read_token_rows(path), rows):
+                raise UserError(f"{path}: expected nothing or the held-out text of this training, found "
+                                "another file; move it away first")
+        elif rows:
+            write_array(path, np.array(rows, TOKEN))
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""

@@ -27,7 +27,7 @@ from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 
 STAGE = "05_prune_train.py"
-OF_ROWS = ("tokens_per_microbatch", "reduce")  # settings that change a result by rounding alone
+ROUNDING = ("tokens_per_microbatch", "reduce", "dtype", "attention")  # settings that only round a result
 UNDECAYED = r"norm\.|\.bias$"  # without weight decay; in the authors' code the student's norms decay
 REST = r"^net\.(?!.*\.self_attn\.)"  # parameters of the model outside attention
 SWITCH = 0.8  # share of the steps after which every mask is 0 and the student is a GQA model (Appendix A)
@@ -320,7 +320,7 @@ def check_teacher(run: Run, schedule: Schedule, rates: Rates) -> None:
     """Raise UserError if the teacher in RUN was trained with other settings."""
     settings = teacher_settings(run, schedule, rates)
     found = read_record(run.teacher, STAGE, run.pair.model)["summary"]
-    changed = [name for name, value in settings.items() if name not in OF_ROWS and found.get(name) != value]
+    changed = [name for name, value in settings.items() if name not in ROUNDING and found.get(name) != value]
     if changed:
         changes = ", ".join(f"{name} {found.get(name)} -> {settings[name]}" for name in changed)
         raise UserError(f"{run.teacher} was trained with other settings ({changes}): pass the same, "

@@ -114,7 +114,7 @@ def test_an_export_has_the_held_out_figures_of_its_step(finished_run, tmp_path):
         digests[checkpoints.ORIGIN] = files.sha256(written)
         (train / os.path.basename(path) / checkpoints.DIGESTS).write_text(json.dumps(digests))
     record["arguments"]["tasks"] = "none"
-    artifacts.write_record(str(train), record, of=list(checkpoints.own_files(str(train))))
+    artifacts.write_record(str(train), record, of=checkpoints.own_files(str(train), checkpoints.OF_STUDENT))
     shutil.rmtree(home / "gqa")
     run("06_export.py", "--run", home)
     summary = json.loads((home / "gqa" / "stage.json").read_text())["summary"]
@@ -122,9 +122,11 @@ def test_an_export_has_the_held_out_figures_of_its_step(finished_run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["step-00000001/shard", "settings.json", "forced.json", "metrics.jsonl",
-                                  "curves.png", "heldout.npy", "tensorboard/events"])
+                                  "curves.png", "heldout.npy", "tensorboard/events.out.tfevents.1.host"])
 def test_every_file_of_a_training_is_in_its_record(tmp_path, name):
-    for file in (name, "notes.txt"):
+    for file in (name, "notes.txt", "step-00000001/notes.txt", "tensorboard/notes.txt"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("a")
-    assert list(checkpoints.own_files(str(tmp_path))) == [name]
+    (tmp_path / "step-00000001" / "sha256.json").write_text(json.dumps({"shard": "ab" * 32}))
+    own = checkpoints.own_files(str(tmp_path), checkpoints.OF_STUDENT)
+    assert own == sorted([name, "step-00000001/sha256.json"])

@@ -10,7 +10,8 @@ def test_mistakes_in_calibration(inputs, tmp_path):
     model = ["--model", inputs["model"]]
     expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
     expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
-    expect_error("expected 4000 x 64 = 256000 tokens in its training part, found", *command, *model, "--text", inputs["text"],
+    message = "expected 4000 x 64 = 256000 tokens in its training part, found"
+    expect_error(message, *command, *model, "--text", inputs["text"],
                  "--sequences", 4000)
     assert not (tmp_path / "run").exists()
 

@@ -14,8 +14,9 @@ from unittest.mock import MagicMock
 import filelock
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from common.artifacts import write_record
 from common.cli import run_stage
 from common.data import corpus
 from common.data.corpus import Sources, load_tasks
@@ -92,6 +93,27 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         assert stage5.train(SimpleNamespace(ranks=group_of_one), TEACHING, NEITHER) == 0
     finally:
         gc.enable()
+
+
+def test_another_teacher_than_the_one_that_is_there_is_refused(aligned_run, finished_run, inputs, tmp_path):
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+    command = train_arguments(home, inputs)
+    for flags, change in ((["--teacher-steps", 5], "steps 4 -> 5"), (["--only", "piqa"], "samples 96 -> 12"),
+                          (["--teacher-lr", 2e-3], "lr 0.001 -> 0.002")):
+        expect_error(f"{home}/teacher was trained with other settings ({change}", STAGE, *command, *flags)
+    assert not (home / "train").exists()
+    run(STAGE, *command, "--teacher-steps", 5, "--teacher", home / "teacher", "--plan", "1xCPU")
+
+
+def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    other = shutil.copytree(home / "teacher", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors")
+    record = json.loads((other / "stage.json").read_text())
+    write_record(str(other), record)
+    expect_error("was started with other settings (teacher ", STAGE,
+                 *train_arguments(home, inputs, "--teacher", other))
 
 
 def test_a_teacher_learns_at_its_own_rate(monkeypatch):

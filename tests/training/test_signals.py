@@ -33,7 +33,7 @@ class Full:
         raise BrokenPipeError
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(ranks, number):
     with signals_noted():
         signal.raise_signal(number)
@@ -74,6 +74,15 @@ def test_under_nohup_nobody_listens_and_training_goes_on(monkeypatch):
             assert not sharding.asked
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_while_memory_is_freed_interrupts_after_that(ranks, monkeypatch):
+    monkeypatch.setattr(sharding.gc, "collect", lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sharding.free_memory(ranks)
+    finally:
+        sharding.asked.clear()
 
 
 def test_a_training_takes_no_directory_of_someone_else(ranks, tmp_path):
