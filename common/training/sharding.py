@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -124,7 +125,10 @@ def init_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=JOINING)
+        # torchrun's store outlives the ranks: those that it starts again would find the dead ones' addresses
+        store, rank, world = next(rendezvous("env://", timeout=JOINING))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=JOINING)
         dist.distributed_c10d._set_pg_timeout(PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

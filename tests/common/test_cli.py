@@ -154,6 +154,7 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
     "epochs": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
+    "batch": ("1 1048576", "0 1048577 2147483647"),
     "positive_float": ("1e-300 0.5 7", "0 -0.5 x nan inf -inf 1e999"),
     "non_negative_float": ("0 0.5 7", "-1e-300 nan inf"),
     "probability": ("0 0.5 1", "-1e-9 1.0000001 nan inf"),
@@ -238,6 +239,31 @@ def test_errors_are_printed_without_an_agent(fail_as, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+
+
+PRINTS_AND_WRITES = """
+from common.cli import run_stage
+
+def main():
+    with open("output", "w") as file:
+        print("shown", flush=True)
+        file.write("written")
+
+run_stage(main)
+"""
+
+
+@pytest.mark.parametrize(("redirection", "code", "shown", "line"), [
+    ("<&- >&-", 0, "", ""), (">/dev/full", 2, "", "error: [Errno 28] No space left on device\n"),
+])  # fmt: skip
+def test_standard_streams_may_be_closed_or_full(tmp_path, redirection, code, shown, line):
+    """What is printed goes nowhere, not into the next file that is opened."""
+    (tmp_path / "stage.py").write_text(PRINTS_AND_WRITES)
+    done = subprocess.run(["bash", "-c", f"'{sys.executable}' stage.py {redirection}"], cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, shown, line)
+    assert (tmp_path / "output").read_text() == ("" if code else "written")
 
 
 RANKS = """

@@ -146,18 +146,23 @@ def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_g
 def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
     """142 GB at 20 MB/s; nccl alone would wait for ten minutes, gloo for thirty. But not in the join, where
     one may have died."""
-    waits = []
+    waits, stores = [], []
 
     def wait(timeout):
         waits.append(timeout.total_seconds())
 
     monkeypatch.setattr(sharding, "dist", SimpleNamespace(
-        init_process_group=lambda backend, timeout: wait(timeout),
+        init_process_group=lambda backend, store, timeout, **place: stores.append(store) or wait(timeout),
+        PrefixStore=lambda prefix, store: (prefix, store),
         distributed_c10d=SimpleNamespace(_set_pg_timeout=wait),
         get_rank=lambda: 0, get_world_size=lambda: 2))
+    monkeypatch.setattr(sharding, "rendezvous", lambda url, timeout: iter([("a store", 0, 2)]))
     monkeypatch.setenv("RANK", "0")
-    sharding.init_ranks()
-    assert waits[0] <= 600 and waits[1] > 142e9 / 20e6 and len(waits) == 2
+    for attempt in ("0", "1"):  # after a rank has died, the store has the addresses of the first attempt
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        sharding.init_ranks()
+    assert stores == [("attempt 0", "a store"), ("attempt 1", "a store")]
+    assert waits[0] <= 600 and waits[1] > 142e9 / 20e6 and len(waits) == 4
 
 
 def test_more_processes_than_gpus_are_one_line(monkeypatch):
