@@ -14,6 +14,8 @@ from common.training.metrics import heldout_kls
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
+PAPER = "*Align Attention Heads Before Merging Them* (Jin et al., EMNLP 2025)"
+OURS = ", with other groups, merges or refits than the paper's (below)"
 GROUPING = {
     "none": "adjacent heads",
     "key": "similarity of keys after alignment",
@@ -117,8 +119,10 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
     limit = aligned["key_context"]
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
+    printed = (aligned["merge"], aligned["refit"]) == ("mean", None) and aligned["by"] != "energy"
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
+        "method": f"with the method of {PAPER}" + ("" if printed else OURS),
         "grouping": GROUPING[aligned["by"]] + criterion,
         "merging": MERGING[aligned["merge"]].format(heads=heads) + context + REFIT[aligned["refit"]],
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
