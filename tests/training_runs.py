@@ -91,11 +91,11 @@ def stop(step: int, *arguments, number: int = signal.SIGTERM) -> subprocess.Comp
         return run(STAGE, *arguments, code=75)
 
 
-def run_script(script: str, directory: Path, processes: int, *arguments) -> str:
-    """What a script that imports the tests' modules prints, run under torchrun."""
+def run_script(script: str, directory: Path, processes: int, *arguments, options=()) -> str:
+    """What a script that imports the tests' modules prints, run under torchrun with these options."""
     path = directory / "script.py"
     path.write_text(script)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *options]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/training"}
     done = subprocess.run([sys.executable, *launcher, str(path), *map(str, arguments)], cwd=ROOT,
                           env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -110,13 +110,14 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def start(home, inputs, *arguments, processes: int = 2, **options) -> subprocess.Popen:
+def start(home, inputs, *arguments, processes: int = 2, options=(), **pipes) -> subprocess.Popen:
+    """Stage 5, under torchrun with these options if there are processes. pipes: of subprocess.Popen."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher = [*launcher, "--local-addr", "127.0.0.1"] if processes else []
+    launcher = [*launcher, "--local-addr", "127.0.0.1", *options] if processes else []
     command = [sys.executable, *launcher, str(ROOT / STAGE), "--run-dir", str(home)]
     command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, cwd=ROOT, **(quiet | options))
+    return subprocess.Popen(command, cwd=ROOT, **(quiet | pipes))
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:

@@ -125,9 +125,11 @@ def init_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        # torchrun's store outlives the ranks: those that it starts again would find the dead ones' addresses
         store, rank, world = next(rendezvous("env://", timeout=JOINING))
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        if processes == world:
+            # torchrun's store outlives the ranks: those that it starts again would find the dead ones'
+            # addresses. On several nodes each counts attempts of its own.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=JOINING)
         dist.distributed_c10d._set_pg_timeout(PATIENCE)
     else:

@@ -25,6 +25,7 @@ from training_runs import (
     kill,
     metrics,
     ranks_of,
+    run_script,
     saved_files,
     start,
     stop,
@@ -182,6 +183,26 @@ def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count)
     assert_same_bits(home, quiet)
 
 
+RESTARTED = """
+import os, signal, sys, time
+from common.training.sharding import joined_ranks
+
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+if again and os.environ["RANK"] == "0":
+    time.sleep(4)  # to hash a model
+with joined_ranks() as ranks:
+    if ranks.rank == 1 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.say(f"joined in attempt {again + 1}")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_restarts_join_each_other_and_not_the_dead(tmp_path):
+    printed = run_script(RESTARTED, tmp_path, 2, options=["--max-restarts", "1"])
+    assert "joined in attempt 2\n" in printed
+
+
 @pytest.mark.slow
 def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run, inputs, tmp_path):
     home = copy_run(distributed_run, tmp_path / "run")
@@ -223,11 +244,13 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_path, number):
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
-    process = start(home, inputs, *TRAINING, "--steps", "2000", "--save-steps", "5000")
+    process = start(home, inputs, *TRAINING, "--steps", "2000", "--save-steps", "5000",
+                    options=["--signals-to-handle", "SIGTERM,SIGUSR1"])
     wait_for_step(home, 2)
-    process.terminate()
+    process.send_signal(number)
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
     steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
     assert steps == [len(metrics(home))]

@@ -158,6 +158,7 @@ def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
         get_rank=lambda: 0, get_world_size=lambda: 2))
     monkeypatch.setattr(sharding, "rendezvous", lambda url, timeout: iter([("a store", 0, 2)]))
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for attempt in ("0", "1"):  # after a rank has died, the store has the addresses of the first attempt
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         sharding.init_ranks()
@@ -178,6 +179,12 @@ def test_a_process_group_is_left_after_an_error():
         with pytest.raises(type(error)), joined_ranks():
             raise error
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_a_model_has_the_attention_that_is_asked_for(group_of_one, tmp_path, attention):
+    trainee = built(save_tiny(tmp_path / "model"), group_of_one, Execution(attention=attention))
+    assert trainee.net.config._attn_implementation == attention
 
 
 def test_activation_checkpointing_of_a_trainee_gives_the_same_gradients(group_of_one, tmp_path):
