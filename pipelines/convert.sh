@@ -104,7 +104,7 @@ print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   for N in $KV_HEADS; do
     "$PYTHON" 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
-  "$PYTHON" choose.py --run "$RUN"
+  "$PYTHON" pipelines/choose.py --run "$RUN"
   exit
 fi
 "$PYTHON" 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
@@ -118,5 +118,5 @@ train  # a complete training is left as it is; other flags are refused
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
 "$PYTHON" 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT"
-"$PYTHON" report.py --run "$RUN"
+"$PYTHON" pipelines/report.py --run "$RUN"
 cat "$RUN/eval.md"

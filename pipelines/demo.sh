@@ -29,4 +29,4 @@ train --run-dir "$POOL" --teacher "$RUN/teacher"
 
 "$PYTHON" 07_eval.py --run "$RUN" --update --model teacher="$RUN/teacher" \
   mean-pool-untrained="$POOL/merged" aligned-untrained="$RUN/merged" mean-pool="$POOL/gqa" aligned="$RUN/gqa"
-"$PYTHON" report.py --run "$RUN"
+"$PYTHON" pipelines/report.py --run "$RUN"

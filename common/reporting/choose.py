@@ -1,6 +1,6 @@
 """How many kv heads? What each number keeps before anyone trains, of the RUN of make convert PLAN=choose.
 
-    python choose.py --run RUN     # writes RUN/choose.md and RUN/choose.png
+    python pipelines/choose.py --run RUN     # writes RUN/choose.md and RUN/choose.png
 """
 
 import glob

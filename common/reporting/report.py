@@ -1,6 +1,6 @@
 """One page that summarizes a run directory from its records: settings, metrics and pictures of every stage.
 
-    python report.py --run RUN     # writes RUN/report.html
+    python pipelines/report.py --run RUN     # writes RUN/report.html
 
 The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
 records give the same bytes. Template: templates/report.html.

@@ -49,14 +49,15 @@ MODULES = [f"bench.{name}" for name in ("answers", "decode", "loss", "merging", 
 MODULES += [f"pipelines.{name}" for name in ("smollm2", "table6")]
 
 
-@pytest.mark.parametrize("command", ["report.py", "choose.py", *MODULES])
+@pytest.mark.parametrize("command", ["pipelines/report.py", "pipelines/choose.py", *MODULES])
 def test_every_command_says_a_mistake_on_one_line(command):
     done = run(command if command.endswith(".py") else f"{command.replace('.', '/')}.py", "--bogus", "3",
                fails=True)
     assert "--bogus" in done.stderr or "required" in done.stderr or "part: invalid choice" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["report.py", pytest.param("choose.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["pipelines/report.py",
+                                     pytest.param("pipelines/choose.py", marks=pytest.mark.slow)])
 def test_a_command_imports_nothing_from_the_working_directory(command, tmp_path):
     for name in ("common", "torch", "report", "choose"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('executed')")

@@ -297,7 +297,7 @@ def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     settings = CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
     _, _, _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
     assert all(after("--run", words) == run for words in (calibration, similarity, table))
-    assert "--energy" in similarity and "choose.py" in table
+    assert "--energy" in similarity and "pipelines/choose.py" in table
     inputs = ["--similarity", f"{run}/similarity.safetensors"], ["--calibration", f"{run}/calibration"]
     flags = ["--by", "energy", "--kv-heads"], ["--merge", "closed-form", "--refit", "output"]
     homes = [[heads, "--run", f"{run}/kv{heads}"] for heads in ("16", "8", "4")]

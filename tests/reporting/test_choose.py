@@ -33,7 +33,7 @@ def chosen(aligned_run, tmp_path_factory):
 
 def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
-    command = "choose.py", "--run", tmp_path
+    command = "pipelines/choose.py", "--run", tmp_path
     for name in ("choose.md", "choose.png"):
         run(*command)
         run(*command)  # over its own
@@ -47,7 +47,7 @@ def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
 
 def test_the_table_has_every_figure_under_its_title(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
-    lines = run("choose.py", "--run", tmp_path).stdout.splitlines()
+    lines = run("pipelines/choose.py", "--run", tmp_path).stdout.splitlines()
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert table[0] == HEADER
     assert table[2:] == [["8", "1024", "12.5%", "6.2%", "21.000", "0.2500"],
@@ -76,7 +76,7 @@ def test_the_picture_shows_each_series_by_the_size_of_the_cache():
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
-    done = run("choose.py", "--run", chosen)
+    done = run("pipelines/choose.py", "--run", chosen)
     assert done.stdout.endswith((chosen / "choose.md").read_text())
     assert (chosen / "choose.png").read_bytes().startswith(b"\x89PNG")
     header, _, *rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
@@ -106,7 +106,7 @@ def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(aligned_run, chosen, tmp_path):
     def refused(message: str, home=tmp_path / "run") -> None:
-        expect_error(message, "choose.py", "--run", home)
+        expect_error(message, "pipelines/choose.py", "--run", home)
 
     refused("expected kvN/merged, found none", aligned_run)
     home = copy_run(chosen, tmp_path / "run")
