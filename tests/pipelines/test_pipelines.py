@@ -280,7 +280,10 @@ def test_a_conversion_takes_the_calibration_of_another(recorded, tmp_path):
     assert after("--calibration", merge) == f"{other}/calibration"
 
 
-@pytest.mark.parametrize("settings", [{"PLAN": "8xA100"}, {"FLAGS": "--lrr 1"}, {"ONLY": "piqqa"}])
+@pytest.mark.parametrize("settings", [
+    {"PLAN": "8xA100"}, pytest.param({"FLAGS": "--lrr 1"}, marks=pytest.mark.slow),
+    pytest.param({"ONLY": "piqqa"}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_flags_of_stages_are_parsed_before_any_stage_runs(tmp_path, settings):
     done = recipe("convert.sh", MODEL=tmp_path / "none", RUN=tmp_path / "run", **settings)
     assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
