@@ -132,6 +132,7 @@ def init_ranks() -> Ranks:
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=JOINING)
         dist.distributed_c10d._set_pg_timeout(PATIENCE)
+        store.set_timeout(PATIENCE)  # of groups that are made later, when the first rank may be hashing
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
