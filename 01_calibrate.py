@@ -30,11 +30,12 @@ import torch
 from common import families, gguf, models
 from common.artifacts import claim, write_record
 from common.calibration import write_layer, write_tokens
-from common.cli import UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.generate import Origin, choose_chats, read_sequences
 from common.data.text import digests_of, sequence_length
+from common.errors import UserError
 from common.families import family
 from common.files import write_directory
 from common.layers import Layers, run_layer

@@ -24,9 +24,10 @@ from safetensors.torch import save_file
 
 from common import artifacts
 from common.calibration import Calibration
-from common.cli import UserError, device, non_negative, positive, run_stage, stage_parser
+from common.cli import device, non_negative, positive, run_stage, stage_parser
+from common.closed_form.layer import merging_loss
+from common.errors import UserError
 from common.families import key_context
-from common.method.closed_form import merging_loss
 from common.method.procrustes import layer_similarity, pair_mean
 from common.models import pick_device
 from common.progress import Progress

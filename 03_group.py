@@ -9,9 +9,8 @@ Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads
 
 The score of a grouping is the sum of similarities (after alignment) over all pairs within its groups (Eq. 23,
 24). The search is Algorithm 2 as published, by random initial groupings and random swaps, of which only
-improvements are kept. For groups of two the exact optimum is printed next to the result. --by none groups
-adjacent heads; --by energy (minus the energy lost by merging a pair) is meant for 04_align.py --merge
-closed-form.
+improvements are kept. --by none groups adjacent heads; --by energy (minus the energy lost by merging a pair)
+is meant for 04_align.py --merge closed-form.
 """
 
 import common.waiting  # noqa: F401 - before torch
@@ -20,9 +19,10 @@ import os
 import numpy as np
 
 from common.artifacts import claim, input_digests, read_tensors, write_beside, write_record
-from common.cli import UserError, positive, run_stage, seed, stage_parser
+from common.cli import positive, run_stage, seed, stage_parser
+from common.errors import UserError
 from common.families import check_kv_heads
-from common.method.grouping import anneal, best_pairs, combine, default_groups, score
+from common.method.grouping import anneal, combine, default_groups, score
 from common.reporting import plots
 
 PICTURE = "groups.png"
@@ -101,8 +101,6 @@ def main():
     if args.by != "none":
         groups = anneal(similarity, kv_heads, args.restarts, args.iterations, args.seed)
     scores = {"default": score(similarity, adjacent), "found": score(similarity, groups)}
-    if source_kv_heads == 2 * kv_heads:
-        scores["optimum"] = score(similarity, best_pairs(similarity))
 
     print("score per layer | " + " | ".join(f"{name:>12s}" for name in scores) + " | groups")
     for layer in range(layers):
@@ -116,9 +114,8 @@ def main():
         draw_groups(os.path.join(aside, PICTURE), tensors, groups)
         write_record(aside, record, os.path.basename(output))
     print(f"wrote   {output}")
-    optimum = f", exact optimum {scores['optimum'].mean():.5f}" if "optimum" in scores else ""
     print(f"03_group: mean score per layer {scores['found'].mean():.5f}, adjacent heads "
-          f"{scores['default'].mean():.5f}{optimum} in {started.clock()} s")
+          f"{scores['default'].mean():.5f} in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge first takes the first head of each group instead. --merge
-closed-form computes the best shared heads (common/method/closed_form.py), much closer to the source, and
+closed-form computes the best shared heads (common/closed_form/layer.py), much closer to the source, and
 best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
 tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
 forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
@@ -41,17 +41,18 @@ from safetensors.torch import load_file, save_file
 
 from common import artifacts, models
 from common.calibration import Calibration
-from common.cli import Complete, UserError, device, peak_memory, positive, run_stage, stage_parser
+from common.cli import device, peak_memory, positive, run_stage, stage_parser
+from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, with_energies
+from common.closed_form.refit import ERRORS, Refit
 from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import EVALUATION, digests_of, sequence_length
+from common.errors import Complete, UserError
 from common.evaluate import max_difference, mean_kl, perplexity_of, require_close
 from common.families import family, key_context, merged_parameters
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers, run_layer
-from common.method.closed_form import before_norms, closed_form_layer, energy_lost, with_energies
 from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
-from common.method.refit import ERRORS, Refit
 from common.parts import Parts, remove_parts
 from common.progress import Progress
 

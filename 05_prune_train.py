@@ -56,13 +56,14 @@ from transformers.utils import is_flash_attn_2_available
 
 from common import cli
 from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
-from common.cli import Flag, UserError, run_stage, stage_parser
+from common.cli import Flag, run_stage, stage_parser
 from common.data.corpus import SPLIT, Pool, Sources, load_pool
 from common.data.demo import DEMO, default_sources
 from common.data.generate import Origin, choose_chats
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
 from common.data.text import NONE, is_generated, sequence_length
+from common.errors import UserError
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE

@@ -23,8 +23,9 @@ import os
 import torch
 
 from common import artifacts, cli
-from common.cli import UserError, peak_memory, run_stage, stage_parser
+from common.cli import peak_memory, run_stage, stage_parser
 from common.data.text import NONE
+from common.errors import UserError
 from common.evaluate import max_difference, require_close, require_finite
 from common.families import geometry, merged_modules
 from common.files import write_directory

@@ -33,7 +33,7 @@ import torch
 
 from common import cli, evaluate, families, models
 from common.artifacts import RECORD, claim, read_record, verify_files, write_beside, write_record
-from common.cli import UserError, run_stage, stage_parser
+from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
 from common.data.tasks import (
@@ -47,6 +47,7 @@ from common.data.tasks import (
     size_note,
 )
 from common.data.text import EVALUATION, NONE, digests_of, load_tokens, sequence_length
+from common.errors import Complete, UserError
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
 from common.records import SOURCE
@@ -319,7 +320,7 @@ def main():
     inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
     try:
         started = claim("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
-    except cli.Complete:
+    except Complete:
         print(read_text(os.path.join(args.run, TABLE)))
         raise
     for path in checkpoints.values():

@@ -27,7 +27,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import paper
 from common.artifacts import read_record, read_tensors
 from common.calibration import Calibration
-from common.cli import Clock, StageParser, UserError, non_negative, run_stage
+from common.cli import Clock, StageParser, non_negative, run_stage
+from common.errors import UserError
 from common.files import read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score

@@ -20,7 +20,8 @@ import transformers
 
 from bench.machine import machine as processor
 from common.artifacts import source_commit
-from common.cli import UserError, run_stage
+from common.cli import run_stage
+from common.errors import UserError
 from common.files import write_json, write_text
 from common.reporting.tables import markdown_table
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 
 
 def named_directories(models: list[str]) -> dict[str, str]:

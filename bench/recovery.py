@@ -24,8 +24,9 @@ import tempfile
 import time
 
 from bench.machine import machine, standard_error
-from common.cli import Parser, UserError, positive, run_stage
+from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
+from common.errors import UserError
 from common.files import read_json, write_json, write_text
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table

@@ -18,8 +18,9 @@ import statistics
 import torch
 
 from bench.machine import machine, named_directories
-from common.cli import Parser, UserError, positive, run_stage
+from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
+from common.errors import UserError
 from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress

@@ -28,8 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, median_ratio, timed
-from common.cli import Parser, UserError, run_stage
+from common.cli import Parser, run_stage
 from common.data.rows import Sample
+from common.errors import UserError
 from common.method import masks
 from common.training import plan as budget
 from common.training import students

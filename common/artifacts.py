@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from common import cli
-from common.cli import Clock, Complete, UserError
+from common.cli import Clock
+from common.errors import Complete, UserError
 from common.files import (
     RECORD,
     files_in,

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.artifacts import read_record, read_verified, verify_files
-from common.cli import UserError
+from common.errors import UserError
 from common.method.stats import LayerGrams
 from common.records import TOKENS, layer_file
 from common.weights import check_finite

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from common.errors import Complete, UserError
 from common.progress import Progress
 
 # how long a rank with an error waits for the first one of its node to print the same
@@ -25,14 +26,6 @@ PATIENCE = datetime.timedelta(seconds=10)
 LESS_MEMORY = ("Lower --batch, --tokens-per-microbatch or --loss-chunk, or pass --recompute, --layerwise or "
                "--device cpu, where the stage has it")
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
-
-
-class UserError(Exception):
-    """An error the user can fix: reported on one line (what, where, expected, found), exit code 2."""
-
-
-class Complete(Exception):
-    """What a stage would make is there, made by the same command from the same inputs: exit code 0."""
 
 
 def printable(text: str) -> str:

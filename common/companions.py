@@ -11,7 +11,7 @@ import shutil
 
 from transformers import GenerationConfig
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import read_json
 from common.models import save_tokenizer
 from common.weights import first_line, require_content

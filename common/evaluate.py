@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from common.cli import UserError
 from common.data.chat import apply_template, fixed_template
+from common.errors import UserError
 from common.method.losses import kl
 from common.models import bos_prefix
 from common.progress import Progress

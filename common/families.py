@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
     """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
     allowed = allowed_kv_heads(source_kv_heads)
     if kv_heads not in allowed:
-        raise UserError(f"--kv-heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
+        raise UserError(f"kv heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
                         f"found {kv_heads}")
 
 
@@ -116,7 +116,7 @@ def key_context(requested: int | None, positions: int) -> int:
     Raises UserError if the model does not have that many positions.
     """
     if requested is not None and requested > positions:
-        raise UserError(f"--key-context: expected at most the model's {positions} positions, "
+        raise UserError(f"key context: expected at most the model's {positions} positions, "
                         f"found {requested}")
     return requested or min(positions, LONGEST_CONTEXT)
 

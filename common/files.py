@@ -14,7 +14,7 @@ import time
 
 from safetensors import SafetensorError
 
-from common.cli import UserError
+from common.errors import UserError
 from common.records import FILES, mismatch
 
 LARGE = 2**26  # bytes; smaller files are hashed each time

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from common import hub
-from common.cli import UserError, suggest
+from common.cli import suggest
+from common.errors import UserError
 from common.families import geometry
 from common.files import read_json, write_json
 from common.records import COUNT, Optional, mismatch

@@ -82,8 +82,7 @@ REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
          "attention": Optional(POSITIVE)}
 LOST = {"keys": NUMBER, "values": NUMBER}
 # one item per layer
-PER_LAYER = {"score_default", "score_found", "score_optimum", "within_group_cosine", "refit_layers",
-             "energy_lost"}
+PER_LAYER = {"score_default", "score_found", "within_group_cosine", "refit_layers", "energy_lost"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 TOKENS = "tokens.safetensors"  # in a calibration: what was read
 MERGES = ("mean", "first", "closed-form")
@@ -108,7 +107,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "kv_heads": COUNT,
         "groups": GROUPS,
         "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,
-                    "score_default": [NUMBER], "score_found": [NUMBER], "score_optimum": Optional([NUMBER])},
+                    "score_default": [NUMBER], "score_found": [NUMBER]},
     },
     "04_align.py": {
         "files": FILES,

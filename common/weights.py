@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from safetensors import safe_open
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import known_sha256, read_json, require_regular
 from common.records import FILE_NAME, STRING, mismatch, shown
 

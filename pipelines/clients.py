@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cli import Parser, UserError, positive, run_stage
+from common.cli import Parser, positive, run_stage
+from common.errors import UserError
 from common.files import read_text, write_json, write_text
 from common.reporting.tables import markdown_table
 from pipelines import client_sources

@@ -25,8 +25,9 @@ import torch
 from transformers import DynamicCache
 
 from common import evaluate
-from common.cli import Parser, UserError, positive, run_stage
+from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
+from common.errors import UserError
 from common.families import geometry
 from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer

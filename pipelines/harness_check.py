@@ -14,8 +14,9 @@ import os
 import sys
 
 from common.artifacts import read_record
-from common.cli import UserError, run_stage
+from common.cli import run_stage
 from common.data.rows import read_objects
+from common.errors import UserError
 from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from common.artifacts import read_record
-from common.cli import UserError, run_stage, stage_parser
+from common.cli import run_stage, stage_parser
 from common.data.tasks import TASKS, Example, choice_samples
+from common.errors import UserError
 from common.files import refuse_overwrite, write_text
 from common.models import load_tokenizer
 from common.records import COUNT, SIZE, STRING, Optional, mismatch

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import audit
 import paper
 from common.artifacts import write_record
-from common.cli import UserError
+from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
 from common.training import students

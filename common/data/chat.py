@@ -9,9 +9,9 @@ from functools import cached_property
 
 from jinja2 import sandbox
 
-from common.cli import UserError
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
 from common.data.text import PARTS, TRAIN, TooShort, in_part
+from common.errors import UserError
 from common.progress import Progress
 from common.weights import first_line
 

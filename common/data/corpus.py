@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from common import cli
-from common.cli import UserError, printable
+from common.cli import printable
 from common.data.chat import load_chats
 from common.data.generate import Origin, as_samples, generated
 from common.data.rows import Sample
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TRAIN, TextSamples, check_source, is_generated, write_text_tokens
+from common.errors import UserError
 from common.files import read_json, require_regular, sha256, write_json
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 

@@ -23,7 +23,6 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from common.cli import UserError
 from common.data.chat import apply_template, fixed_template, load_chats, render
 from common.data.rows import Sample
 from common.data.text import (
@@ -42,6 +41,7 @@ from common.data.text import (
     read_token_rows,
     write_array,
 )
+from common.errors import UserError
 from common.families import geometry
 from common.files import read_json, sha256, write_json
 from common.method.losses import product

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import require_regular
 from common.weights import first_line
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common import hub
-from common.cli import UserError
 from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
+from common.errors import UserError
 from common.files import read_text
 from common.models import bos_prefix
 

@@ -24,9 +24,9 @@ import torch
 from numpy.lib.format import write_array_header_1_0
 
 from common import hub
-from common.cli import UserError
 from common.data.demo import DEMO, DEMO_HOME
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
+from common.errors import UserError
 from common.files import known_sha256, open_text, require_regular, write_file
 from common.models import bos_prefix
 from common.progress import Progress

@@ -3,7 +3,6 @@
 Notation: L layers, H key/value heads of the source, G groups of D = H / G heads. Arrays are NumPy arrays.
 """
 
-import networkx
 import numpy as np
 
 from common.progress import Progress
@@ -72,18 +71,6 @@ def propose_swap(similarity: np.ndarray, slots: np.ndarray, kv_heads: int, rando
     accept = without[1] - without[0] > 0
     slots[layer, restart, place_a] = np.where(accept, b, a)
     slots[layer, restart, place_b] = np.where(accept, a, b)
-
-
-def best_pairs(similarity: np.ndarray) -> np.ndarray:
-    """The best groups of two, [L, H/2, 2]: each layer's maximum-weight perfect matching."""
-    groups = []
-    for matrix in similarity:
-        rows, columns = np.triu_indices(len(matrix), 1)
-        edges = zip(rows.tolist(), columns.tolist(), matrix[rows, columns].tolist(), strict=True)
-        graph = networkx.Graph()
-        graph.add_weighted_edges_from(edges)
-        groups.append([sorted(pair) for pair in networkx.max_weight_matching(graph, maxcardinality=True)])
-    return canonical(np.array(groups))
 
 
 def combine(key: np.ndarray, value: np.ndarray) -> np.ndarray:

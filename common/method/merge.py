@@ -4,7 +4,7 @@ All in float64, stored in the original dtype. A weight [heads * d, hidden] consi
 head; o_proj [hidden, heads * d] of blocks of columns. Rotations are per key/value head. In a GQA source, its
 query heads go along: their rows of q_proj and columns of o_proj are moved and rotated with it. `fuse_layer`
 leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged: by the
-means (Eq. 25, 26), by the first heads, or in closed form (common/method/closed_form.py).
+means (Eq. 25, 26), by the first heads, or in closed form (common/closed_form/layer.py).
 """
 
 import copy

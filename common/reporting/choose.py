@@ -8,7 +8,8 @@ import os
 from statistics import mean
 
 from common.artifacts import check_input, read_record, verify_files
-from common.cli import Parser, UserError
+from common.cli import Parser
+from common.errors import UserError
 from common.files import refuse_overwrite, write_text
 from common.models import load_config, weight_dtype
 from common.reporting.plots import drawing

@@ -7,7 +7,7 @@ import functools
 import os
 from statistics import median
 
-from common.cli import UserError
+from common.errors import UserError
 from common.files import write_file
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from common.artifacts import read_record
-from common.cli import Parser, UserError
+from common.cli import Parser
+from common.errors import UserError
 from common.files import refuse_overwrite, write_text
 from common.reporting import tables
 from common.reporting.tables import Table

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.artifacts import RECORD
-from common.cli import UserError
+from common.errors import UserError
 from common.files import (
     DIGESTS,
     files_in,

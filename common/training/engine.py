@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError
+from common.errors import UserError
 from common.training import checkpoints, sharding
 from common.training.attention import Trainee
 from common.training.metrics import Metrics

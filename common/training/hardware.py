@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 
 
 @dataclass(frozen=True)

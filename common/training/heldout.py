@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError
 from common.data.chat import load_chats
 from common.data.corpus import SPLIT, Sources, generated_rows
 from common.data.generate import Origin, as_samples, generated, read_sequences
@@ -26,6 +25,7 @@ from common.data.text import (
     read_token_rows,
     write_array,
 )
+from common.errors import UserError
 from common.files import known_sha256
 from common.method.losses import cross_entropy, kl, product
 from common.models import bos_prefix, load_config, load_tokenizer

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from common.cli import UserError
 from common.data.rows import parse_object
+from common.errors import UserError
 from common.files import write_text
 from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START, TASK_SET

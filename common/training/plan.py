@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.cli import UserError
+from common.errors import UserError
 from common.families import geometry
 from common.method import masks
 from common.training.hardware import Cluster, cluster_of, parse_hardware

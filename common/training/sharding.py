@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from common.cli import UserError
+from common.errors import UserError
 from common.families import restore_buffers
 from common.training.attention import Trainee
 from common.weights import open_checkpoint

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from common.artifacts import Claim, check_input, input_digests, read_record, verify_files, write_record
-from common.cli import UserError
 from common.data.corpus import Pool
+from common.errors import UserError
 from common.families import merged_modules
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers

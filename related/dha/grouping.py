@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from common.reporting import plots
 
 HOT, COLD, COOLING = 100.0, 0.001, 0.9  # Algorithm 4: first and last temperature, factor per proposal

@@ -21,7 +21,8 @@ import torch
 
 from common import cli, companions
 from common.artifacts import input_digests, verify_files, write_record
-from common.cli import UserError, positive, run_stage, stage_parser
+from common.cli import positive, run_stage, stage_parser
+from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_tokenizer

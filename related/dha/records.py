@@ -3,7 +3,7 @@
 import os
 
 from common.artifacts import RECORD, read_record, record_path
-from common.cli import UserError
+from common.errors import UserError
 from common.files import read_json
 from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STAGES, STRING, Number
 

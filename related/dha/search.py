@@ -26,9 +26,10 @@ import torch
 
 from common import companions
 from common.artifacts import verify_files, write_record
-from common.cli import UserError, non_negative_float, positive, run_stage, seed, stage_parser
+from common.cli import non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EXPECTED, sequence_length
+from common.errors import UserError
 from common.families import check_kv_heads, geometry
 from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer

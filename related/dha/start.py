@@ -32,19 +32,20 @@ import torch
 
 from common import artifacts, cli, companions
 from common.calibration import Calibration
-from common.cli import UserError, positive, run_stage, stage_parser
+from common.cli import positive, run_stage, stage_parser
+from common.closed_form.keys import merge_rope_keys
+from common.closed_form.layer import key_fit, merging_loss
+from common.closed_form.refit import Refit
+from common.closed_form.values import merge_values, value_loss
 from common.data.text import load_tokens
+from common.errors import UserError
 from common.evaluate import mean_kl
 from common.families import allowed_kv_heads, check_kv_heads, key_context
 from common.files import write_directory
 from common.layers import Layers, run_layer
-from common.method.closed_form import key_fit, merging_loss
 from common.method.grouping import anneal
-from common.method.low_rank import merge_values, value_loss
 from common.method.merge import fuse_layer, head_columns, head_rows
 from common.method.procrustes import align_layer
-from common.method.refit import Refit
-from common.method.rope_merge import merge_rope_keys
 from common.method.stats import LayerGrams, group_blocks
 from common.models import describe, load_model, load_tokenizer
 from common.progress import Progress

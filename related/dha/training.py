@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from common.artifacts import claim
-from common.cli import UserError, positive, probability
+from common.cli import positive, probability
 from common.data.corpus import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
+from common.errors import UserError
 from common.evaluate import max_difference, require_close
 from common.models import load_config, load_model
 from common.training import checkpoints, engine

@@ -36,10 +36,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.artifacts import claim, write_beside, write_record
-from common.cli import UserError, non_negative, positive, probability, run_stage, stage_parser
 from common.cli import device as device_flag
+from common.cli import non_negative, positive, probability, run_stage, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EVALUATION, EXPECTED, load_tokens
+from common.errors import UserError
 from common.families import geometry
 from common.files import write_text
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device

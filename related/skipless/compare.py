@@ -26,11 +26,12 @@ import torch
 
 from common import families, models
 from common.artifacts import claim, read_record, verify_files, write_beside, write_record
-from common.cli import UserError, positive, positive_float, run_stage, seed, stage_parser
 from common.cli import device as device_flag
+from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
+from common.errors import UserError
 from common.files import write_text
 from common.layers import Layers
 from common.progress import Progress

@@ -31,12 +31,13 @@ from transformers import AutoModelForCausalLM
 
 from common import companions, families, models
 from common.artifacts import Claim, claim, read_record, write_beside, write_record
-from common.cli import UserError, positive, positive_float, run_stage, seed, stage_parser
+from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
 from common.data.rows import Sample
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
+from common.errors import UserError
 from common.evaluate import perplexity
 from common.files import write_directory, write_text
 from common.layers import run_layer

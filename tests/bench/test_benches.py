@@ -11,9 +11,9 @@ import torch
 
 from bench import recovery, train_step, transform
 from bench.machine import named_directories
-from common.cli import UserError
 from common.data.rows import Sample
 from common.data.text import EVALUATION, load_tokens
+from common.errors import UserError
 from common.evaluate import perplexity
 from common.files import write_json
 from common.models import load_model, load_tokenizer

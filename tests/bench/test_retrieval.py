@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import retrieval
-from common.cli import UserError
+from common.errors import UserError
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
 from test_benches import last_line
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import artifacts, calibration, cli, files
-from common.cli import Complete, UserError
+from common.errors import Complete, UserError
 from test_records import MODEL, valid
 
 SIMILARITY, EXPORT = "02_similarity.py", "06_export.py"

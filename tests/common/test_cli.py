@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from common import cli, files, progress
 from common.data.tasks import TASKS
+from common.errors import UserError
 from common.progress import Progress
 from helpers import ROOT, run
 
@@ -146,7 +147,7 @@ def test_a_gpu_of_this_machine_is_accepted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("auto", "cpu", "cuda", "cuda:1"):
         assert parser().parse_args(["--device", name]).device == name
-    with pytest.raises(cli.UserError, match="which has 2 GPUs, found cuda:2"):
+    with pytest.raises(UserError, match="which has 2 GPUs, found cuda:2"):
         parser().parse_args(["--device", "cuda:2"])
 
 
@@ -201,11 +202,11 @@ BROKEN = RuntimeError("Connection closed by peer")  # what gloo raises where ano
 
 def test_an_error_of_all_ranks_is_printed_once_on_each_node(fail_as):
     """Those that fail because another one left, or are interrupted for it, are silent."""
-    assert fail_as(0, cli.UserError("x\ny")) == (2, "error: x y\n")
-    assert fail_as(1, cli.UserError("x\ny")) == fail_as(2, OSError("full")) == fail_as(1, BROKEN) == (2, "")
+    assert fail_as(0, UserError("x\ny")) == (2, "error: x y\n")
+    assert fail_as(1, UserError("x\ny")) == fail_as(2, OSError("full")) == fail_as(1, BROKEN) == (2, "")
     assert fail_as(0, KeyboardInterrupt()) == (130, "")
-    assert fail_as(8, cli.UserError("x of this node"), local=0, node=1) == (2, "error: x of this node\n")
-    assert fail_as(9, cli.UserError("x"), local=1, node=1) == (2, "")
+    assert fail_as(8, UserError("x of this node"), local=0, node=1) == (2, "error: x of this node\n")
+    assert fail_as(9, UserError("x"), local=1, node=1) == (2, "")
 
 
 def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
@@ -213,10 +214,10 @@ def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
     host = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     agent = TCPStore(host["MASTER_ADDR"], int(host["MASTER_PORT"]), is_master=False)
     threading.Timer(1, lambda: agent.set("failures 0/printed on node 0", "")).start()
-    assert fail_as(1, cli.UserError("x")) == (2, "")  # else it would print the error itself
+    assert fail_as(1, UserError("x")) == (2, "")  # else it would print the error itself
 
 
-@pytest.mark.parametrize("error", [cli.UserError("x"), OSError("x"), MemoryError("x")])
+@pytest.mark.parametrize("error", [UserError("x"), OSError("x"), MemoryError("x")])
 def test_an_error_of_one_rank_names_it(fail_as, error):
     assert fail_as(3, error) == (2, "error: rank 3: x\n")
     assert fail_as(0, BROKEN) == fail_as(1, BROKEN) == (2, "")
@@ -235,11 +236,11 @@ def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail
 def test_errors_are_printed_without_an_agent(fail_as, monkeypatch):
     """Of another launcher, or killed."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
-    assert fail_as(1, cli.UserError("x")) == (2, "error: rank 1: x\n")
+    assert fail_as(0, UserError("x")) == (2, "error: x\n")
+    assert fail_as(1, UserError("x")) == (2, "error: rank 1: x\n")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert fail_as(0, cli.UserError("x")) == (2, "error: x\n")
+    assert fail_as(0, UserError("x")) == (2, "error: x\n")
 
 
 PRINTS_AND_WRITES = """
@@ -270,7 +271,8 @@ def test_standard_streams_may_be_closed_or_full(tmp_path, redirection, code, sho
 RANKS = """
 import sys, time
 import torch.distributed as dist
-from common.cli import UserError, run_stage
+from common.cli import run_stage
+from common.errors import UserError
 from common.training.sharding import joined_ranks
 
 def main():
@@ -338,7 +340,7 @@ def test_progress_on_a_terminal_is_a_bar_of_the_first_rank(monkeypatch):
         assert "ETA" not in shown
 
 
-@pytest.mark.parametrize("error", [cli.UserError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [UserError("x"), KeyboardInterrupt()])
 def test_an_error_has_a_line_of_its_own_under_a_bar(monkeypatch, error):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from common import evaluate
-from common.cli import UserError
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
+from common.errors import UserError
 from common.layers import Layers
 from common.models import load_model
 from helpers import END, byte_tokenizer, save_tiny, task_rows, tiny_model

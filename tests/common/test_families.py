@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.closed_form.refit import ERRORS
 from common.families import family, geometry, head_parameters, merged_modules, watch_heads, window_mask
 from common.layers import Layers, run_layer
 from common.method import masks
 from common.method.merge import fuse_layer
-from common.method.refit import ERRORS
 from common.method.rope import free_pairs, quarter_phase
 from common.models import load_config
 from common.training.attention import Trainee

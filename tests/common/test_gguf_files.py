@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from common import gguf as gguf_files
-from common.cli import UserError
+from common.errors import UserError
 from common.families import geometry
 from common.models import load_model, load_tokenizer
 from helpers import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model

@@ -10,8 +10,8 @@ import torch
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import constants, hf_hub_download, list_repo_files
 
-from common.cli import UserError
 from common.data import tasks, text
+from common.errors import UserError
 from common.files import files_in
 from common.layers import Layers
 from common.models import load_model, load_tokenizer, local_model

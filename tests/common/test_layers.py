@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.cli import UserError
+from common.errors import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
 

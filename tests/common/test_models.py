@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common import companions, files, models
-from common.cli import UserError
+from common.errors import UserError
 from common.families import SUPPORTED, geometry, key_context, require_convertible
 from common.files import files_in
 from common.layers import Layers

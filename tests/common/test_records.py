@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common import artifacts
-from common.cli import UserError
+from common.errors import UserError
 from common.records import STAGES, find_fault
 
 SHA = "ab" * 32
@@ -38,7 +38,7 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
         "kv_heads": 2,
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
-                    "score_found": [-1.0, -1.5], "score_optimum": [-1.0, -1.5]},
+                    "score_found": [-1.0, -1.5]},
     },
     "04_align.py": {
         "files": {"config.json": SHA, "model-00001-of-00004.safetensors": SHA},
@@ -152,7 +152,7 @@ def test_every_field_is_required_and_checked(tmp_path, stage):
             assert fault and "expected" in fault and "found" in fault and fault.isprintable(), (place, wrong)
 
 
-OPTIONAL = {"flags", "score_optimum", "key_context", "refit", "refit_layers", "ridge", "attention",
+OPTIONAL = {"flags", "key_context", "refit", "refit_layers", "ridge", "attention",
             "kl_merged", "energy_lost"}
 FREE = {("inputs", "calibration"), ("results", "gqa"),
         *(("files", name) for fields in FIELDS.values() for name in fields["files"])}
@@ -225,16 +225,13 @@ GROUP_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["score_default", "score_found", "score_optimum", "within_group_cosine",
-                                  "energy_lost"])
+@pytest.mark.parametrize("name", ["score_default", "score_found", "within_group_cosine", "energy_lost"])
 def test_figures_per_layer_are_as_many_as_layers(name):
     stage = "03_group.py" if name.startswith("score") else "04_align.py"
     items = valid(stage)["summary"][name]
     for wrong in (items[:1], [*items, items[0]], []):
         fault = find_fault(changed(valid(stage), ("summary", name), wrong), stage)
         assert fault == f"record.summary.{name}: expected 2 layers, found {len(wrong)}"
-    if name == "score_optimum":
-        assert find_fault(changed(valid(stage), ("summary", name), None), stage) is None
 
 
 def test_sizes_beyond_any_memory_are_refused():

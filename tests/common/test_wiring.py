@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import artifacts, cli, files
-from common.cli import Complete, UserError
+from common.errors import Complete, UserError
 from common.records import find_fault
 from common.training import checkpoints
 from helpers import calibrate_arguments, calibrated_layer, copy_run, run

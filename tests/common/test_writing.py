@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import artifacts, files
-from common.cli import UserError
+from common.errors import UserError
 from test_artifacts import contents
 from test_records import valid
 

@@ -9,10 +9,10 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from common.cli import UserError
 from common.data import chat
 from common.data.chat import load_chats
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TooShort
+from common.errors import UserError
 from helpers import END, byte_tokenizer
 
 TURN = "{{ message['content'] + '<|im_end|>\n' }}"

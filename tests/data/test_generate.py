@@ -11,11 +11,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from common.cli import UserError
 from common.data import generate
 from common.data.chat import load_chats
 from common.data.generate import Origin, chat_form, chat_row, generated, text_row
 from common.data.text import EVALUATION, HELDOUT, load_tokens, write_array
+from common.errors import UserError
 from common.families import geometry
 from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model

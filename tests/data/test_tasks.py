@@ -7,10 +7,10 @@ import threading
 import datasets
 import pytest
 
-from common.cli import UserError
 from common.data import tasks
 from common.data.rows import Sample
 from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
+from common.errors import UserError
 from helpers import END, byte_tokenizer, task_rows
 
 LISTED = {

@@ -14,9 +14,9 @@ import pytest
 import torch
 from tokenizers import processors
 
-from common.cli import UserError
 from common.data import text
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
+from common.errors import UserError
 from helpers import END, byte_tokenizer
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from common import layers
 from common.artifacts import check_input, read_record
 from common.calibration import Calibration
-from common.cli import UserError
+from common.closed_form import refit as refitting
+from common.closed_form.layer import closed_form_layer, energy_lost
 from common.data.generate import Origin
+from common.errors import UserError
 from common.method import merge as fuse
-from common.method import refit as refitting
-from common.method.closed_form import closed_form_layer, energy_lost
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit

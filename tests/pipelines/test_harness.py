@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.cli import UserError
 from common.data.tasks import example_from_row
+from common.errors import UserError
 from helpers import ROOT, byte_tokenizer, copy_run, expect_error, recipe, run, save_tiny, task_rows
 from pipelines import harness_tasks as harness
 

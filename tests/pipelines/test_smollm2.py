@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from helpers import ROOT, expect_error, recipe, save_tiny
 from pipelines import smollm2
 

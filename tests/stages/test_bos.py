@@ -12,11 +12,11 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import evaluate
-from common.cli import UserError
 from common.data.corpus import Sources, load_pool
 from common.data.generate import Origin, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
+from common.errors import UserError
 from common.models import bos_prefix, load_model
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
 from helpers import (

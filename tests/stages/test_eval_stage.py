@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import evaluate, models
-from common.cli import UserError
 from common.data import text
 from common.data.tasks import example_from_row
+from common.errors import UserError
 from common.evaluate import require_finite
 from helpers import (
     byte_tokenizer,

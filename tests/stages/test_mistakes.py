@@ -30,7 +30,7 @@ def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp
 
 def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
     home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
-    expect_error("--kv-heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
+    expect_error("kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
                  "03_group.py", "--run", home, "--kv-heads", 3, "--force")
 
     model = save_tiny(tmp_path / "model", seed=9, bias=True)

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.calibration import Calibration
-from common.cli import UserError
 from common.data.generate import Origin, read_sequences, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
+from common.errors import UserError
 from common.files import sha256
 from common.reporting import plots
 from helpers import (
@@ -220,8 +220,6 @@ def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criteri
         best = max(all_groupings(list(range(HEADS)), size), key=lambda groups: sum_within(matrix, groups))
         assert written["groups"][layer] == best
         scores = {"default": sum_within(matrix, adjacent), "found": sum_within(matrix, best)}
-        if kv_heads == 4:
-            scores["optimum"] = scores["found"]
         for name, score in scores.items():
             assert written["summary"][f"score_{name}"][layer] == pytest.approx(score, abs=1e-8)
     assert written["groups"] != [adjacent] * LAYERS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.cli import UserError
+from common.errors import UserError
 from common.models import load_config
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer

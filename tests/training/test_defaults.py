@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 
-from common.cli import UserError
 from common.data.corpus import Pool
 from common.data.demo import DEMO
 from common.data.rows import Sample
+from common.errors import UserError
 from common.method import masks
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.students import Pair

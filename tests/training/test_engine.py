@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.cli import UserError
 from common.data.rows import Sample
+from common.errors import UserError
 from common.training import checkpoints, engine, metrics, sharding
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints

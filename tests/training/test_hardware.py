@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from common.training import hardware
 from common.training.sharding import Ranks
 

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from common.cli import UserError
 from common.data import corpus
 from common.data.corpus import Pool, Sources, load_pool, samples_digest
 from common.data.generate import Origin, as_samples, generated
 from common.data.rows import Sample
 from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, in_part
+from common.errors import UserError
 from common.files import sha256
 from common.training.checkpoints import saved_checkpoints
 from common.training.heldout import CHAT_SET, TEXT_SET, heldout_texts, load_heldout

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from common.cli import UserError
 from common.data.rows import Sample
+from common.errors import UserError
 from common.method.losses import cross_entropy
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from common.cli import UserError
 from common.data.rows import Sample
+from common.errors import UserError
 from common.models import load_config
 from common.training import sharding
 from common.training.attention import Trainee

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from common.training import checkpoints, sharding
 from common.training.engine import signals_noted
 from common.training.sharding import Ranks, joined_ranks

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.cli import UserError
 from common.data.corpus import Pool
+from common.errors import UserError
 from common.method import masks, released_masks
 from common.training import checkpoints, students
 from common.training.attention import Trainee

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.cli import UserError
+from common.errors import UserError
 from dha_models import EIGHT, WHOLE
 from helpers import all_groupings, tiny_model
 from related.dha import fusion, grouping, search

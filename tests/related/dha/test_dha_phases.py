@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.cli import UserError
 from common.data.rows import Sample
+from common.errors import UserError
 from common.training.packing import build_row
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
 from helpers import byte_tokenizer, save_tiny, tiny_model

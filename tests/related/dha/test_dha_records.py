@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.cli import UserError
+from common.errors import UserError
 from dha_models import HALVES, example_records, tokens
 from helpers import save_tiny, tiny_model
 from related.dha import pretrain, records, report

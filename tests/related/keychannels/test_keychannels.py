@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from common.cli import UserError
+from common.errors import UserError
 from helpers import tiny_model
 from related.keychannels import channels, measure
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.closed_form import refit
+from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
 from common.layers import run_layer
-from common.method import refit
-from common.method.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
 from helpers import tiny_model
 from students import merge_model
 

@@ -1,9 +1,14 @@
-"""Merging keys with RoPE in mind: the shared key head of each group by least squares over all coordinates.
+"""Merging keys: the shared key head of each group, RoPE pair by pair or over all coordinates; in float64.
 
-A stock model does not need RoPE pairs to stay pairs, as in common/method/low_rank.py: any real A_j and B_i
-[d, d] make one, with shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score
-q_i^T R k_i becomes q_i^T B_i R k~, with R = R(-t) the rotation by RoPE. Softmax ignores what is the same for
-all keys, so what merging loses is the variance of the score's error over keys and distances:
+Pair by pair. Keys affect the model only through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair
+commutes with RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first principal component
+of the D numbers w_i k_i[p], a combination sum_j combine_j k_j[p]. Head i reconstructs its key as read_i
+k~[p], and the factor is folded into its query: q_i <- conj(read_i) q_i.
+
+RoPE-aware. A stock model does not need RoPE pairs to stay pairs: any real A_j and B_i [d, d] make one, with
+shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score q_i^T R k_i becomes q_i^T
+B_i R k~, with R = R(-t) the rotation by RoPE. Softmax ignores what is the same for all keys, so what merging
+loses is the variance of the score's error over keys and distances:
 
     loss = sum_i E_q Var_{t,k} [ q_i^T (R k_i - B_i R k~) ]
 
@@ -19,7 +24,7 @@ over stacked heads is [G, D d, D d].
 
 import torch
 
-from common.method.low_rank import key_weights, merge_keys, merge_values
+from common.closed_form.values import RANK_TOLERANCE, merge_values
 from common.method.rope import pair_products, to_complex, to_matrix, unit_phase
 from common.method.stats import stack_heads
 
@@ -27,9 +32,40 @@ ROUNDS = 8  # of the alternation; later ones gain about a percent
 STRATA = 40  # of the distribution of distances
 DAMPING = 1e-6  # relative to the mean diagonal of a system: directions below it stay as they are
 NOISE = 1e-10  # white noise added to the keys, relative to their mean energy: makes every system regular
+QUERY_FLOOR = 1e-6  # relative to a layer's mean query energy: unused keys keep a small weight
 BAND_LIMIT = 0.8  # radians: pairs that turn less within the context start as values; 1.6 and 3 do as well
 
 Maps = tuple[torch.Tensor, torch.Tensor]  # A and B
+
+
+def key_weights(energy: torch.Tensor) -> torch.Tensor:
+    """w_i[p] from one layer's sum_n |q_i[p]|^2 [..., P]: its root, floored at QUERY_FLOOR times the mean."""
+    mean = energy.mean()
+    return energy.clamp(min=float(QUERY_FLOOR * mean)).sqrt() if mean > 0 else torch.ones_like(energy)
+
+
+def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """c [G, D, D, P] and w [G, D, P] -> combine [G, D, P], read [G, D, P], complex.
+
+    k~[p] = sum_j combine_j k_j[p], and k_i[p] is replaced by read_i k~[p]. read_i is the regression of k_i on
+    k~, not the eigenvector component divided by w_i, so it is at most sqrt(E|k_i|^2 / E|k~|^2) however small
+    w_i is. k~ has the phase closest to the mean of the group's keys, and their mean energy. Pairs whose keys
+    are all zero get the mean.
+    """
+    moment = gram.transpose(1, 2).permute(0, 3, 1, 2)  # [G, P, D, D]: sum_n z_i conj(z_j)
+    w = weights.permute(0, 2, 1)
+    leading = torch.linalg.eigh(w[..., :, None] * moment * w[..., None, :]).eigenvectors[..., -1]
+    combine = leading.conj() * w  # [G, P, D]
+    cross = torch.einsum("gpij,gpj->gpi", moment, combine.conj())  # sum_n z_i conj(z~)
+    energy = torch.einsum("gpi,gpi->gp", combine, cross).real[..., None]
+    energies = torch.diagonal(moment, dim1=-2, dim2=-1).real  # sum_n |z_i|^2
+    total = energies.sum(-1, keepdim=True)  # less a mean's share, it may be below zero by rounding
+    alive = (total > 0) & (energy > RANK_TOLERANCE * total)
+    read = torch.where(alive, cross / energy.where(alive, 1), 1)
+    combine = torch.where(alive, combine, 1 / combine.shape[-1])
+    scale = torch.where(alive, (total / combine.shape[-1] / energy.where(alive, 1)).sqrt(), 1)
+    gauge = unit_phase(read.sum(-1, keepdim=True)) * scale
+    return (gauge * combine).permute(0, 2, 1), (read / gauge).permute(0, 2, 1)
 
 
 def log_uniform(context: int) -> torch.Tensor:

@@ -1,25 +1,27 @@
 """The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
 
-Notation: G groups of D heads of size d, P = d/2. common/method/low_rank.py merges values, and keys pair by
-pair; given a context in tokens, keys are merged with RoPE in mind (common/method/rope_merge.py).
+Notation: G groups of D heads of size d, P = d/2. common/closed_form/values.py merges values,
+common/closed_form/keys.py keys: pair by pair, or RoPE-aware if a context in tokens is given.
 """
 
 from dataclasses import replace
 
 import torch
 
-from common.method.low_rank import key_weights, merge_keys, merge_values, share, value_loss
-from common.method.merge import Merge
-from common.method.rope import pair_products, to_matrix
-from common.method.rope_merge import (
+from common.closed_form.keys import (
     KeyFit,
     Turns,
     alternate,
     damped_solve,
+    key_weights,
     log_uniform,
+    merge_keys,
     merge_rope_keys,
     start_by_pairs,
 )
+from common.closed_form.values import merge_values, ratio, value_loss
+from common.method.merge import Merge
+from common.method.rope import pair_products, to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
@@ -58,12 +60,12 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
                 key_rotation: torch.Tensor, context: int) -> dict[str, float]:
     """What a merge loses of a layer's "keys" and "values", as shares of what there is.
 
-    Of keys it is the loss of common/method/rope_merge.py, of values sum_i |W_O,i (v_i - value_out_i v~)|^2.
+    Of keys it is the loss of common/closed_form/keys.py, of values sum_i |W_O,i (v_i - value_out_i v~)|^2.
     What norms of single heads cost (before_norms) is not among it. Other arguments: as for closed_form_layer.
     """
 
     def lost(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> float:
-        return float(share(fit.loss(combine, read).sum(), (fit.query * fit.variance).sum()))
+        return float(ratio(fit.loss(combine, read).sum(), (fit.query * fit.variance).sum()))
 
     keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
     gram, output = value_blocks(grams, groups, value_rotation)
@@ -99,7 +101,7 @@ def before_norms(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rota
                      for rows in (slice(heads, None), slice(heads)))
     energies, products = (torch.diagonal(matrix, dim1=-2, dim2=-1) for matrix in (source, cross))
     target = merge.key_in.transpose(1, 2).flatten(2)
-    combine = target * share(products, energies)[:, None]  # each coordinate by itself
+    combine = target * ratio(products, energies)[:, None]  # each coordinate by itself
     residual = (target @ cross - combine @ source).mT
     combine = combine + damped_solve(source, residual, damping=RIDGE).mT  # [G, d, D d]
     spread = energies.unflatten(1, (groups.shape[1], -1)).mean(-1)
@@ -134,5 +136,5 @@ def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
         others = torch.arange(head + 1, kv_heads)
         fit = key_fit(grams, torch.stack((torch.full_like(others, head), others), dim=1), None, context)
         loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
-    lost_keys = share(loss + loss.T, (every_head.query * every_head.variance).sum())
+    lost_keys = ratio(loss + loss.T, (every_head.query * every_head.variance).sum())
     return value_loss(grams.value("raw"), grams.output) + lost_keys

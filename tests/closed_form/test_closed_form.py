@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.families import geometry
-from common.method import low_rank
-from common.method.closed_form import (
+from common.closed_form.keys import alternate, key_weights, log_uniform, merge_keys, start_by_pairs
+from common.closed_form.layer import (
     RIDGE,
     before_norms,
     closed_form_layer,
@@ -18,13 +17,14 @@ from common.method.closed_form import (
     merging_loss,
     with_energies,
 )
+from common.closed_form.values import merge_values, symmetric_root, value_loss
+from common.families import geometry
 from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
-from common.method.rope_merge import alternate, log_uniform, start_by_pairs
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from helpers import tiny_model
 from students import merge_model
-from test_rope_merge import normal, rotations
+from test_keys import normal, rotations
 
 stage1 = importlib.import_module("01_calibrate")
 
@@ -141,10 +141,10 @@ def test_statistics_know_a_norm_over_all_heads_and_leave_no_hook(model_type, joi
 @pytest.mark.parametrize("scale", [1e-8, 1, 1e8])
 def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
     columns = normal(6, 3).double() * scale
-    root, inverse = low_rank.symmetric_root(columns @ columns.mT)
+    root, inverse = symmetric_root(columns @ columns.mT)
     torch.testing.assert_close(root @ root, columns @ columns.mT, rtol=1e-9, atol=1e-12 * scale**2)
     torch.testing.assert_close(inverse * scale, torch.linalg.pinv(root / scale, rtol=1e-5, hermitian=True))
-    assert not any(part.any() for part in low_rank.symmetric_root(0 * root))
+    assert not any(part.any() for part in symmetric_root(0 * root))
 
 
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
@@ -161,7 +161,7 @@ def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):
     factor = normal(30, 30, seed=3) / 5  # S = factor factor^T: S^(1/2) up to a rotation
     seen = values @ factor
     gram = torch.einsum("ian,jbn->ijab", seen, seen)
-    combine, read = low_rank.merge_values(gram[None], (outputs.mT @ outputs)[None])
+    combine, read = merge_values(gram[None], (outputs.mT @ outputs)[None])
     stacked = (outputs @ seen).reshape(-1, 30).numpy()
     left, singular, right = np.linalg.svd(stacked, full_matrices=False)
     best = (left[:, :8] * singular[:8]) @ right[:8]
@@ -179,7 +179,7 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     keys = torch.complex(*torch.randn(2, members, 50, 4, dtype=torch.float64, generator=generator))
     weights = torch.rand(members, 4, dtype=torch.float64, generator=generator)
     gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
-    combine, factor = (part[0] for part in low_rank.merge_keys(gram[None], weights[None]))
+    combine, factor = (part[0] for part in merge_keys(gram[None], weights[None]))
     shared = torch.einsum("jp,jnp->np", combine, keys)
     for pair in range(4):
         weighted = (weights[:, None, pair] * keys[:, :, pair]).numpy()
@@ -191,15 +191,15 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     mean = keys.mean(0)
     assert (torch.einsum("np,np->p", shared.conj(), mean).real > 0).all()  # the phase of the mean
-    torch.testing.assert_close(low_rank.merge_keys(1e-9 * gram[None], weights[None])[0][0], combine)
+    torch.testing.assert_close(merge_keys(1e-9 * gram[None], weights[None])[0][0], combine)
 
 
 def test_pairs_of_keys_are_weighted_by_their_queries():
     """Merged pair by pair, a layer's keys are those of merge_keys for its own query energies."""
     grams, groups = statistics(doubled())[0], torch.arange(8).view(2, 4)
     energy = torch.diagonal(grams.query, dim1=1, dim2=2).view(8, 2, 4).sum(1)  # of both coordinates of a pair
-    weights = low_rank.key_weights(energy)
-    expected = low_rank.merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
+    weights = key_weights(energy)
+    expected = merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
     merge = unrotated_merge(grams, groups)
     for matrix, factor in zip((merge.key_in, merge.key_out), expected, strict=True):
         torch.testing.assert_close(matrix, to_matrix(factor))
@@ -208,13 +208,13 @@ def test_pairs_of_keys_are_weighted_by_their_queries():
 def test_energy_scores_are_what_merging_the_pair_loses():
     grams = statistics(doubled(num_key_value_heads=4))[0]
     value, output = grams.value("raw"), grams.output
-    value_loss, both = low_rank.value_loss(value, output), merging_loss(grams, 64)
+    of_values, both = value_loss(value, output), merging_loss(grams, 64)
     total = sum(float(torch.trace(output[i] @ value[i, i])) for i in range(4))
     alone = key_fit(grams, torch.arange(4)[:, None], None, 64)
     total_key = float((alone.query * alone.variance).sum())
     for i, j in ((0, 1), (1, 3), (3, 2)):
         pair = torch.tensor([[i, j]])
-        combine, read = low_rank.merge_values(group_blocks(value, pair), output[pair])
+        combine, read = merge_values(group_blocks(value, pair), output[pair])
         stacked = group_blocks(value, pair)[0].permute(0, 2, 1, 3).reshape(16, 16)
         lost = 0.0
         for place, head in enumerate((i, j)):  # sum_n |W_O (v - read v~)|^2, written out
@@ -222,12 +222,12 @@ def test_energy_scores_are_what_merging_the_pair_loses():
             rest[:, 8 * place : 8 * place + 8] = torch.eye(8)
             rest -= read[0, place] @ torch.cat(list(combine[0]), 1)
             lost += float(torch.trace(rest @ stacked @ rest.T @ output[head]))
-        assert float(value_loss[i, j]) == pytest.approx(lost / total, rel=1e-6)
+        assert float(of_values[i, j]) == pytest.approx(lost / total, rel=1e-6)
         fit = key_fit(grams, pair, None, 64)
         first, best = (float(alternate(fit, *start_by_pairs(fit), rounds)[2]) for rounds in (2, 50))
-        assert float(both[i, j] - value_loss[i, j]) == pytest.approx(first / total_key, rel=1e-9)
+        assert float(both[i, j] - of_values[i, j]) == pytest.approx(first / total_key, rel=1e-9)
         assert best < first < 1.5 * best
-    for loss in (value_loss, both):
+    for loss in (of_values, both):
         assert loss.dtype == torch.float64 and torch.equal(loss, loss.T)
         assert (loss.diagonal() == 0).all() and (loss + torch.eye(4) > 0).all()
 
@@ -237,12 +237,12 @@ def test_a_layer_of_zeros_loses_no_energy_and_merges_by_the_mean():
     mean = torch.eye(8, dtype=torch.float64).expand(1, 3, 8, 8)
     for v, o in ((0 * values, outputs), (values, 0 * outputs)):
         gram, output = torch.einsum("ina,jnb->ijab", v, v), o.mT @ o
-        assert not low_rank.value_loss(gram, output).any()
-        combine, read = low_rank.merge_values(gram[None], output[None])
+        assert not value_loss(gram, output).any()
+        combine, read = merge_values(gram[None], output[None])
         assert torch.equal(combine, mean / 3) and torch.equal(read, mean)
     gram = torch.zeros(2, 2, 4, dtype=torch.complex128)
     gram[..., 0] += 1e-6 * torch.diag(torch.tensor([1.0, -3]))  # all mean, rounded
-    combine, read = low_rank.merge_keys(gram[None], torch.ones(1, 2, 4).double())
+    combine, read = merge_keys(gram[None], torch.ones(1, 2, 4).double())
     assert (combine == 0.5).all() and (read == 1).all()
     grams = statistics(doubled())[0]
     for name in ("value.raw", "key.raw", "key.sum"):
@@ -256,17 +256,17 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
     expected = energy.clone()
     expected[:, 2] = floor
     for scale in (1, 1e-9):
-        weights = low_rank.key_weights(scale * energy)
+        weights = key_weights(scale * energy)
         torch.testing.assert_close(weights.square(), scale * expected, rtol=1e-12, atol=0)
-    assert (low_rank.key_weights(0 * energy) == 1).all()
+    assert (key_weights(0 * energy) == 1).all()
 
 
 def test_shared_values_have_the_coordinates_nearest_to_the_mean():
     """Of all orthogonal coordinates, sum_n <mean, v~> is largest where sum_n mean v~^T is symmetric, >= 0."""
     values, outputs = normal(2, 3, 30, 8), normal(2, 3, 20, 8, seed=1)
     gram = torch.einsum("gina,gjnb->gijab", values, values)
-    combine, read = low_rank.merge_values(gram, outputs.mT @ outputs)
-    tiny = low_rank.merge_values(1e-9 * gram, outputs.mT @ outputs)
+    combine, read = merge_values(gram, outputs.mT @ outputs)
+    tiny = merge_values(1e-9 * gram, outputs.mT @ outputs)
     torch.testing.assert_close(tiny, (combine, read))  # whatever the values' scale is
     shared = torch.einsum("giab,ginb->gna", combine, values)
     product = values.mean(1).mT @ shared

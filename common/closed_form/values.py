@@ -1,4 +1,4 @@
-"""Low-rank merging: the best shared value head, and key head pair by pair, of each group; in float64.
+"""Merging values: the best shared value head of each group, a low-rank approximation; in float64.
 
 Values affect the model only through W_O,i v_i, and any invertible d x d map may be inserted between W_V,i and
 W_O,i, so the best shared value head is a low-rank approximation. With R_i the symmetric root of
@@ -7,21 +7,14 @@ first d principal components, v~ = U^T R v, and head i reconstructs its value as
 vectors of [W_O,i W_V,i] S^(1/2), with S the second moment of the attention input, give the same result: S
 cancels, so neither S nor its inverse is needed.
 
-Keys affect the model only through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair commutes with
-RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first principal component of the D
-numbers w_i k_i[p], a combination sum_j combine_j k_j[p]. Head i reconstructs its key as read_i k~[p], and the
-factor is folded into its query: q_i <- conj(read_i) q_i.
-
-Grams suffice for both. Notation: G groups of D heads, d = head_dim, P = d/2. Grams as in
-common/method/stats.py, for one layer, within groups.
+Grams suffice. Notation: G groups of D heads, d = head_dim. Grams as in common/method/stats.py, for
+one layer, within groups.
 """
 
 import torch
 
 from common.method.procrustes import polar, threaded
-from common.method.rope import unit_phase
 
-QUERY_FLOOR = 1e-6  # relative to a layer's mean query energy: unused keys keep a small weight
 RANK_TOLERANCE = 1e-12  # relative to the largest eigenvalue: directions below it are rounding noise
 
 
@@ -60,36 +53,6 @@ def merge_values(gram: torch.Tensor, output_gram: torch.Tensor) -> tuple[torch.T
     return combine, torch.where(alive, read @ gauge.mT / scale, eye)
 
 
-def key_weights(energy: torch.Tensor) -> torch.Tensor:
-    """w_i[p] from one layer's sum_n |q_i[p]|^2 [..., P]: its root, floored at QUERY_FLOOR times the mean."""
-    mean = energy.mean()
-    return energy.clamp(min=float(QUERY_FLOOR * mean)).sqrt() if mean > 0 else torch.ones_like(energy)
-
-
-def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """c [G, D, D, P] and w [G, D, P] -> combine [G, D, P], read [G, D, P], complex.
-
-    k~[p] = sum_j combine_j k_j[p], and k_i[p] is replaced by read_i k~[p]. read_i is the regression of k_i on
-    k~, not the eigenvector component divided by w_i, so it is at most sqrt(E|k_i|^2 / E|k~|^2) however small
-    w_i is. k~ has the phase closest to the mean of the group's keys, and their mean energy. Pairs whose keys
-    are all zero get the mean.
-    """
-    moment = gram.transpose(1, 2).permute(0, 3, 1, 2)  # [G, P, D, D]: sum_n z_i conj(z_j)
-    w = weights.permute(0, 2, 1)
-    leading = torch.linalg.eigh(w[..., :, None] * moment * w[..., None, :]).eigenvectors[..., -1]
-    combine = leading.conj() * w  # [G, P, D]
-    cross = torch.einsum("gpij,gpj->gpi", moment, combine.conj())  # sum_n z_i conj(z~)
-    energy = torch.einsum("gpi,gpi->gp", combine, cross).real[..., None]
-    energies = torch.diagonal(moment, dim1=-2, dim2=-1).real  # sum_n |z_i|^2
-    total = energies.sum(-1, keepdim=True)  # less a mean's share, it may be below zero by rounding
-    alive = (total > 0) & (energy > RANK_TOLERANCE * total)
-    read = torch.where(alive, cross / energy.where(alive, 1), 1)
-    combine = torch.where(alive, combine, 1 / combine.shape[-1])
-    scale = torch.where(alive, (total / combine.shape[-1] / energy.where(alive, 1)).sqrt(), 1)
-    gauge = unit_phase(read.sum(-1, keepdim=True)) * scale
-    return (gauge * combine).permute(0, 2, 1), (read / gauge).permute(0, 2, 1)
-
-
 def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
     """Energy lost by merging the values of heads i and j, as a share of the layer's: [H, H].
 
@@ -106,9 +69,9 @@ def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
         lower = torch.cat((cross.mT, diagonal[i + 1 :]), -1)
         pairs = torch.cat((upper, lower), -2)  # [H - i - 1, 2d, 2d]
         loss[i, i + 1 :] = threaded(torch.linalg.eigvalsh, pairs)[:, :size].clamp(min=0).sum(-1)
-    return share(loss + loss.T, torch.einsum("iaa->", diagonal))
+    return ratio(loss + loss.T, torch.einsum("iaa->", diagonal))
 
 
-def share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def ratio(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """part / whole, or 0 where the whole is 0."""
     return part / whole.where(whole > 0, 1)

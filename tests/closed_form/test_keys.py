@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.method import rope_merge
-from common.method.low_rank import merge_values
+from common.closed_form import keys as key_merge
+from common.closed_form.keys import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
+from common.closed_form.values import merge_values
 from common.method.rope import to_complex
-from common.method.rope_merge import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
 from helpers import tiny_model
 
 GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
@@ -66,8 +66,8 @@ def factors(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def undamped(monkeypatch):
     """Damping and noise are there for degenerate input; definitions are checked without."""
-    monkeypatch.setattr(rope_merge, "DAMPING", 0.0)
-    monkeypatch.setattr(rope_merge, "NOISE", 0.0)
+    monkeypatch.setattr(key_merge, "DAMPING", 0.0)
+    monkeypatch.setattr(key_merge, "NOISE", 0.0)
 
 
 def test_turns_are_rope_and_its_averages():
@@ -146,7 +146,7 @@ def test_best_combine_is_the_least_squares_over_all_queries_keys_and_distances()
 def test_damping_is_added_to_the_diagonal():
     mix, extra, right = normal(2, SIZE, SIZE), normal(2, SIZE, SIZE, seed=1), normal(2, SIZE, 3, seed=2)
     system = mix @ mix.mT
-    ours = rope_merge.damped_solve(system, right, extra, damping=0.5)
+    ours = key_merge.damped_solve(system, right, extra, damping=0.5)
     for index in range(2):
         diagonal = 0.5 * system[index].diagonal().mean() * torch.eye(SIZE, dtype=torch.float64)
         damped = system[index] + extra[index] + diagonal
@@ -155,9 +155,9 @@ def test_damping_is_added_to_the_diagonal():
 
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1])
 def test_no_half_ever_raises_the_loss(damping, monkeypatch):
-    monkeypatch.setattr(rope_merge, "DAMPING", damping)
+    monkeypatch.setattr(key_merge, "DAMPING", damping)
     fit = Sampled().fit()
-    combine, read = rope_merge.start_by_pairs(fit)
+    combine, read = key_merge.start_by_pairs(fit)
     losses = [fit.loss(combine, read)]
     for _ in range(6):
         read = fit.best_read(combine, read)
@@ -194,22 +194,22 @@ def test_without_frequencies_it_is_the_merge_of_values():
 
 def test_the_better_start_is_kept_for_each_group(monkeypatch):
     fit = Sampled().fit()
-    by_pairs = rope_merge.start_by_pairs(fit)
-    by_band = rope_merge.start_by_band(fit, *by_pairs)
+    by_pairs = key_merge.start_by_pairs(fit)
+    by_band = key_merge.start_by_band(fit, *by_pairs)
     losses = torch.stack([alternate(fit, *start, 1)[2] for start in (by_pairs, by_band)])
     assert (losses[0] != losses[1]).all()
     torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
-    monkeypatch.setattr(rope_merge, "start_by_band", lambda fit, combine, read: (combine, 0 * read))
+    monkeypatch.setattr(key_merge, "start_by_band", lambda fit, combine, read: (combine, 0 * read))
     losses[1] = alternate(fit, by_pairs[0], 0 * by_pairs[1], 1)[2]
     torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
 
 
 def test_slow_pairs_start_as_values_do_and_the_others_pair_by_pair():
     fit = Sampled().fit()
-    by_pairs = rope_merge.start_by_pairs(fit)
-    by_band = rope_merge.start_by_band(fit, *by_pairs)
+    by_pairs = key_merge.start_by_pairs(fit)
+    by_band = key_merge.start_by_band(fit, *by_pairs)
     slow = torch.tensor([2, 3, 6, 7])  # radians within 40 positions: 40, 12, 0.8 (the limit) and 0.04
-    slow = slow[FREQUENCIES[slow % 4] * 40 < rope_merge.BAND_LIMIT]
+    slow = slow[FREQUENCIES[slow % 4] * 40 < key_merge.BAND_LIMIT]
     assert slow.tolist() == [3, 7]
     fast = torch.tensor([0, 1, 2, 4, 5, 6])
     centered = fit.gram - fit.mean[:, :, None, :, None] * fit.mean[:, None, :, None, :]
@@ -224,9 +224,9 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
     sampled = Sampled()
     fit = sampled.fit()
     start = factors()
-    combine, read = rope_merge.balanced(fit.gram, *start)
-    torch.testing.assert_close(rope_merge.balanced(1e-9 * fit.gram, *start), (combine, read))
-    assert not rope_merge.balanced(fit.gram, 0 * combine, read)[0].any()
+    combine, read = key_merge.balanced(fit.gram, *start)
+    torch.testing.assert_close(key_merge.balanced(1e-9 * fit.gram, *start), (combine, read))
+    assert not key_merge.balanced(fit.gram, 0 * combine, read)[0].any()
     torch.testing.assert_close(fit.loss(combine, read), fit.loss(*start))
     shared = to_complex(torch.einsum("gjab,ngjb->nga", combine, sampled.keys))
     keys = to_complex(sampled.keys)
@@ -254,7 +254,7 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
     combine, read = merge_rope_keys(fit)
     assert torch.isfinite(combine).all() and torch.isfinite(read).all()
     loss, size = fit.loss(combine, read), (fit.query * fit.variance).sum((1, 2, 3))
-    assert (loss <= fit.loss(*rope_merge.start_by_pairs(fit)) + 1e-9 * size).all()
+    assert (loss <= fit.loss(*key_merge.start_by_pairs(fit)) + 1e-9 * size).all()
     assert fault != "equal" or (loss <= 1e-8 * size).all()
     if fault == "keys":  # almost dead ones, in groups with others, are merged as well
         sampled.keys[:, 1, 1] += 1e-8 * normal(TOKENS, SIZE, seed=6)
@@ -265,7 +265,7 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
 def test_pairs_start_from_the_head_whose_queries_are_large():
     sampled = Sampled()
     sampled.queries[:, :, 0] *= 1e4
-    combine, read = rope_merge.start_by_pairs(sampled.fit())
+    combine, read = key_merge.start_by_pairs(sampled.fit())
     identity = torch.eye(SIZE, dtype=torch.float64)
     for head in range(MEMBERS):
         expected = (identity if head == 0 else 0 * identity).expand(GROUPS, SIZE, SIZE)
@@ -277,9 +277,9 @@ def test_pairs_start_from_what_softmax_sees():
     sampled = Sampled()
     steady = torch.zeros(GROUPS, MEMBERS, SIZE, dtype=torch.float64)
     steady[..., 3] = 5 * normal(GROUPS, MEMBERS, seed=9)  # of the slowest pair
-    plain = rope_merge.start_by_pairs(sampled.fit())
+    plain = key_merge.start_by_pairs(sampled.fit())
     sampled.keys = sampled.keys + steady
-    shifted = rope_merge.start_by_pairs(sampled.fit())
+    shifted = key_merge.start_by_pairs(sampled.fit())
     slow = torch.tensor([3, 7])
     for before, after in zip(plain, shifted, strict=True):
         assert (before - after)[..., slow, :][..., slow].abs().max() < 0.05 * before.abs().max()
