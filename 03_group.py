@@ -23,6 +23,7 @@ from common.cli import positive, run_stage, seed, stage_parser
 from common.errors import UserError
 from common.families import check_kv_heads
 from common.method.grouping import anneal, combine, default_groups, score
+from common.records import BY, CRITERION
 from common.reporting import plots
 
 PICTURE = "groups.png"
@@ -35,10 +36,10 @@ def parse():
     parser.section("grouping")
     parser.add_argument("--kv-heads", type=positive, default=None,
                         help="kv heads to keep per layer (default: a quarter of the source's)")
-    parser.add_argument("--by", choices=("none", "key", "value", "both", "energy"), default="value",
+    parser.add_argument("--by", choices=tuple(BY), default="value",
                         help="similarity to maximize; both: keys plus values, each divided by its standard "
                              "deviation over a layer's pairs; energy: least loss in closed-form merging")
-    parser.add_argument("--criterion", choices=("cos", "dist"), default="dist",
+    parser.add_argument("--criterion", choices=CRITERION, default="dist",
                         help="cosine or squared distance; not used by energy")
     parser.section("search")
     parser.add_argument("--restarts", type=positive, default=200,

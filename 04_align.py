@@ -19,13 +19,14 @@ are so large that the source itself is far from float64, the bound grows with th
 nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge first takes the first head of each group instead. --merge
-closed-form computes the best shared heads (common/closed_form/layer.py), much closer to the source, and
-best with 03_group.py --by energy; keys are merged with RoPE in mind for contexts of up to --key-context
-tokens. --refit then re-solves each layer's W_O by least squares on the calibration text, at the cost of two
-forward passes over it. --refit attention goes on to train W_Q, W_K, W_V and W_O on the source layer's
-attention output, at the cost of six to nine in all. Both read every other sequence at positions with gaps
-where --key-context is longer than it, up to four times, of those held out as of those that fit.
+none it is the mean-pool baseline. --merge scaled gives that mean the norm of the group's heads, --merge first
+takes the first head of each group instead. --merge closed-form computes the best shared heads
+(common/closed_form/layer.py), much closer to the source, and best with 03_group.py --by energy; its keys are
+RoPE-aware for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O by least
+squares on the calibration text, at the cost of two forward passes over it. --refit attention goes on to train
+W_Q, W_K, W_V and W_O on the source layer's attention output, at the cost of six to nine in all. If
+--key-context exceeds a sequence, at most four times, both read every second sequence at positions with gaps,
+those held out as well as those that fit.
 
 If the command is stopped, the same one goes on: with the aligned model that was verified, and with the first
 layer that was not refitted. Another command, or another version, removes what that one left.
@@ -51,13 +52,13 @@ from common.evaluate import max_difference, mean_kl, perplexity_of, require_clos
 from common.families import family, key_context, merged_parameters
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers, run_layer
-from common.method.merge import first_merge, fuse_layer, mean_merge, merge_layer, merged_config
+from common.method.merge import MERGES, fuse_layer, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.parts import Parts, remove_parts
 from common.progress import Progress
+from common.records import CRITERION, REFITS
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
-PLAIN_MERGES = {"mean": mean_merge, "first": first_merge}
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once
 REFITTED = "refitted.safetensors"  # of a layer that is finished: what the refit may change, in float32
 STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat16 rounding costs 1e-6 to 1e-3
@@ -67,18 +68,17 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--groups", default=None, metavar="FILE", help="default: RUN/groups.json")
-    parser.add_argument("--rotate", choices=("none", "cos", "dist"), default="dist",
+    parser.add_argument("--rotate", choices=("none", *CRITERION), default="dist",
                         help="align unit-norm (cos) or raw (dist) vectors, or only reorder heads (none)")
     parser.section("merging")
-    parser.add_argument("--merge", choices=("mean", "first", "closed-form"), default="mean",
-                        help="mean: as in the paper; first: the first head of each group (an "
-                             "ablation of ours); closed-form: the best shared heads")
+    parser.add_argument("--merge", choices=tuple(MERGES), default="mean",
+                        help="; ".join(f"{name}: {kind.help}" for name, kind in MERGES.items()))
     parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
                         help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive, default=None,
                         help="--merge-keys rope: length of context, in tokens, to preserve scores over "
                              "(default: the model's maximum, 4096 at most)")
-    parser.add_argument("--refit", nargs="?", choices=("output", "attention"), const="output",
+    parser.add_argument("--refit", nargs="?", choices=tuple(REFITS), const="output",
                         help="output (or no value): re-solve each merged layer's W_O by least squares; "
                              "attention: then train its W_Q, W_K, W_V and W_O")
     parser.add_argument("--refit-sequences", type=positive,
@@ -271,18 +271,16 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
 
     Arguments: as for align_groups and closed_form_layer, for all layers.
     """
-    closed = args.merge == "closed-form"
+    kind = MERGES[args.merge]
+    merge_of = kind.merge or partial(closed_form_layer, context=context)
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
         grams = grams_of(index)
-        if closed:
-            merge = closed_form_layer(grams, layer_groups, *rotation, context)
-            if context:
-                lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
-        else:
-            merge = PLAIN_MERGES[args.merge](layer_groups.numel(), len(layer_groups), rotation[0].shape[-1])
+        merge = merge_of(grams, layer_groups, *rotation)
+        if context:
+            lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
         if grams.joint_norm:
-            merge = with_energies(merge, grams, layer_groups, rotation[1], closed)
-        elif grams.head_norms and closed:
+            merge = with_energies(merge, grams, layer_groups, rotation[1], kind.whole_head)
+        elif grams.head_norms and kind.whole_head:
             merge = before_norms(merge, grams, layer_groups, rotation[1])
         yield merge
 

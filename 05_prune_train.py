@@ -64,6 +64,7 @@ from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
 from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError
+from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
 from common.records import SOURCE
@@ -72,7 +73,6 @@ from common.training import checkpoints, engine, hardware, plan, students
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
-from common.training.packing import distillation_loss
 from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
 from common.training.students import MASKS, STAGE, Masks, Pair, Run, frozen, mask_figures, switch_step
 

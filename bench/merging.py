@@ -31,6 +31,7 @@ PAIRS = [*CLOSED, "--merge-keys", "pairs"]
 STARTS = {  # name -> --by of stage 3, arguments of stage 4
     "mean-pool": ("none", ["--rotate", "none"]),
     "paper": ("value", []),
+    "scaled": ("value", ["--merge", "scaled"]),
     "pairs": ("energy", PAIRS),
     "pairs-output": ("energy", [*PAIRS, "--refit", "output"]),
     "closed-form-adjacent": ("none", CLOSED),

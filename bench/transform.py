@@ -141,7 +141,7 @@ class Ours:
         self.clock("cosines", within_group_cosine, grams, self.groups, *self.rotations)
         turned = [rotation.flatten(0, 1) for rotation in self.rotations]
         self.clock("fusing", fuse_layer, attention, self.groups.flatten().tolist(), *turned)
-        merge = mean_merge(args.heads, args.kv_heads, args.head_dim)
+        merge = mean_merge(grams, self.groups, *self.rotations)
         self.clock("merging", merged_state, attention, merge)
 
     def clock(self, step: str, function, *arguments):

@@ -10,6 +10,8 @@ import re
 import sys
 from dataclasses import dataclass
 
+from common.method.merge import MERGES
+
 
 @dataclass(frozen=True)
 class Number:
@@ -75,7 +77,24 @@ FIELDS = {
     "summary": {STRING: object},
 }
 FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
-BY, CRITERION = ("none", "key", "value", "both", "energy"), ("cos", "dist")
+CRITERION = ("cos", "dist")
+# values of flags, in words for the model card
+BY = {
+    "none": "adjacent heads",
+    "key": "similarity of keys after alignment",
+    "value": "similarity of values after alignment",
+    "both": "similarity of keys and values after alignment",
+    "energy": "least energy lost by closed-form merging",
+}
+REFITS = {
+    "output": "each W_O refitted by least squares",
+    "attention": "the attention of each layer refitted to the source's",
+}
+MASKS = {
+    "l0-released": "L0 masks as in the authors' code moved each head from its own projections to its group's",
+    "l0": "L0 masks moved each head from its own projections to its group's",
+    "off": "the merged model was trained directly, without masks",
+}
 GROUPS = [[[SIZE]]]  # layer -> group -> key/value heads of the source
 COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "value_after": NUMBER}
 REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
@@ -85,10 +104,9 @@ LOST = {"keys": NUMBER, "values": NUMBER}
 PER_LAYER = {"score_default", "score_found", "within_group_cosine", "refit_layers", "energy_lost"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
 TOKENS = "tokens.safetensors"  # in a calibration: what was read
-MERGES = ("mean", "first", "closed-form")
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
-STUDENT = {"kv_heads": COUNT, "masks": ("l0", "l0-released", "off"), "merge": MERGES}
+STUDENT = {"kv_heads": COUNT, "masks": tuple(MASKS), "merge": tuple(MERGES)}
 STAGES = {  # stage -> fields of its record in addition to FIELDS
     "01_calibrate.py": {
         "files": FILES,
@@ -106,14 +124,15 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "calibration": DIGEST,  # whose heads are grouped
         "kv_heads": COUNT,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION,
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
                     "score_default": [NUMBER], "score_found": [NUMBER]},
     },
     "04_align.py": {
         "files": FILES,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": BY, "criterion": CRITERION, "rotate": ("none", *CRITERION),
-                    "merge": MERGES, "refit": Optional(("output", "attention")),
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
+                    "rotate": ("none", *CRITERION), "merge": tuple(MERGES),
+                    "refit": Optional(tuple(REFITS)),
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
                     "calibration_tokens": COUNT, "within_group_cosine": [COSINES],
                     "max_logit_difference": POSITIVE, "kl": NUMBER, "perplexity_source": POSITIVE,

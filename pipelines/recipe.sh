@@ -22,6 +22,7 @@
 
 PYTHON=${PYTHON:-python}
 TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"
+ABLATIONS="retained scaled"  # of ours
 for kv in $KV; do
   [ -n "${BUDGET[$kv]:-}" ] || { echo "error: KV: expected some of ${!BUDGET[*]}, found $kv" >&2; exit 2; }
 done
@@ -99,8 +100,8 @@ table() {
   local rows checkpoints=() kv row
   read -ra rows <<< "${ROWS:-$TABLE_ROWS}"
   for row in "${rows[@]}"; do
-    [[ " $TABLE_ROWS retained " = *" $row "* ]] ||
-      { echo "error: ROWS: expected some of $TABLE_ROWS retained, found $row" >&2; exit 2; }
+    [[ " $TABLE_ROWS $ABLATIONS " = *" $row "* ]] ||
+      { echo "error: ROWS: expected some of $TABLE_ROWS $ABLATIONS, found $row" >&2; exit 2; }
   done
   [ -z "${PLAN:-}" ] || rows=("${rows[0]}")  # the others cost the same
   calibrate
@@ -109,6 +110,7 @@ table() {
       case $row in
         baseline)  convert "gqa$kv-$row" "$kv" none dist none ;;
         retained)  convert "gqa$kv-$row" "$kv" value dist dist first ;;
+        scaled)    convert "gqa$kv-$row" "$kv" value dist dist scaled ;;
         default-*) convert "gqa$kv-$row" "$kv" none "${row#*-}" "${row#*-}" ;;
         *)         convert "gqa$kv-$row" "$kv" "${row%-*}" "${row#*-}" "${row#*-}" ;;
       esac

@@ -37,6 +37,12 @@ NOTHING = Heldout({}, 1)
 IN_FLOAT32 = Execution()
 
 
+def plain_merge(merge, source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """A merge that no Gram or rotation changes, of groups of adjacent heads."""
+    groups = torch.arange(source_kv_heads).view(kv_heads, -1)
+    return merge(None, groups, torch.empty(*groups.shape, head_dim, head_dim), None)
+
+
 @torch.no_grad()
 def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
     """A stock GQA model from a model whose groups are consecutive; the two share no tensors.
@@ -49,7 +55,7 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
     for index, layer in enumerate(model.model.layers):
         head_dim = layer.self_attn.head_dim
         source_kv_heads = model.config.num_key_value_heads
-        merge = merges[index] if merges else mean_merge(source_kv_heads, kv_heads, head_dim)
+        merge = merges[index] if merges else plain_merge(mean_merge, source_kv_heads, kv_heads, head_dim)
         merged_layer = merge_layer(layer, index, config, merge).state_dict()
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merged_layer.items()}
     merged.load_state_dict(state)

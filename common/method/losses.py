@@ -2,9 +2,14 @@
 
 The functions of logits return one loss per token. A sequence's loss is the mean over its tokens, the batch's
 the mean over sequences: both are per-token weights, so packing and sharding do not change the result.
+
+A model is called as trainee(row, function), which returns function(hidden states [T, h], lm_head). A row is
+a packed sequence of T tokens (common/training/packing.py) with, for each part of its samples, "prompt",
+"answer" and "all", the weight of each position, PART_weight [T].
 """
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +54,64 @@ def bild(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         teacher_differences = differences(teacher.gather(-1, leading)) / BILD_TEMPERATURE
         loss = loss + kl(student_differences, teacher_differences)
     return loss
+
+
+TERMS = {  # of Eq. 30: name in metrics.jsonl -> its function of both models' logits, and the tokens it is on
+    "kl": (kl, "prompt"),
+    "bild": (bild, "answer"),
+}
+
+
+def distillation_loss(
+    student,
+    row,
+    teacher_hidden: torch.Tensor,  # [T, hidden], the teacher's for this row
+    teacher_head,  # its lm_head
+    kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
+    temperature: float,  # of the KL term
+    chunk: int,  # tokens whose logits are in memory at a time
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
+
+    Each term is a mean over a sample's tokens, then over the batch, by the weights in the row; this is the
+    row's contribution. A text has no answer, so all its tokens get the KL. Returns L, differentiable, and its
+    TERMS, detached: scalars.
+    """
+    terms = TERMS | {"kl": (partial(kl, temperature=temperature), kl_on)}
+    sums = {name: torch.zeros((), device=row.targets.device) for name in terms}
+
+    def loss(part, at, student_logits):  # [c, V], of the tokens `at`: all prompt or all answer
+        with torch.no_grad():
+            teacher_logits = product(teacher_hidden[at], teacher_head.weight.T)
+        losses = {name: (function(student_logits, teacher_logits) * getattr(row, f"{on}_weight")[at]).sum()
+                  for name, (function, on) in terms.items() if on in (part, "all")}
+        for name, term in losses.items():
+            sums[name] += term.detach()
+        return sum(losses.values())
+
+    pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
+    pieces += [("answer", at) for at in row.answer_at.split(chunk)]
+    total = student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
+    return total, sums
+
+
+def next_token_loss(
+    trainee,
+    row,
+    at: torch.Tensor,  # [n] positions that predict a token
+    weight: torch.Tensor,  # [T] float32, of each position in the batch
+    chunk: int,  # tokens whose logits are in memory at a time
+) -> torch.Tensor:
+    """The row's contribution to the batch's mean cross-entropy, a scalar.
+
+    SFT counts answer tokens: row.answer_at and row.answer_weight.
+    """
+
+    def loss(kind, at, logits):
+        return (cross_entropy(logits, row.targets[at]) * weight[at]).sum()
+
+    pieces = [("next token", part) for part in at.split(chunk)]
+    return trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
 
 
 def product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:

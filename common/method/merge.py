@@ -3,17 +3,20 @@
 All in float64, stored in the original dtype. A weight [heads * d, hidden] consists of blocks of rows, one per
 head; o_proj [hidden, heads * d] of blocks of columns. Rotations are per key/value head. In a GQA source, its
 query heads go along: their rows of q_proj and columns of o_proj are moved and rotated with it. `fuse_layer`
-leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged: by the
-means (Eq. 25, 26), by the first heads, or in closed form (common/closed_form/layer.py).
+leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged;
+`MERGES` has the ways to do it.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from common.families import as_stored, family, head_parameters
+from common.method.procrustes import key_overlap, value_overlap
 from common.method.rope import rotate_pairs
+from common.method.stats import LayerGrams, group_blocks
 
 
 @dataclass
@@ -38,19 +41,70 @@ class Merge:
     key_variance: torch.Tensor | None = None
 
 
-def mean_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
-    """Eq. 25, 26: shared heads are the means of their groups; W_Q and W_O do not change."""
-    shape = kv_heads, source_kv_heads // kv_heads
-    eye = torch.eye(head_dim, dtype=torch.float64).expand(*shape, head_dim, head_dim)
-    return Merge(eye / shape[1], eye, eye / shape[1], eye)
+def mean_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+               key_rotation: torch.Tensor) -> Merge:
+    """Eq. 25, 26: shared heads are the means of their groups; W_Q and W_O do not change.
+
+    groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, d/2] complex.
+    """
+    eye = torch.eye(value_rotation.shape[-1], dtype=torch.float64).expand(value_rotation.shape)
+    mean = eye / groups.shape[1]
+    return Merge(mean, eye, mean, eye)
 
 
-def first_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
-    """Shared heads are the first of their groups, retained; W_Q and W_O do not change."""
-    mean = mean_merge(source_kv_heads, kv_heads, head_dim)
+def first_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                key_rotation: torch.Tensor) -> Merge:
+    """Shared heads are the first of their groups, retained. Arguments: as for mean_merge."""
+    mean = mean_merge(grams, groups, value_rotation, key_rotation)
     first = torch.zeros_like(mean.value_in)
-    first[:, 0] = torch.eye(head_dim)
+    first[:, 0] = torch.eye(first.shape[-1])
     return Merge(first, mean.value_out, first, mean.key_out)
+
+
+def scaled_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
+                 key_rotation: torch.Tensor) -> Merge:
+    """The means, each scaled to the mean norm of its members, as root mean squares over tokens.
+
+    A mean is shorter than its members unless these are equal. Arguments: as for mean_merge.
+    """
+    mean = mean_merge(grams, groups, value_rotation, key_rotation)
+    values = value_overlap(group_blocks(grams.value("raw"), groups), value_rotation)
+    keys = key_overlap(group_blocks(grams.key("raw"), groups), key_rotation)
+    value_scale, key_scale = (norm_ratio(overlap).to(mean.value_in.device) for overlap in (values, keys))
+    return Merge(value_scale * mean.value_in, mean.value_out, key_scale * mean.key_in, mean.key_out)
+
+
+def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
+    """Mean norm of the members over the norm of their mean, from sum_n <x_i, x_j> [G, D, D]: [G, 1, 1, 1].
+
+    1 where the mean is zero.
+    """
+    members = torch.diagonal(overlap, dim1=-2, dim2=-1).clamp(min=0).sqrt().mean(-1)
+    mean = overlap.mean((-2, -1)).clamp(min=0).sqrt()
+    return torch.where(mean > 0, members / mean.where(mean > 0, 1), 1)[:, None, None, None]
+
+
+@dataclass(frozen=True)
+class MergeKind:
+    """A way to merge: a value of --merge, in words for --help and for the model card.
+
+    merge: as mean_merge; None: common/closed_form/layer.py. whole_head: it changes W_Q and W_O, too.
+    """
+
+    help: str
+    card: str
+    merge: Callable[..., Merge] | None = None
+    whole_head: bool = False
+
+
+MERGES = {
+    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", mean_merge),
+    "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
+                        "the mean of the {heads} of a group, scaled to their mean norm", scaled_merge),
+    "first": MergeKind("the first head of each group (an ablation of ours)",
+                       "the first of the {heads} of a group, retained", first_merge),
+    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form", whole_head=True),
+}
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 
 from common.files import read_text
+from common.method.merge import MERGES
 from common.models import is_hub_name
-from common.records import SOURCE
+from common.records import BY, MASKS, REFITS, SOURCE
 from common.reporting.tables import markdown_text
 from common.training.heldout import START
 from common.training.metrics import heldout_kls
@@ -16,28 +17,6 @@ TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
 PAPER = "*Align Attention Heads Before Merging Them* (Jin et al., EMNLP 2025)"
 OURS = ", with other groups, merges or refits than the paper's (below)"
-GROUPING = {
-    "none": "adjacent heads",
-    "key": "similarity of keys after alignment",
-    "value": "similarity of values after alignment",
-    "both": "similarity of keys and values after alignment",
-    "energy": "least energy lost by closed-form merging",
-}
-MERGING = {
-    "mean": "the mean of the {heads} of a group",
-    "first": "the first of the {heads} of a group, retained",
-    "closed-form": "the best shared head in closed form",
-}
-REFIT = {
-    None: "",
-    "output": ", then each W_O refitted by least squares",
-    "attention": ", then the attention of each layer refitted to the source's",
-}
-MASKS = {
-    "l0": "L0 masks moved each head from its own projections to its group's",
-    "l0-released": "L0 masks as in the authors' code moved each head from its own projections to its group's",
-    "off": "the merged model was trained directly, without masks",
-}
 
 
 def write(directory: str, alignment: dict, training: dict | None, export: dict, chat: bool) -> None:
@@ -120,11 +99,12 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     limit = aligned["key_context"]
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
     printed = (aligned["merge"], aligned["refit"]) == ("mean", None) and aligned["by"] != "energy"
+    refitted = f", then {REFITS[aligned['refit']]}" if aligned["refit"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
         "method": f"with the method of {PAPER}" + ("" if printed else OURS),
-        "grouping": GROUPING[aligned["by"]] + criterion,
-        "merging": MERGING[aligned["merge"]].format(heads=heads) + context + REFIT[aligned["refit"]],
+        "grouping": BY[aligned["by"]] + criterion,
+        "merging": MERGES[aligned["merge"]].card.format(heads=heads) + context + refitted,
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "versions": markdown_text(versions),

@@ -9,6 +9,7 @@ from statistics import median
 
 from common.errors import UserError
 from common.files import write_file
+from common.method.losses import TERMS
 
 
 def drawing(figure_of):
@@ -148,7 +149,7 @@ def curves(
 
 
 def _draw_losses(axis, records: list[dict]) -> None:
-    for name in ("loss", "kl", "bild"):
+    for name in ("loss", *TERMS):
         points = [(record["step"], record[name]) for record in records if record.get(name, 0) > 0]
         # the loss as a band under its terms, one of which may be all of it
         style = {"linewidth": 3, "alpha": 0.3, "color": "black"} if name == "loss" else {"linewidth": 0.9}

@@ -11,6 +11,7 @@ import torch
 from common.data.rows import parse_object
 from common.errors import UserError
 from common.files import write_text
+from common.method.losses import TERMS
 from common.training.hardware import peak_flops
 from common.training.heldout import COMPARED, SETS, START, TASK_SET
 
@@ -18,7 +19,7 @@ METRICS = "metrics.jsonl"
 CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of a held-out set
 # metric -> its name in TensorBoard, which groups by what is before the slash
 TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}
-SHOWN = {"loss": "loss", "kl": "kl", "bild": "bild", "mask_expected": "mask", "mask_target": "target",
+SHOWN = {"loss": "loss", **{name: name for name in TERMS}, "mask_expected": "mask", "mask_target": "target",
          "grad_norm": "gradient"}  # metric -> its name on the printed line
 
 
@@ -82,8 +83,8 @@ class Metrics:
         left = seconds / (step - self.start) * (self.schedule.steps - step)
         columns = [f"step {step:5d}/{self.schedule.steps}"]
         shown = {name: figures[name] for name in SHOWN if name in figures}
-        if not shown.get("bild"):  # no answers: the loss is the KL term
-            shown = {name: figure for name, figure in shown.items() if name not in ("kl", "bild")}
+        if sum(bool(figures.get(name)) for name in TERMS) == 1:  # without answers: it is the loss
+            shown = {name: figure for name, figure in shown.items() if name not in TERMS}
         columns += [f"{SHOWN[name]} {figure:.4f}" for name, figure in shown.items()]
         columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
         if "mfu" in figures:

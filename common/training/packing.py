@@ -1,4 +1,4 @@
-"""Batches: the samples of each step, packed into rows, each token's weight in the loss, and the losses.
+"""Batches: the samples of each step, packed into rows, and each token's weight in the loss.
 
 Packed rows are a pure function of (seed, step, rank, world), so a resumed run needs no sampler state: it goes
 on at the step of its checkpoint.
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from common.data.rows import Sample
-from common.method.losses import bild, chunked, cross_entropy, kl, product
 
 
 @functools.lru_cache(maxsize=2)
@@ -165,58 +164,3 @@ def rows_ahead(samples: list[Sample], steps: range, schedule, ranks):
             if step + 1 < steps.stop:
                 ahead = thread.submit(rows_of, step + 1)
             yield rows
-
-
-def next_token_loss(
-    trainee,
-    row,
-    at: torch.Tensor,  # [n] positions that predict a token
-    weight: torch.Tensor,  # [T] float32, of each position in the batch
-    chunk: int,  # tokens whose logits are in memory at a time
-) -> torch.Tensor:
-    """The row's share of the batch's mean cross-entropy, a scalar.
-
-    SFT counts answer tokens: row.answer_at and row.answer_weight.
-    """
-
-    def loss(kind, at, logits):
-        return (cross_entropy(logits, row.targets[at]) * weight[at]).sum()
-
-    pieces = [("next token", part) for part in at.split(chunk)]
-    return trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
-
-
-def distillation_loss(
-    student,
-    row,
-    teacher_hidden: torch.Tensor,  # [T, hidden], the teacher's for this row
-    teacher_head,  # its lm_head
-    kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
-    temperature: float,  # of the KL term
-    chunk: int,  # tokens whose logits are in memory at a time
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
-
-    Each term is a mean over a sample's tokens, then over the batch, by the weights in the row; this is the
-    row's share. A text has no answer, so all its tokens get the KL. Returns L, differentiable, and its terms
-    "kl" and "bild", detached: scalars.
-    """
-    kl_weight = row.all_weight if kl_on == "all" else row.prompt_weight
-    parts = {name: torch.zeros((), device=row.targets.device) for name in ("kl", "bild")}
-
-    def loss(part, at, student_logits):  # [c, V], of the tokens `at`: all prompt or all answer
-        with torch.no_grad():
-            teacher_logits = product(teacher_hidden[at], teacher_head.weight.T)
-        terms = {}
-        if part == "prompt" or kl_on == "all":
-            terms["kl"] = (kl(student_logits, teacher_logits, temperature) * kl_weight[at]).sum()
-        if part == "answer":
-            terms["bild"] = (bild(student_logits, teacher_logits) * row.answer_weight[at]).sum()
-        for name, term in terms.items():
-            parts[name] += term.detach()
-        return sum(terms.values())
-
-    pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
-    pieces += [("answer", at) for at in row.answer_at.split(chunk)]
-    total = student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
-    return total, parts

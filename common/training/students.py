@@ -15,6 +15,8 @@ from common.families import merged_modules
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method import masks, released_masks
+from common.method.losses import next_token_loss
+from common.method.merge import MERGES
 from common.models import load_config, source_model
 from common.records import SOURCE
 from common.training import checkpoints
@@ -22,7 +24,6 @@ from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, make_optimizer, steps
 from common.training.heldout import Heldout
 from common.training.metrics import METRICS, read_metrics, summarize
-from common.training.packing import next_token_loss
 from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 
@@ -129,7 +130,7 @@ class Pair:
     merged: str
     model: dict  # description of the source model
     kv_heads: int
-    merge: str  # "mean", "first" or "closed-form"
+    merge: str  # a key of MERGES
     blended: tuple[str, ...]  # projections that merging changed
     exported: str | None = None  # a student of stage 6 to start from instead of merged/
     inputs: dict[str, str] = field(default_factory=dict)  # for a student's record: digests of what was read
@@ -158,7 +159,7 @@ def read_pair(run: str, ranks, exported: str | None = None) -> Pair:
         if ranks.first:
             verify_files(exported, record)
     summary = aligned_record["summary"]
-    whole_head = summary["merge"] == "closed-form" or summary["refit"]  # merging changed W_Q and W_O too
+    whole_head = MERGES[summary["merge"]].whole_head or summary["refit"]  # it changed W_Q and W_O, too
     blended = merged_modules(load_config(aligned), bool(whole_head))
     model, kv_heads = source_model(aligned_record, run), summary["kv_heads"]
     return Pair(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)

@@ -15,10 +15,11 @@ from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
 from common.errors import UserError
 from common.evaluate import max_difference, require_close
+from common.method.losses import next_token_loss
 from common.models import load_config, load_model
 from common.training import checkpoints, engine
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
-from common.training.packing import build_row, next_token_loss
+from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, sum_over_ranks
 from related.dha.fusion import fusion_loss, margin, starting_operators, with_operators
 

@@ -180,7 +180,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     for stage, place, wrong, message in (
         ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
         ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
-        ("04_align.py", "summary.merge", "men", "expected one of mean, first, closed-form, found 'men'"),
+        ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found 'men'"),
         ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
         ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
         ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
@@ -191,7 +191,7 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
         ("05_prune_train.py", "arguments.teacher", 5, "expected text, found 5"),
         ("05_prune_train.py", "arguments.seed", "0", "expected an integer of at least 0, found '0'"),
         ("05_prune_train.py", "summary.lr", -1.0, "expected a finite number of at least 0, found -1.0"),
-        ("05_prune_train.py", "summary.masks", "on", "expected one of l0, l0-released, off, found 'on'"),
+        ("05_prune_train.py", "summary.masks", "on", "expected one of l0-released, l0, off, found 'on'"),
         ("07_eval.py", "results.gqa.kv_heads", 0, "expected an integer of at least 1, found 0"),
     ):
         record = changed(valid(stage), tuple(place.split(".")), wrong)

@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
+from common.method.losses import distillation_loss, next_token_loss
 from common.training.engine import Job
-from common.training.packing import build_row, distillation_loss, next_token_loss
+from common.training.packing import build_row
 from common.training.students import SWITCH, Masks, switch_step
 from students import (
     ALONE,

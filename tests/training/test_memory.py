@@ -14,9 +14,10 @@ from transformers import LlamaConfig
 
 from common.data.rows import Sample
 from common.method import masks
+from common.method.losses import distillation_loss
 from common.training import plan as budget
 from common.training import students
-from common.training.packing import build_row, distillation_loss
+from common.training.packing import build_row
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from students import RATES, pretended_ranks
 
