@@ -180,7 +180,8 @@ def test_every_kind_of_fault_names_its_place(tmp_path):
     for stage, place, wrong, message in (
         ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
         ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
-        ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found 'men'"),
+        ("04_align.py", "summary.merge", "men",
+         "expected one of mean, scaled, first, closed-form, found 'men'"),
         ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
         ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
         ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
