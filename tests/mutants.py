@@ -3,7 +3,8 @@
     python tests/mutants.py --rows "Eq. 29" --sample 50  # of such rows or files; all takes days
     python tests/mutants.py --rows "the rest" --sample 300
 
-A row of AUDIT.md names definitions and tests; the rest are all other definitions of common/ and the stages.
+A row of AUDIT.md, docs/mathematics.md or a README of related/ names definitions and tests; the rest are all
+other definitions of common/ and the stages.
 A mutant is a definition with one change (tests/operators.py), in a scratch copy of the repository. It is
 caught if a test fails, or takes too long, of any row that names its file, or for the rest also a quick one of
 the folder of tests/ that mirrors its own; the cheapest tests come first. Survivors are printed as
@@ -40,7 +41,8 @@ from operators import edits, names_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"pytest.mark.slow", "pytest.mark.release"}
-REST = "the rest"  # the row of what no row of AUDIT.md names
+AUDITS = "AUDIT.md", "docs/mathematics.md", "related/*/README.md"  # the documents with rows
+REST = "the rest"  # the row of what no row of theirs names
 LIMIT, SLOWER = 30, 10  # seconds tests may always take; how many times slower than without a change
 
 
@@ -69,10 +71,19 @@ class Trial:
         return " ".join(f"{before.decode()}{{{old.decode()} => {self.new}}}{after.decode()}".split())
 
 
+def audits() -> list[Path]:
+    return [path for pattern in AUDITS for path in sorted(ROOT.glob(pattern))]
+
+
 def rows() -> list[tuple[str, list[tuple[str, str]], list[str]]]:
-    """AUDIT.md's rows: the claim, what it names as (file, definition), its tests as file::test."""
+    """All documents' rows: the claim, what it names as (file, definition), its tests as file::test."""
+    return [row for path in audits() for row in rows_of(path.read_text())]
+
+
+def rows_of(text: str) -> list[tuple[str, list[tuple[str, str]], list[str]]]:
+    """The rows of one document."""
     found = []
-    for line in (ROOT / "AUDIT.md").read_text().splitlines():
+    for line in text.splitlines():
         cells, file, stem = [cell.strip() for cell in line.strip("| ").split(" | ")], "", ""
         if not line.startswith("|") or "::test_" not in cells[-1]:
             continue
@@ -171,7 +182,7 @@ class Tally:
 
 
 def named(nodeid: str) -> str:
-    """pytest's tests/stages/test_plan.py::test_x[1] as AUDIT.md has it: test_plan::test_x."""
+    """pytest's tests/stages/test_plan.py::test_x[1] as rows have it: test_plan::test_x."""
     file, test = nodeid.split("[")[0].split("::")
     return f"{Path(file).stem}::{test}"
 

@@ -22,7 +22,7 @@ LOOKS = """alpha clip_on cmap color fill figsize layout linestyle linewidth mark
 NO_MATTER = {"strict", "device", "fused", "verbose", *LOOKS.split()}  # keyword arguments; tests are of a CPU
 # what calls show, and how it looks, is no fault that tests are about
 SHOWING = re.compile(r"(.+\.)?(print|say)|.+\.(tick_params|subplots|suptitle)|axis\.set|bar\.update")
-SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what AUDIT.md is about
+SKIPPED = ast.JoinedStr | ast.Raise | ast.Assert  # messages; errors are not what the rows are about
 LIBRARIES = {"torch", "np", "math", "functional"}
 SYMMETRIC = {"transpose", "equal", "min", "max", "minimum", "maximum"}  # in their first arguments
 

@@ -1,9 +1,10 @@
-"""AUDIT.md names functions and tests that exist, and mutants try every row.
+"""AUDIT.md, docs/mathematics.md and the READMEs of related/ name functions and tests that exist.
 
-A row is | what | function | test |, | paper | what | function | test | or | paper | what | as printed |
-function | test |: the last two cells are read. The function cell links files and names definitions in them,
-[`common/method/merge.py`] `fuse_layer`; the links' targets are listed at the end. The test cell names
-`test_file::test_name`, where `::test_name` is in the file named before it.
+tests/mutants.py breaks what every row names. A row is | what | function | test |, | paper | what | function |
+test | or | paper | what | as printed | function | test |: the last two cells are read. The function cell
+links files and names definitions in them, [`common/method/merge.py`] `fuse_layer`; the links' targets are
+listed at the end. The test cell names `test_file::test_name`, where `::test_name` is in the file named before
+it.
 """
 
 import ast
@@ -13,9 +14,9 @@ import re
 import pytest
 
 from helpers import ROOT
-from mutants import rows
+from mutants import audits, rows, rows_of
 
-TEXT = (ROOT / "AUDIT.md").read_text()
+DOCUMENTS = pytest.mark.parametrize("path", audits(), ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @functools.cache
@@ -32,11 +33,18 @@ def defined(path: str) -> set[str]:
     return names
 
 
-def test_the_table_is_read_whole():
-    lines = [line for line in TEXT.splitlines() if re.search(r"test_\w+`", line)]
-    assert len(rows()) == sum(line.startswith("|") for line in lines) > 25
-    assert all(definitions and tests for _, definitions, tests in rows())
-    assert sum(len(tests) for _, _, tests in rows()) == TEXT.count("::test_")
+def test_every_document_is_there():
+    methods = {path.parent / "README.md" for path in ROOT.glob("related/*/__init__.py")}
+    assert {*audits()} == {ROOT / "AUDIT.md", ROOT / "docs/mathematics.md", *methods} and len(methods) == 3
+
+
+@DOCUMENTS
+def test_tables_are_read_whole(path):
+    text = path.read_text()
+    lines, found = [line for line in text.splitlines() if re.search(r"test_\w+`", line)], rows_of(text)
+    assert len(found) == sum(line.startswith("|") for line in lines) > 10
+    assert all(definitions and tests for _, definitions, tests in found)
+    assert sum(len(tests) for _, _, tests in found) == text.count("::test_")
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
@@ -49,14 +57,18 @@ def test_named_functions_and_tests_exist(row):
         assert f"def {name}(" in path.read_text(), name
 
 
-def test_links_lead_to_the_files_they_name():
-    targets = re.findall(r"^\[`([^`]+)`\]: (\S+)$", TEXT, re.MULTILINE)
-    assert all(name == target and (ROOT / target).is_file() for name, target in targets)
-    assert sorted(name for name, _ in targets) == sorted({file for row in rows() for file, _ in row[1]})
+@DOCUMENTS
+def test_links_lead_to_the_files_they_name(path):
+    targets = re.findall(r"^\[`([^`]+)`\]: (\S+)$", path.read_text(), re.MULTILINE)
+    assert all((path.parent / target).resolve() == ROOT / name for name, target in targets)
+    assert all((ROOT / name).is_file() for name, _ in targets)
+    named = {file for _, definitions, _ in rows_of(path.read_text()) for file, _ in definitions}
+    assert sorted(name for name, _ in targets) == sorted(named)
 
 
 def test_every_equation_as_printed_is_named_and_exists():
-    cells = [line.strip("| ").split(" | ") for line in TEXT.splitlines() if "::test_" in line]
+    lines = (ROOT / "AUDIT.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if "::test_" in line]
     printed = [row[2].strip() for row in cells if len(row) == 5]
     named = {name for cell in printed for name in re.findall(r"`(\w+)`", cell)}
     assert len(printed) > 50 and all("`" in cell or cell == "-" for cell in printed)

@@ -1,4 +1,4 @@
-"""Mutants are made of AUDIT.md's rows and of the rest of the code; unnoticed ones are reported."""
+"""Mutants are made of the documents' rows and of the rest of the code; unnoticed ones are reported."""
 
 import shutil
 import subprocess
