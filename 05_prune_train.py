@@ -38,7 +38,7 @@ bit-identical to an uninterrupted one (without --compile; on GPUs with --determi
 Ctrl-C, a terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75
 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
 --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
-starts over; the same command, repeated, resumes the new training. A teacher given by --teacher is left alone.
+starts over; repeat the command without it to resume. A teacher given by --teacher is left alone.
 
 With torchrun --nnodes N, RUN must be on a disk shared by all nodes; weights are sharded within a node and
 replicated across nodes. Flags left out default to the published values (Appendix A; masks and AdamW as in the
@@ -47,36 +47,33 @@ authors' code), with --tasks none to values for text, or for the demo model to v
 
 import argparse
 import common.waiting  # noqa: F401 - before torch
-import json
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 
 from common import cli
 from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
 from common.cli import Flag, run_stage, stage_parser
-from common.data.corpus import SPLIT, Pool, Sources, load_pool
-from common.data.demo import DEMO, default_sources
-from common.data.generate import Origin, choose_chats
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
-from common.data.text import NONE, is_generated, sequence_length
+from common.data.text import is_generated
 from common.errors import UserError
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
-from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
+from common.models import fingerprint
 from common.records import SOURCE
 from common.reporting import plots
-from common.training import checkpoints, engine, hardware, plan, students
+from common.training import checkpoints, hardware, plan, students
+from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
-from common.training.heldout import QUESTIONS, heldout_texts, load_heldout
+from common.training.heldout import QUESTIONS
+from common.training.mask_state import MASKS, Masks, mask_figures, switch_step
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
-from common.training.sharding import Execution, free_memory, joined_ranks, sum_over_ranks
-from common.training.students import MASKS, STAGE, Masks, Pair, Run, frozen, mask_figures, switch_step
+from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
+from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
+from common.training.teacher import build_teacher, train_teacher
 
-TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 # The flags of this stage, one an entry: kind, help, default, and whether it must be the same to go on with a
@@ -177,15 +174,6 @@ FLAGS = {
              f"1x{hardware.CPU}, on this machine's", metavar="[NODESx]COUNTxDEVICE"),
     ],
 }
-DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
-TEACHER_EPOCHS = 2
-OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
-RESUMED = [flag.attribute for flags in FLAGS.values() for flag in flags if flag.resumed]
-# how --force recognizes the training that it started, with the samples and the initial checkpoints
-FORCED_BY = [*RESUMED, *(flag.attribute for title in ("length of training", "optimization")
-                         for flag in FLAGS[title] if not flag.resumed)]
-
-
 def parse():
     parser = stage_parser(__doc__)
     for title, flags in FLAGS.items():
@@ -202,320 +190,196 @@ def parse():
     return args
 
 
-def defaults_of(pair: Pair, tasks: str | None) -> dict:
-    """Flag -> its value where it is left out, of those that depend on what is trained.
-
-    Without tasks: learning rates that suit small steps, highest for attention, which merging changed;
-    measured on a model of 135M parameters, nothing larger. For the demo model: its masks must close within
-    hundreds of steps, not ten thousand.
-    """
-    column = 1 if tasks == NONE else 2 if pair.model["name"] == DEMO else 0
-    defaults = {flag.attribute: flag.default[column] for rows in FLAGS.values() for flag in rows
-                if isinstance(flag.default, list)}
-    return defaults | ({"masks": "off"} if tasks == NONE and "o_proj" in pair.blended else {})
-
-
-def with_defaults(args, defaults: dict, pair: Pair, positions: int) -> argparse.Namespace:
-    """A copy of the flags with each that was left out, except those that depend on the number of samples.
-
-    defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
-    or this machine.
-    """
-    demo = pair.model["name"] == DEMO
-    filled = argparse.Namespace(**vars(args))
-    for name, value in defaults.items():
-        if getattr(filled, name) is None and name not in OF_LENGTH:
-            setattr(filled, name, value)
-    filled.tasks = args.tasks or default_sources(demo)[0]
-    filled.text = args.text or ([DEMO] if demo else [])
-    filled.text = [] if filled.text == [NONE] else filled.text
-    filled.chat = choose_chats(args.chat, filled.text, pair.model["path"])
-    if args.heldout_text is None:
-        filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
-    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
-    filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
-    filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
-    if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
-        filled.steps = DEMO_STEPS
-    if demo and args.teacher_steps is None and args.teacher_epochs is None:
-        filled.teacher_steps = DEMO_TEACHER_STEPS
-    endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
-    if endless and not args.text_tokens:
-        raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
-    if args.student and filled.masks != "off":
-        raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
-    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
-    return filled
-
-
-def make_schedules(args, defaults: dict, pair: Pair, pool: Pool, cuda: bool, has_teacher: bool) -> dict:
-    """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
-    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
-              "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
-              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048)}
-    schedules = {}
-    if not (has_teacher and args.teacher):
-        epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
-        steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
-        warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
-        schedules["teacher"] = Schedule(steps, batch, warmup, **common)
-    steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
-    if not steps:
-        group_size = pair.model["kv_heads"] // pair.kv_heads
-        epochs = args.epochs or (1 if args.tasks == NONE else engine.published_epochs(group_size))
-        steps = engine.epochs_to_steps(epochs, len(pool), batch)
-    if steps < 2 and args.masks != "off":
-        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
-    warmup = args.warmup or engine.warmup_for(defaults["warmup"], steps)
-    return schedules | {"student": Schedule(steps, batch, warmup, **common)}
-
-
-def distill(step: Step, teacher, args) -> None:
+def distill(step: Step, teacher, loss: Loss) -> None:
     """Eq. 30: the gradients of KL + BiLD, accumulated over this rank's packed samples."""
     student, head = step.job.trainee, teacher.net.lm_head
     for row in step.rows:
         with torch.no_grad():
             hidden = teacher(row)  # [tokens, hidden]; logits are formed in the loss, a chunk at a time
-        loss, terms = distillation_loss(
-            student, row, hidden, head, args.kl_on, args.temperature, args.loss_chunk)
-        step.backward(loss, **terms)
+        total, terms = distillation_loss(
+            student, row, hidden, head, loss.kl_on, loss.temperature, step.schedule.loss_chunk)
+        step.backward(total, **terms)
 
 
-def masked_step(step: Step, masks: Masks, teacher, args) -> None:
+def masked_step(step: Step, masks: Masks, teacher, loss: Loss) -> None:
     """Eq. 31: Eq. 30 for the student that the masks blend, plus the L0 term, which closes them."""
     student = step.job.trainee
     drawn = masks.draw(step.number)  # z of Eq. 27, 28 [layers, kv heads], the same on every rank
     z = drawn.detach().requires_grad_()  # a leaf: all packed rows of all ranks add up their dL/dz in it
     set_masks(student.net, z)
-    distill(step, teacher, args)
+    distill(step, teacher, loss)
     sum_over_ranks([z])
     size, target = masks.expected(), masks.target(step.number)
     l0 = l0_loss(size.mean(), target)  # Eq. 29
-    torch.autograd.backward([drawn, args.l0_weight * l0], [z.grad, None])  # into log_alpha
+    torch.autograd.backward([drawn, loss.l0_weight * l0], [z.grad, None])  # into log_alpha
     step.update(l0=l0.detach(), mask_target=target, **mask_figures(size, z))  # clip, then AdamW
     masks.settle(step.number)
     set_masks(student.net, masks.noiseless())  # for the held-out measurement
 
 
-def gqa_step(step: Step, teacher, args) -> None:
+def gqa_step(step: Step, teacher, loss: Loss) -> None:
     """Eq. 30 for a student without masks."""
-    distill(step, teacher, args)
+    distill(step, teacher, loss)
     step.update()
 
 
-def train_masked(run: Run, args, schedule: Schedule, teacher, saved: str | None) -> bool:
+def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | None) -> bool:
     """The first 80 % of the steps: masks close, heads move from their own projections to their group's.
 
     saved: the checkpoint to resume from. Returns False if a signal stopped it.
     """
-    pair, until = run.pair, switch_step(schedule.steps)
+    conversion, schedule, kind = run.conversion, settings.schedule, settings.masks
+    until = switch_step(schedule.steps)
     student = students.masked_student(
-        pair, run.ranks, run.execution, args.masks, args.seed, fresh=not saved, train=args.train)
-    optimizer = students.masked_optimizer(student, student_rates(args), args.masks, args.mask_lr)
-    flops = plan.distillation_flops(student, teacher, args.train)
+        conversion, run.ranks, run.execution, kind, settings.seed, fresh=not saved, train=settings.train)
+    optimizer = students.masked_optimizer(student, settings.rates, kind, settings.mask_lr)
+    flops = plan.distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
         checkpoints.load(job, saved)
-    masks = MASKS[args.masks](student.replicated, schedule.steps, args.seed)
+    masks = MASKS[kind](student.replicated, schedule.steps, settings.seed)
     closed = torch.zeros_like(masks.noiseless())
 
     for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
         set_masks(student.net, closed)
-        run.heldout.measure_start(step, teacher, run.chunk)  # merged/, before the first step
-        masked_step(step, masks, teacher, args)
-        run.heldout.measure(step, teacher, run.chunk)  # every --heldout-every steps
+        run.heldout.measure_start(step, teacher)  # merged/, before the first step
+        masked_step(step, masks, teacher, settings.loss)
+        run.heldout.measure(step, teacher)  # every --heldout-every steps
     if job.stopped:
         return False
     ends = masks.noiseless()
     run.ranks.say(f"switch  after step {until}: masks, {float(ends.mean()):.3f} on average, set to 0; "
-                  f"rebuilt with {pair.kv_heads} kv heads")
+                  f"rebuilt with {conversion.kv_heads} kv heads")
     if ends.any():
         run.ranks.say(f"warning: {int((ends > 0).sum())} of {ends.numel()} masks had not closed: these heads "
                       "change at once, which the last steps may not repair; more --steps let masks close")
     return True
 
 
-def train_gqa(run: Run, args, schedule: Schedule, teacher, saved: str | None, switched: bool) -> bool:
+def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, switched: bool) -> bool:
     """The last 20 % of the steps, or all with --masks off: the student is a plain GQA model.
 
     saved: the checkpoint to resume from; switched: it is the masked student's last, whose masks are all set
     to 0 by reading only the shared projections and what no mask blends. Returns False if a signal stopped
     it.
     """
-    pair = run.pair
-    student = students.gqa_student(pair, run.ranks, run.execution, fresh=not saved, train=args.train)
-    optimizer = students.student_optimizer(student, student_rates(args), pair.blended)
-    flops = plan.distillation_flops(student, teacher, args.train)
+    conversion, blended = run.conversion, run.conversion.blended
+    student = students.gqa_student(
+        conversion, run.ranks, run.execution, fresh=not saved, train=settings.train)
+    optimizer = students.student_optimizer(student, settings.rates, blended)
+    flops = plan.distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
-        names = (lambda name: blended_name(name, pair.blended)) if switched else (lambda name: name)
+        names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
         checkpoints.load(job, saved, names)
 
-    for step in steps(job, schedule, run.pool):
-        run.heldout.measure_start(step, teacher, run.chunk)  # merged/, before the first step
-        gqa_step(step, teacher, args)
-        run.heldout.measure(step, teacher, run.chunk)
+    for step in steps(job, settings.schedule, run.pool):
+        run.heldout.measure_start(step, teacher)  # merged/, before the first step
+        gqa_step(step, teacher, settings.loss)
+        run.heldout.measure(step, teacher)
     return not job.stopped
 
 
-def train_student(run: Run, args, schedule: Schedule) -> bool:
+def train_student(run: TrainingRun, settings: Settings) -> bool:
     """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
-    ranks, pair = run.ranks, run.pair
-    settings = student_settings(run, args, schedule)
-    checkpoints.begin(run.directory, settings, ranks)
+    ranks, conversion, schedule = run.ranks, run.conversion, settings.schedule
+    recorded = settings_to_resume(run, settings)
+    checkpoints.begin(run.directory, recorded, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
-        record = read_record(run.directory, STAGE, pair.model)
+        record = read_record(run.directory, STAGE, conversion.model)
         if ranks.first:
             verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
-    read = [run.teacher] if args.teacher != SOURCE else []
+    read = [run.teacher] if settings.teacher != SOURCE else []
     read += [run.pool.texts.path] if run.pool.texts else []
-    inputs = pair.inputs | input_digests(args.run, read)
-    ranks.say(f"pruning {pair.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
+    inputs = conversion.inputs | input_digests(run.started.args.run, read)
+    ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     if ranks.first:
         run.heldout.write_text(run.directory)
-    teacher = frozen(run.teacher, ranks, run.execution)
+    teacher = build_teacher(run.teacher, ranks, run.execution)
     saved = checkpoints.newest(run.directory, ranks)
     start = checkpoints.step_of(saved) if saved else 0
-    switch = switch_step(schedule.steps) if args.masks != "off" else 0
+    switch = switch_step(schedule.steps) if settings.masks != "off" else 0
 
     if start < switch:
-        if not train_masked(run, args, schedule, teacher, saved):
+        if not train_masked(run, settings, teacher, saved):
             return False
         free_memory(ranks)
         start, saved = switch, checkpoints.path_of(run.directory, switch)
-    if not train_gqa(run, args, schedule, teacher, saved, switched=bool(switch) and start == switch):
+    if not train_gqa(run, settings, teacher, saved, switched=bool(switch) and start == switch):
         return False
     if ranks.first:
-        write_student(run, schedule, settings, inputs)
+        write_student(run, schedule, recorded, inputs)
     return True
 
 
-def teacher_rates(args) -> students.Rates:
-    return students.Rates(args.teacher_lr, args.beta2, args.weight_decay)
-
-
-def student_rates(args) -> students.Rates:
-    return students.Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor,
-                          args.rest_lr_factor)
-
-
-def student_settings(run: Run, args, schedule: Schedule) -> dict:
+def settings_to_resume(run: TrainingRun, settings: Settings) -> dict:
     """Everything that must match on resume: flags, samples and the checkpoints the student starts from."""
-    pair = run.pair
-    tuned = {name: getattr(args, name) for name in RESUMED}
-    shared = {"merge": pair.merge, "kv_heads": pair.kv_heads}
-    starts = {"aligned": pair.aligned, "merged": pair.merged, "teacher": run.teacher}
-    starts |= {"student": pair.exported} if pair.exported else {}
+    conversion = run.conversion
+    starts = {"aligned": conversion.aligned, "merged": conversion.merged, "teacher": run.teacher}
+    starts |= {"student": conversion.exported} if conversion.exported else {}
     starts = {name: fingerprint(path) for name, path in starts.items()}
-    return schedule.to_resume() | tuned | shared | run.computation | run.pool.description() | starts
+    shared = {"merge": conversion.merge, "kv_heads": conversion.kv_heads}
+    return (settings.schedule.to_resume() | settings.resumed | shared | run.computation
+            | run.pool.description() | starts)
 
 
-def write_student(run: Run, schedule: Schedule, settings: dict, inputs: dict[str, str]) -> None:
+def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: dict[str, str]) -> None:
     """Write curves.png and then the record, which marks training as complete."""
-    pair, directory = run.pair, run.directory
+    conversion, directory = run.conversion, run.directory
     lines = read_metrics(os.path.join(directory, METRICS))
-    summary = settings | summarize(lines)
-    plots.curves(os.path.join(directory, "curves.png"), lines, pair.title)
-    record = replace(run.started, inputs=inputs).record(pair.model, summary)
+    summary = recorded | summarize(lines)
+    plots.curves(os.path.join(directory, "curves.png"), lines, conversion.title)
+    record = replace(run.started, inputs=inputs).record(conversion.model, summary)
     write_record(directory, record, of=checkpoints.own_files(directory, checkpoints.OF_STUDENT))
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")
 
 
-def phases_of(run: Run, args, schedules: dict[str, Schedule]) -> list[tuple]:
-    """(title, work, student, schedule) of each training, for plan."""
-    pair = run.pair
-    student = plan.Student(pair.kv_heads, pair.blended if args.masks != "off" else (), args.train)
-    phases = [(f"pruning {pair.title}", workload(run, run.pool), student, schedules["student"])]
-    if "teacher" in schedules:
-        phases.insert(0, ("teacher", workload(run, run.pool.answered), None, schedules["teacher"]))
-    return phases
-
-
-def workload(run: Run, samples) -> plan.Workload:
-    execution = run.execution.recompute, run.execution.compute.itemsize
-    return plan.Workload.of(load_config(run.pair.model["path"]), samples, run.chunk, *execution)
-
-
-def print_plan(run: Run, args, schedules: dict[str, Schedule]) -> None:
+def print_plan(run: TrainingRun, settings: Settings) -> None:
     """Print what training needs on --plan's hardware. Raises UserError if a phase does not fit."""
-    phases = phases_of(run, args, schedules)
-    hours = plan.print_phases(phases, args.plan)
+    phases, sources = phases_of(run, settings), settings.sources
+    hours = plan.print_phases(phases, settings.plan)
     if run.heldout.sets:
-        work = workload(run, [sample for samples in run.heldout.sets.values() for sample in samples])
-        times = 1 + run.heldout.measurements(schedules["student"].steps)  # merged/ first
-        hours += plan.print_heldout(work, times, args.plan)
-    generates = any(map(is_generated, (*args.text, *args.chat, args.heldout_text)))
-    print(f"05_prune_train: {plan.duration(hours)} on {args.plan}"
+        samples = [sample for samples in run.heldout.sets.values() for sample in samples]
+        times = 1 + run.heldout.measurements(settings.schedule.steps)  # merged/ first
+        hours += plan.print_heldout(workload(run, samples, settings.schedule), times, settings.plan)
+    generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
+    print(f"05_prune_train: {plan.duration(hours)} on {settings.plan}"
           f"{', including the teacher' * (len(phases) > 1)}{', besides generating text' * generates}")
 
 
 def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    pair = students.read_pair(args.run, ranks, args.student)
-    source = pair.model["path"]
-    defaults = defaults_of(pair, args.tasks)
-    args = with_defaults(args, defaults, pair, load_config(source).max_position_embeddings)
-    args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
-    sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    origin = Origin(source, args.run, ranks.device, ranks, plan=bool(args.plan))
-    texts = heldout_texts(sources, origin)  # first: if it is refused, not after --text is tokenized
-    pool = load_pool(sources, origin)
-    heldout = load_heldout(sources, origin, texts, args.heldout_every)
-    cuda = hardware.on_gpus(args.plan, ranks)
-    dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
-                          recompute=bool(args.recompute), compile=args.compile)
-    directory = os.path.join(args.run, cli.named("train", args.name))
-    teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
-    run = Run(directory, teacher, pair, pool, heldout, ranks, execution, args.loss_chunk,
-              replace(started, args=args))
-    forced = what_force_began(run, args)
-    args.force = args.force and not checkpoints.begun(directory, forced)
-    has_teacher = students.find_teacher(run, args.teacher, args.force)  # before anything is moved
-    schedules = make_schedules(args, defaults, pair, pool, cuda, has_teacher)
-    if has_teacher and "teacher" in schedules:
-        students.check_teacher(run, schedules.pop("teacher"), teacher_rates(args))
-    if args.recompute is None and cuda:  # eager attention's matrices are not in the plan
-        phases = phases_of(run, args, schedules)
-        if args.attention == "eager" or plan.too_large(phases, args.plan, ranks):
-            run = replace(run, execution=replace(execution, recompute=True))
-            ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if args.plan:
+    conversion = read_conversion(args.run, ranks, args.student)
+    flags = [flag for section in FLAGS.values() for flag in section]
+    settings, run = settle(args, flags, conversion, started, ranks)
+    if settings.plan:
         if ranks.first:
-            print_plan(run, args, schedules)
+            print_plan(run, settings)
         return 0
-    if args.force:
-        earlier = [] if args.teacher else [teacher, teacher + ".train"]
-        checkpoints.start_anew(directory, earlier, forced, ranks)
-    checkpoints.refuse_foreign(directory)  # before hours of the teacher's
-    return train(run, args, schedules)
+    if settings.force:
+        earlier = [] if settings.teacher else [run.teacher, run.teacher + ".train"]
+        checkpoints.start_anew([run.directory, *earlier], ranks)
+    checkpoints.refuse_foreign(run.directory)  # before hours of the teacher's
+    return train(run, settings)
 
 
-def train(run: Run, args, schedules: dict[str, Schedule]) -> int:
+def train(run: TrainingRun, settings: Settings) -> int:
     """Train the teacher, if there is a schedule for it, then the student. Returns the exit code."""
-    if "teacher" not in schedules:
-        title = "the source" if args.teacher == SOURCE else "the teacher"
+    if settings.teacher_schedule is None:
+        title = "the source" if settings.teacher == SOURCE else "the teacher"
         run.ranks.say(f"reads   {run.teacher}: {title}")
     else:
-        if args.teacher:  # shared: another run may be training it, too
+        if settings.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
             claim(name, argparse.Namespace(run=parent))
-        if not students.train_teacher(run, schedules["teacher"], teacher_rates(args)):
+        if not train_teacher(run, settings.teacher_schedule, settings.teacher_rates):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained
-    return 0 if train_student(run, args, schedules["student"]) else STOPPED
-
-
-def what_force_began(run: Run, args) -> dict:
-    """How --force recognizes the training that it started: by flags, samples, aligned/ and merged/."""
-    flags = {name: getattr(args, name) for name in FORCED_BY}
-    starts = {"starts": [fingerprint(path) for path in (run.pair.aligned, run.pair.merged)]}
-    return json.loads(json.dumps(flags | run.pool.description() | starts))
+    return 0 if train_student(run, settings) else STOPPED
 
 
 def main() -> int:

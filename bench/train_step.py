@@ -36,9 +36,11 @@ from common.training import plan as budget
 from common.training import students
 from common.training.engine import Job, Schedule, Step
 from common.training.hardware import HARDWARE, Cluster, peak_flops
+from common.training.mask_state import Masks
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
-from common.training.students import Rates, frozen
+from common.training.students import Rates
+from common.training.teacher import build_teacher
 
 stage5 = importlib.import_module("05_prune_train")
 
@@ -114,18 +116,17 @@ class Models:
             for path, shape in ((mha, config), (gqa, grouped)):
                 with torch.device(ranks.device):
                     LlamaForCausalLM(shape).to(compute).save_pretrained(path)
-            self.teacher = frozen(mha, ranks, execution)
+            self.teacher = build_teacher(mha, ranks, execution)
             self.masked = build(
                 config, ranks, execution, students.start_of_masked(mha, gqa),
                 lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)})
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
-        self.options = SimpleNamespace(kl_on="prompt", temperature=1.0, l0_weight=1.0,
-                                       loss_chunk=args.loss_chunk)
+        self.loss = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
         self.schedule = Schedule(
             STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
-            tokens_per_microbatch=args.tokens_per_microbatch, print_every=1)
-        self.masks = students.Masks(self.masked.replicated, STEPS, seed=0)
+            tokens_per_microbatch=args.tokens_per_microbatch, loss_chunk=args.loss_chunk, print_every=1)
+        self.masks = Masks(self.masked.replicated, STEPS, seed=0)
         rates = Rates(1e-5, beta2=0.999, weight_decay=0.0)
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
@@ -138,12 +139,12 @@ class Models:
     def masked_step(self, rows: list, samples: list[Sample]) -> None:
         """A complete step with masks."""
         step = Step(self.jobs[self.masked], self.schedule, rows, samples)
-        stage5.masked_step(step, self.masks, self.teacher, self.options)
+        stage5.masked_step(step, self.masks, self.teacher, self.loss)
 
     def gqa_step(self, rows: list, samples: list[Sample]) -> None:
         """A complete step after the switch."""
         step = Step(self.jobs[self.gqa], self.schedule, rows, samples)
-        stage5.gqa_step(step, self.teacher, self.options)
+        stage5.gqa_step(step, self.teacher, self.loss)
 
     def floor(self, rows: list) -> None:
         """The teacher's forward pass, and a training step of the plain model."""

@@ -8,7 +8,6 @@ import importlib
 import math
 import os
 from copy import deepcopy
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ FLOAT32 = 1e-5  # sums of float32 products and float32 forward passes, relative 
 STEPS, TAKEN = 100, range(10, 13)  # steps of a training, and those compared: at the first T = 2/3
 MASK_LR = 0.1  # ten times the published learning rate, whose steps hardly show
 SCHEDULE = stage5.Schedule(steps=STEPS, batch=3, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=40,
-                           save_steps=None, save_minutes=0.0, print_every=1)
-FLAGS = {"temperature": 1.0, "loss_chunk": 16, "l0_weight": 1.0}
+                           save_steps=None, save_minutes=0.0, print_every=1, loss_chunk=16)
 IDS = torch.randint(256, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 SAMPLES = [Sample(IDS[:20], IDS[20:28]), Sample(IDS[28:40], IDS[40:44]), Sample(IDS[44:])]
 FIGURES = ("Eq. 27, 28: samples of the masks", "Eq. 27, 28: masks without noise",
@@ -106,8 +104,8 @@ def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
         every, prompt = (stage5.Step(job, SCHEDULE, rows, SAMPLES) for _ in range(2))
         z, sizes = held.draw(number), held.expected()
         masks.set_masks(student.net, z.detach().requires_grad_())
-        stage5.distill(every, teacher, SimpleNamespace(**FLAGS, kl_on="all"))
-        stage5.masked_step(prompt, held, teacher, SimpleNamespace(**FLAGS, kl_on="prompt"))
+        stage5.distill(every, teacher, stage5.Loss("all", temperature=1.0, l0_weight=1.0))
+        stage5.masked_step(prompt, held, teacher, stage5.Loss("prompt", temperature=1.0, l0_weight=1.0))
         noiseless = student.net.model.layers[0].self_attn.k_proj.z
         figures.append((z, noiseless, held.log_alpha.clone(), sizes, prompt.figures["l0"],
                         prompt.figures["loss"], every.totals["loss"], gradients[-1]))

@@ -2,9 +2,8 @@
 
 import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +17,13 @@ from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
 from common.training import students
 from common.training.attention import Trainee
+from common.training.conversion import Conversion
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
+from common.training.mask_state import Masks
 from common.training.sharding import Execution, Ranks, build
-from common.training.students import Masks, Pair, Rates, frozen
+from common.training.students import Rates
+from common.training.teacher import build_teacher
 from helpers import save_tiny, tiny_model
 
 stage5 = importlib.import_module("05_prune_train")
@@ -29,9 +31,9 @@ stage5 = importlib.import_module("05_prune_train")
 SAMPLES = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
 STEPS = 5
 SCHEDULE = Schedule(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64,
-                    save_steps=None, save_minutes=60.0, print_every=100)
+                    save_steps=None, save_minutes=60.0, print_every=100, loss_chunk=7)
 RATES = Rates(1e-2, beta2=0.999, weight_decay=0.0)
-OPTIONS = SimpleNamespace(kl_on="prompt", temperature=1.0, loss_chunk=7, l0_weight=1.0)
+LOSS = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 NOTHING = Heldout({}, 1)
 IN_FLOAT32 = Execution()
@@ -109,9 +111,9 @@ class Gradients(Step):
 
 def run_masked_step(trained: Masks, student, step: int, rows: list, l0_weight: float = 1.0) -> dict:
     """Stage 5's step with masks up to the optimizer; returns its figures."""
-    options = SimpleNamespace(**vars(OPTIONS) | {"l0_weight": l0_weight})
+    loss = replace(LOSS, l0_weight=l0_weight)
     taken = Gradients(Job(student, None, "", ALONE, step=step), SCHEDULE, rows, SAMPLES)
-    stage5.masked_step(taken, trained, tiny_trainee(2), options)
+    stage5.masked_step(taken, trained, tiny_trainee(2), loss)
     return taken.figures
 
 
@@ -132,11 +134,11 @@ def built(source: str, ranks, execution: Execution = IN_FLOAT32) -> Trainee:
     return build(load_config(source), ranks, execution, lambda name: (source, name))
 
 
-def saved_pair(directory: Path, blended=masks.KEY_VALUE, dtype=torch.float32, **options) -> Pair:
+def saved_pair(directory: Path, blended=masks.KEY_VALUE, dtype=torch.float32, **options) -> Conversion:
     """Random models of 8 and of 2 kv heads in place of aligned/ and merged/."""
     paths = [save_tiny(directory / f"of-{kv_heads}", dtype, num_key_value_heads=kv_heads, **options)
              for kv_heads in (8, 2)]
-    return Pair(*paths, {"layers": 3, "kv_heads": 8}, 2, "mean", blended)
+    return Conversion(*paths, {"layers": 3, "kv_heads": 8}, 2, "mean", blended)
 
 
 @contextlib.contextmanager
@@ -152,7 +154,7 @@ def pretended_ranks(world: int):
 
 
 def teacher_of(ranks, tmp_path, execution: Execution = IN_FLOAT32):
-    return frozen(saved(tmp_path / "teacher", seed=1), ranks, execution)
+    return build_teacher(saved(tmp_path / "teacher", seed=1), ranks, execution)
 
 
 @dataclass
@@ -166,16 +168,16 @@ class Student:
     def take(self, step: Step) -> None:
         """A step's body."""
         if self.masks:
-            stage5.masked_step(step, self.masks, self.teacher, OPTIONS)
+            stage5.masked_step(step, self.masks, self.teacher, LOSS)
         else:
-            stage5.gqa_step(step, self.teacher, OPTIONS)
+            stage5.gqa_step(step, self.teacher, LOSS)
 
     def train(self, heldout: Heldout = NOTHING, before_step=lambda step: None) -> bool:
         """Train to the end of SCHEDULE. Returns False if a signal stopped it."""
         for step in steps(self.job, SCHEDULE, SAMPLES):
             before_step(step)
             self.take(step)
-            heldout.measure(step, self.teacher, OPTIONS.loss_chunk)
+            heldout.measure(step, self.teacher)
         return not self.job.stopped
 
 

@@ -16,7 +16,7 @@ from common.artifacts import write_record
 from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
-from common.training import students
+from common.training import mask_state
 from helpers import calibrate_arguments, copy_run, expect_error, run, save_tiny
 from pipelines import audit_training
 from pipelines.audit_training import stage5
@@ -96,8 +96,8 @@ FAULTS = [  # row, where the stages have a function, its name, what makes it a w
     ("Algorithm 2", audit, "anneal", lambda real: lambda *_: grouping.default_groups(1, 8, 2)),
     ("Eq. 27: W_K", masks.BlendedProjection, "blend", scaled),
     ("Eq. 28: W_V", masks.BlendedProjection, "blend", scaled),
-    ("Appendix A", students, "SWITCH", lambda real: 0.5),
-    ("Eq. 27, 28: log alpha after the step, --masks l0", students.Masks, "ADAM",
+    ("Appendix A", mask_state, "SWITCH", lambda real: 0.5),
+    ("Eq. 27, 28: log alpha after the step, --masks l0", mask_state.Masks, "ADAM",
      lambda real: real | {"betas": (0.9, 0.999)}),
     ("Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "settle",
      lambda real: lambda log_alpha, copy, *place: real(log_alpha.clone(), copy, *place)),

@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from common.calibration import Calibration
 from common.data.rows import Sample
 from common.files import read_json
 from common.method.masks import set_masks
-from common.training import students
+from common.training import conversion, mask_state, students
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import rows_of_step
 from common.training.sharding import Execution
+from common.training.teacher import build_teacher
 from helpers import ROOT, run
 from pipelines.audit_training import stage5
 
@@ -100,7 +100,7 @@ def test_ten_masked_steps_have_the_losses_of_stage_5(road, group_of_one):
     """The same samples, noise, learning rates and initial weights, and after each step the same masks: AdamW
     amplifies the rounding of their first, tiny gradients."""
     home, _, source, _, _, _ = road
-    pair = students.read_pair(str(home), group_of_one)
+    pair = conversion.read_conversion(str(home), group_of_one)
     aligned, merged = (AutoModelForCausalLM.from_pretrained(home / name) for name in ("aligned", "merged"))
     ids = torch.randint(1280, (3, 16), generator=torch.Generator().manual_seed(2))
     parts = [row.split(12) for row in ids]
@@ -108,18 +108,18 @@ def test_ten_masked_steps_have_the_losses_of_stage_5(road, group_of_one):
     steps = minimal.train(minimal_student, source, parts, SCHEDULE.steps, SCHEDULE.batch)
     samples = [Sample(row[:12].tolist(), row[12:].tolist()) for row in ids]
     student = students.masked_student(pair, group_of_one, Execution(), "l0", 0, fresh=True)
-    teacher = students.frozen(pair.model["path"], group_of_one, Execution())
+    taught_by = build_teacher(pair.model["path"], group_of_one, Execution())
     rates = students.Rates(minimal.LR, 0.999, 0.0)
     optimizer = students.masked_optimizer(student, rates, "l0", minimal.MASK_LR)
-    masks = students.MASKS["l0"](student.replicated, SCHEDULE.steps, 0)
-    flags = SimpleNamespace(kl_on="prompt", temperature=1.0, loss_chunk=64, l0_weight=minimal.L0_WEIGHT)
+    masks = mask_state.MASKS["l0"](student.replicated, SCHEDULE.steps, 0)
+    loss = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=minimal.L0_WEIGHT)
     job, sizes = Job(student, optimizer, str(home), group_of_one), []
     for number, (L_KL, L_BiLD, L_L0, z) in enumerate(itertools.islice(steps, 10)):
         job.step = number
         step = Step(job, SCHEDULE, rows_of_step(samples, number, SCHEDULE, group_of_one), samples)
         drawn = masks.draw(number).detach()
         set_masks(student.net, drawn)
-        stage5.masked_step(step, masks, teacher, flags)
+        stage5.masked_step(step, masks, taught_by, loss)
         torch.testing.assert_close(z, drawn, rtol=0, atol=1e-5)
         found = [step.figures[name] for name in ("kl", "bild", "l0")]
         assert found == pytest.approx([L_KL, L_BiLD, L_L0], rel=1e-3, abs=1e-6)

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from common.artifacts import RECORD
 from common.errors import UserError
 from common.files import (
     DIGESTS,
@@ -43,7 +42,6 @@ from common.training.metrics import METRICS, heldout_kl, read_metrics
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
-FORCED = "forced.json"  # next to the settings: what began the training with --force
 OF_STUDENT = ("curves.png", "heldout.npy")  # which a teacher's training does not write
 OWN = re.compile("|".join((r"step-\d+", "tensorboard", *map(re.escape, (SETTINGS, METRICS, *OF_STUDENT)))))
 EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]*")
@@ -80,25 +78,12 @@ def begin(directory: str, settings: dict, ranks) -> None:
     dist.barrier()
 
 
-def begun(directory: str, training: dict) -> bool:
-    """Whether start_anew began this training in this directory, and it is not complete."""
-    if os.path.exists(os.path.join(directory, RECORD)):
-        return False
-    try:
-        read_metrics(os.path.join(directory, METRICS))
-    except UserError:  # damaged: --force starts over
-        return False
-    return read_json(os.path.join(directory, FORCED)) == training
-
-
-def start_anew(directory: str, others: list[str], training: dict, ranks) -> None:
-    """--force: move an earlier training, and others, aside. It may be days of work, so nothing is deleted."""
-    dist.barrier()  # all ranks have asked whether it was begun
+def start_anew(directories: list[str], ranks) -> None:
+    """--force: move earlier trainings aside. They may be days of work, so nothing is deleted."""
+    dist.barrier()
     if ranks.first:
-        for path in (directory, *others):
-            if os.path.lexists(path):
-                print(f"moved   {path} to {move_aside(path)}", flush=True)
-        write_json(os.path.join(directory, FORCED), training)
+        for path in filter(os.path.lexists, directories):
+            print(f"moved   {path} to {move_aside(path)}", flush=True)
     dist.barrier()
 
 
@@ -106,7 +91,7 @@ def own_files(directory: str, others=()) -> list[str]:
     """The files of a training directory that training has written, with these others; any more are the
     user's.
     """
-    own = {SETTINGS, FORCED, METRICS, *others}
+    own = {SETTINGS, METRICS, *others}
     for path in saved_checkpoints(directory):
         own |= {os.path.join(os.path.basename(path), name) for name in recorded_files(path)}
     return [name for name in files_in(directory) if name in own or EVENTS.fullmatch(name)]

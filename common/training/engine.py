@@ -41,6 +41,7 @@ class Schedule:
     save_steps: int | None  # steps between checkpoints; None: save_minutes alone decides
     save_minutes: float  # maximum time between checkpoints
     print_every: int  # steps between printed lines
+    loss_chunk: int = 512  # tokens whose logits are in memory at a time
     reduce: str = "step"  # when gradients are reduced over ranks: once a "step" or after every "row"
 
     def rate(self, step: int) -> float:
@@ -50,8 +51,8 @@ class Schedule:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
 
     def to_resume(self) -> dict:
-        """The settings that must match on resume: all but those for saving and printing."""
-        free = ("save_steps", "save_minutes", "print_every")
+        """The settings that must match on resume: all but those for saving, printing and memory."""
+        free = ("save_steps", "save_minutes", "print_every", "loss_chunk")
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 

@@ -54,12 +54,12 @@ class Heldout:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
         return bool(self.sets) and (step in (1, steps) or step % self.every == 0)
 
-    def measure_start(self, step, teacher, chunk: int) -> None:
+    def measure_start(self, step, teacher) -> None:
         """Add the untrained student's metrics, named START_NAME, to the first engine.Step, whose time begins
         after this measurement.
         """
         if self.sets and step.number == 0:
-            figures = self.figures(step.job, teacher, step.schedule, chunk)
+            figures = self.figures(step.job, teacher, step.schedule)
             step.figures |= {f"{START}_{name}": figure for name, figure in figures.items()}
             step.began += figures["heldout_seconds"]
 
@@ -81,19 +81,19 @@ class Heldout:
         others = sum(step % self.every > 0 for step in {1, steps})  # the first and the last
         return (steps // self.every + others) * bool(self.sets)
 
-    def measure(self, step, teacher, chunk: int) -> None:
+    def measure(self, step, teacher) -> None:
         """Add the metrics to those of an engine.Step after which they are due."""
         if self.due(step.number + 1, step.schedule.steps):
-            step.figures |= self.figures(step.job, teacher, step.schedule, chunk)
+            step.figures |= self.figures(step.job, teacher, step.schedule)
 
     @torch.no_grad()
-    def figures(self, job, teacher, schedule, chunk: int) -> dict[str, float]:
+    def figures(self, job, teacher, schedule) -> dict[str, float]:
         """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
         kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
-        of positions at which both predict the same token. job: the student's; chunk: tokens whose logits are
-        in memory at a time. All ranks call this, each for its share of the samples, and get the same metrics.
-        The next training step is the same with and without it.
+        of positions at which both predict the same token. job: the student's. All ranks call this, each for
+        its share of the samples, and get the same metrics. The next training step is the same with and
+        without it.
         """
         began, figures, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
         student.eval()
@@ -104,7 +104,7 @@ class Heldout:
             for row in rows:
                 row = row.to(ranks.device)
                 positions = row.answer_at if answers else row.prompt_at
-                sums += compare(student, teacher, row, positions, chunk)
+                sums += compare(student, teacher, row, positions, schedule.loss_chunk)
             dist.all_reduce(sums)
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):

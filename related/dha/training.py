@@ -173,7 +173,7 @@ def begin(directory: str, settings: dict, source: str, ranks, groups=None, force
     Raises UserError if the directory was started with other settings.
     """
     if force:
-        checkpoints.start_anew(directory, [], {}, ranks)
+        checkpoints.start_anew([directory], ranks)
     checkpoints.begin(directory, settings, ranks)
     saved, cuda = checkpoints.newest(directory, ranks), ranks.device.type == "cuda"
     config = load_config(source)

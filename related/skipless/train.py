@@ -183,7 +183,7 @@ def train_skipless(args, source: str, without: str | None, ranks: Ranks, started
     settings = schedule.to_resume() | {"lr": args.lr, "length": args.length}
     settings |= {"source": models.fingerprint(source), "samples_sha256": samples_digest(samples)}
     if args.force:
-        checkpoints.start_anew(path + ".train", [], {}, ranks)
+        checkpoints.start_anew([path + ".train"], ranks)
     checkpoints.begin(path + ".train", settings, ranks)
     removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
     config = skipless_config(models.load_config(source), args.parallel, mlp_bias=True, removed=removed)

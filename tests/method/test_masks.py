@@ -5,7 +5,7 @@ import torch
 
 import paper
 from common.method import masks
-from common.training.students import Masks
+from common.training.mask_state import Masks
 from helpers import tiny_model
 from students import merge_model
 from test_families import blended, logits_of

@@ -21,7 +21,7 @@ from common.cli import run_stage
 from common.data import corpus
 from common.data.corpus import Sources, load_tasks
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints, sharding, students
+from common.training import checkpoints, sharding, teacher
 from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
@@ -72,8 +72,7 @@ def test_layers_are_compiled_on_request(
     assert [len(model.model.layers) for model in asked] == [3, 3] * expected
 
 
-TEACHING = SimpleNamespace(teacher=None, teacher_lr=1e-3, lr=2e-3, beta2=0.9, weight_decay=0.1)
-NEITHER = {"teacher": None, "student": None}
+TEACHING = SimpleNamespace(teacher=None, teacher_schedule="of the teacher", teacher_rates="its own")
 
 
 def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
@@ -86,11 +85,11 @@ def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, mo
         alive.append(weakref.ref(model))
         return True
 
-    monkeypatch.setattr(stage5.students, "train_teacher", train_teacher)
+    monkeypatch.setattr(stage5, "train_teacher", train_teacher)
     monkeypatch.setattr(stage5, "train_student", lambda *_: alive[0]() is None)
     gc.disable()
     try:
-        assert stage5.train(SimpleNamespace(ranks=group_of_one), TEACHING, NEITHER) == 0
+        assert stage5.train(SimpleNamespace(ranks=group_of_one), TEACHING) == 0
     finally:
         gc.enable()
 
@@ -116,11 +115,11 @@ def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp
                  *train_arguments(home, inputs, "--teacher", other))
 
 
-def test_a_teacher_learns_at_its_own_rate(monkeypatch):
+def test_a_teacher_learns_by_its_own_schedule_and_rates(monkeypatch):
     asked = []
-    monkeypatch.setattr(stage5.students, "train_teacher", lambda run, schedule, rates: asked.append(rates))
-    assert stage5.train(None, TEACHING, NEITHER) == STOPPED
-    assert asked == [students.Rates(1e-3, 0.9, 0.1)]
+    monkeypatch.setattr(stage5, "train_teacher", lambda run, *given: asked.append(given))
+    assert stage5.train(None, TEACHING) == STOPPED
+    assert asked == [("of the teacher", "its own")]
 
 
 def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
@@ -129,14 +128,14 @@ def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, 
     trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
     monkeypatch.setattr(checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
     monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
-    monkeypatch.setattr(students, "write_record", lambda *_: None)
+    monkeypatch.setattr(teacher, "write_record", lambda *_: None)
     directory = tmp_path / "teacher.train"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
-    monkeypatch.setattr(students, "summarize", lambda lines: {})
-    run_of_stage = SimpleNamespace(pair=SimpleNamespace(model={"path": source}), started=MagicMock(),
+    monkeypatch.setattr(teacher, "summarize", lambda lines: {})
+    run_of_stage = SimpleNamespace(conversion=SimpleNamespace(model={"path": source}), started=MagicMock(),
                                    teacher=str(tmp_path / "teacher"))
-    students.write_teacher(run_of_stage, str(directory), {})
+    teacher.write_teacher(run_of_stage, str(directory), {})
     stored = load_file(tmp_path / "teacher" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     written = load_model(run_of_stage.teacher, torch.bfloat16)
@@ -313,13 +312,10 @@ def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
     for name in ("train", "teacher", "train.old", "train.old-1"):
         (tmp_path / name).mkdir()
     before = set(os.listdir(tmp_path))
-    others = [str(tmp_path / name) for name in ("teacher", "teacher.train")]  # the second is not there
-    checkpoints.start_anew(str(tmp_path / "train"), others, {"seed": 0}, group_of_one)
+    given = [str(tmp_path / name) for name in ("train", "teacher", "teacher.train")]  # the last is not there
+    checkpoints.start_anew(given, group_of_one)
     after = set(os.listdir(tmp_path))
-    assert (after - before, before - after) == ({"train.old-2", "teacher.old-1"}, {"teacher"})
-    assert os.listdir(tmp_path / "train") == ["forced.json"]
-    assert checkpoints.begun(str(tmp_path / "train"), {"seed": 0})
-    assert not checkpoints.begun(str(tmp_path / "train"), {"seed": 1})
+    assert (after - before, before - after) == ({"train.old-2", "teacher.old-1"}, {"train", "teacher"})
 
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):

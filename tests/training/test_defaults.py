@@ -9,8 +9,9 @@ from common.data.demo import DEMO
 from common.data.rows import Sample
 from common.errors import UserError
 from common.method import masks
+from common.training import settings
+from common.training.conversion import Conversion
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
-from common.training.students import Pair
 from students import stage5
 from training_runs import flags
 
@@ -19,23 +20,30 @@ PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
      if isinstance(flag.default, list)} for column in range(3))
 
 
-def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Pair:
+def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Conversion:
     model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
-    return Pair("a", "m", model, 16 // group_size, "mean", blended)
+    return Conversion("a", "m", model, 16 // group_size, "mean", blended)
 
 
-def filled(pair: Pair, *words, positions: int = 2048) -> argparse.Namespace:
+def defaults_of(pair: Conversion, args: argparse.Namespace) -> dict:
+    rows = [flag for section in stage5.FLAGS.values() for flag in section]
+    return settings.defaults_of(rows, pair, args.tasks)
+
+
+def filled(pair: Conversion, *words, positions: int = 2048) -> argparse.Namespace:
     """A command line's flags with what is left out."""
     args = flags(*words)
-    return stage5.with_defaults(args, stage5.defaults_of(pair, args.tasks), pair, positions)
+    return settings.with_defaults(args, defaults_of(pair, args), pair, positions)
 
 
-def schedules_of(pair: Pair, samples: int, *words, texts: int = 0, cuda: bool = False) -> dict[str, Schedule]:
+def schedules_of(
+    pair: Conversion, samples: int, *words, texts: int = 0, cuda: bool = False
+) -> dict[str, Schedule]:
     """The schedules of a command line for so many questions and texts."""
     args = filled(pair, *words)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    defaults, has_teacher = stage5.defaults_of(pair, args.tasks), args.teacher == "source"
-    return stage5.make_schedules(args, defaults, pair, pool, cuda, has_teacher)
+    has_teacher = args.teacher == "source"
+    return settings.make_schedules(args, defaults_of(pair, args), pair, pool, cuda, has_teacher)
 
 
 def test_published_numbers():
@@ -47,7 +55,7 @@ def test_published_numbers():
     assert published | released == PUBLISHED
     assert WITHOUT_TASKS["kl_on"] == "all"  # everything is judged by KL there
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
-    assert stage5.TEACHER_EPOCHS == 2
+    assert settings.TEACHER_EPOCHS == 2
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306
@@ -100,7 +108,7 @@ def test_budgets_of_texts_and_chats():
 
 def test_chats_left_out_are_chosen_by_text_and_model(monkeypatch):
     given = []
-    monkeypatch.setattr(stage5, "choose_chats", lambda *which: given.append(which) or [])
+    monkeypatch.setattr(settings, "choose_chats", lambda *which: given.append(which) or [])
     filled(pair_of(4), "--text", "a.txt")
     assert given == [(None, ["a.txt"], "a/model")]
 
@@ -125,7 +133,7 @@ def test_data_flags_left_out():
 
 def test_flags_left_out_take_the_published_values():
     for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
-        args, of_schedule = filled(pair_of(4, demo)), set(stage5.OF_LENGTH)
+        args, of_schedule = filled(pair_of(4, demo)), set(settings.OF_LENGTH)
         values = {name: getattr(args, name) for name in expected.keys() - of_schedule}
         assert values.items() <= expected.items()
         schedules = schedules_of(pair_of(4, demo), 64_000)

@@ -1,6 +1,5 @@
 """The phases of stage 5 against Eq. 29-31 written out."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from torch.nn.functional import cross_entropy
 from common.method import masks
 from common.method.losses import distillation_loss, next_token_loss
 from common.training.engine import Job
+from common.training.mask_state import SWITCH, Masks, switch_step
 from common.training.packing import build_row
-from common.training.students import SWITCH, Masks, switch_step
 from students import (
     ALONE,
     SAMPLES,
@@ -63,7 +62,7 @@ def test_a_step_distils_as_the_flags_say(kl_on, temperature):
     student, teacher = tiny_trainee(0), tiny_trainee(1)
     rows = [build_row(SAMPLES[:2], len(SAMPLES)), build_row(SAMPLES[2:], len(SAMPLES))]
     step = Gradients(Job(student, None, "", ALONE), SCHEDULE, rows, SAMPLES)
-    stage5.distill(step, teacher, SimpleNamespace(kl_on=kl_on, temperature=temperature, loss_chunk=2))
+    stage5.distill(step, teacher, stage5.Loss(kl_on, temperature, l0_weight=1.0))
     loss, terms = loss_of_all(student, teacher, kl_on, temperature)
     expected = {name: float(term.detach()) for name, term in (terms | {"loss": loss}).items()}
     assert {name: float(step.totals[name]) for name in expected} == pytest.approx(expected, rel=1e-4)

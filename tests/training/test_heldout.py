@@ -31,7 +31,7 @@ from common.training.heldout import TASK_SET, TEXT_SET, Heldout, heldout_texts, 
 from common.training.metrics import METRICS, read_metrics
 from helpers import TRAINING as TRAINING_FLAGS
 from helpers import copy_run, expect_error, run, tiny_model
-from students import ALONE, NOTHING, OPTIONS, SAMPLES, SCHEDULE, gqa_student, half_masked_student
+from students import ALONE, NOTHING, SAMPLES, SCHEDULE, gqa_student, half_masked_student
 from training_runs import MEASURED, STAGE, run_script, with_teacher
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
@@ -87,7 +87,7 @@ def figures_by_sample(student, teacher) -> dict[str, float]:
 
 
 def measured(student) -> dict[str, float]:
-    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE, OPTIONS.loss_chunk)
+    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE)
     assert figures.pop("heldout_seconds") > 0
     return figures
 
@@ -103,7 +103,7 @@ def test_seconds_are_those_of_measuring(group_of_one, tmp_path, monkeypatch):
     student = gqa_student(group_of_one, tmp_path)
     clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
     monkeypatch.setattr("common.training.heldout.time", clock)
-    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE, OPTIONS.loss_chunk)
+    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE)
     assert figures["heldout_seconds"] == 2.5
 
 
@@ -111,7 +111,7 @@ def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_pro
     student = gqa_student(group_of_one, tmp_path)
     measured(student)
     tokens = [len(logits) for logits in head_products]
-    assert max(tokens) == OPTIONS.loss_chunk and not any(logits.requires_grad for logits in head_products)
+    assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in head_products)
     predicted = [sum(map(len, HELDOUT.sets[TEXT_SET])) - len(HELDOUT.sets[TEXT_SET]),
                  sum(sample.answer_tokens for sample in HELDOUT.sets[TASK_SET])]
     assert sum(tokens[::2]) == sum(tokens[1::2]) == sum(predicted)
@@ -242,7 +242,7 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
     for number, expected in ((0, named), (1, {})):
         step = Step(student.job, SCHEDULE, [], SAMPLES)
         step.number = number
-        HELDOUT.measure_start(step, student.teacher, OPTIONS.loss_chunk)
+        HELDOUT.measure_start(step, student.teacher)
         assert step.began == step.figures.pop("start_heldout_seconds", 0.0)
         assert step.figures == expected
 

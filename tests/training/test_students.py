@@ -10,9 +10,11 @@ from common.errors import UserError
 from common.method import masks, released_masks
 from common.training import checkpoints, students
 from common.training.attention import Trainee
+from common.training.conversion import TrainingRun
 from common.training.engine import Job
+from common.training.mask_state import Masks, ReleasedMasks, switch_step
 from common.training.sharding import Execution
-from common.training.students import Masks, Rates, ReleasedMasks, Run, switch_step
+from common.training.students import Rates
 from common.weights import open_checkpoint
 from helpers import tiny_model
 from students import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
@@ -53,10 +55,11 @@ def test_log_alpha_stays_within_its_bounds():
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
     pair = saved_pair(tmp_path, masks.WHOLE_HEAD, torch.bfloat16)
-    args = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, lr=1.0, beta2=0.9,
-                           merged_lr_factor=2.0, rest_lr_factor=1.0, weight_decay=0.5)
+    rates_of_flags = Rates(1.0, beta2=0.9, weight_decay=0.5, merged_lr_factor=2.0)
+    settings = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, loss=None,
+                               rates=rates_of_flags, schedule=SCHEDULE)
     jobs, trained = [], []
-    run = Run(str(tmp_path), "", pair, Pool([]), NOTHING, group_of_one, Execution(), 7, None)
+    run = TrainingRun(str(tmp_path), "", pair, Pool([]), NOTHING, group_of_one, Execution(), None)
 
     def one_step(job, schedule, samples, until=None):
         jobs.append(job)
@@ -67,8 +70,8 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     monkeypatch.setattr(stage5, "steps", one_step)
     monkeypatch.setattr(stage5, "masked_step", lambda step, masks, *others: trained.append(masks))
     monkeypatch.setattr(stage5, "gqa_step", lambda *arguments: None)
-    assert stage5.train_masked(run, args, SCHEDULE, None, None)
-    assert not stage5.train_gqa(run, args, SCHEDULE, None, None, switched=False)  # a signal has stopped it
+    assert stage5.train_masked(run, settings, None, None)
+    assert not stage5.train_gqa(run, settings, None, None, switched=False)  # a signal has stopped it
     assert type(trained[0]) is ReleasedMasks and (trained[0].steps, trained[0].seed) == (SCHEDULE.steps, 3)
     assert torch.equal(trained[0].log_alpha.detach(), released_masks.start((3, 8), 3))
     shared_names = (".merged.",), [f".{name}." for name in masks.WHOLE_HEAD]

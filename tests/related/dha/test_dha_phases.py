@@ -175,7 +175,7 @@ def test_another_fusion_in_its_directory_and_operators_that_change_something_are
 
 @pytest.mark.parametrize("keys, values, kv_heads, ladder, expected", [
     ([8] * 4, [8] * 4, None, None, (2, [1, 2, 4])), ([8] * 4, [8] * 4, 1, None, (1, [1, 2])),
-    ([8] * 4, [8] * 4, 4, [8, 2, 4], (4, [2, 4, 8])), ([8] * 4, [8] * 4, 3, None, "kv-heads"),
+    ([8] * 4, [8] * 4, 4, [8, 2, 4], (4, [2, 4, 8])), ([8] * 4, [8] * 4, 3, None, "kv heads"),
     ([8] * 4, [8] * 4, 2, [4, 8], "sum to 8"),
     ([8, 2, 2, 4], [4] * 4, None, None, (2, [1, 2, 4])),  # heads that a first halving left
     ([8, 2, 2, 4], [8, 4, 1, 2], None, [2], r"divisors of \[8, 4, 1, 2\]"),  # a layer has no rung

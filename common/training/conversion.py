@@ -1,0 +1,76 @@
+"""What stage 5 converts, and a call of the stage."""
+
+import os
+from dataclasses import dataclass, field
+
+from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
+from common.data.corpus import Pool
+from common.families import merged_modules
+from common.method.merge import MERGES
+from common.models import load_config, source_model
+from common.training.heldout import Heldout
+from common.training.sharding import Execution, Ranks
+
+STAGE = "05_prune_train.py"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """aligned/ and merged/: the same model and grouping before and after merging."""
+
+    aligned: str
+    merged: str
+    model: dict  # description of the source model
+    kv_heads: int
+    merge: str  # a key of MERGES
+    blended: tuple[str, ...]  # projections that merging changed
+    exported: str | None = None  # a student of stage 6 to start from instead of merged/
+    inputs: dict[str, str] = field(default_factory=dict)  # for a student's record: digests of what was read
+
+    @property
+    def title(self) -> str:
+        return f"{self.model['kv_heads']} -> {self.kv_heads} kv heads"
+
+
+def read_conversion(run: str, ranks, exported: str | None = None) -> Conversion:
+    """What is in a run directory. exported: a student of stage 6 to start from instead of merged/.
+
+    Raises UserError unless all are intact and belong together, and the source model is unchanged since
+    stage 1.
+    """
+    aligned, merged = (os.path.join(run, name) for name in ("aligned", "merged"))
+    inputs = input_digests(run, list(filter(None, (aligned, merged, exported))))
+    aligned_record, merged_record = (read_record(path, "04_align.py") for path in (aligned, merged))
+    check_input(merged_record, aligned)
+    if ranks.first:  # hash the weights once, not on every rank
+        verify_files(aligned, aligned_record)
+        verify_files(merged, merged_record)
+    if exported:
+        record = read_record(exported, "06_export.py", aligned_record["model"])
+        check_input(record, merged if record["arguments"]["untrained"] else aligned)
+        if ranks.first:
+            verify_files(exported, record)
+    summary = aligned_record["summary"]
+    whole_head = MERGES[summary["merge"]].whole_head or summary["refit"]  # it changed W_Q and W_O, too
+    blended = merged_modules(load_config(aligned), bool(whole_head))
+    model, kv_heads = source_model(aligned_record, run), summary["kv_heads"]
+    return Conversion(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A call of stage 5: its directories, what was read, and how it is computed."""
+
+    directory: str
+    teacher: str  # the teacher's checkpoint
+    conversion: Conversion
+    pool: Pool
+    heldout: Heldout
+    ranks: Ranks
+    execution: Execution
+    started: Claim
+
+    @property
+    def computation(self) -> dict:
+        """What must match on resume because it changes the metrics."""
+        return {"dtype": str(self.execution.compute), "attention": self.execution.attention}

@@ -1,0 +1,193 @@
+"""What a call of stage 5 trains, and how: its flags, model, data and machine settled into Settings."""
+
+import argparse
+import os
+from dataclasses import dataclass, fields, replace
+
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from common import cli
+from common.artifacts import Claim
+from common.cli import Flag
+from common.data.corpus import SPLIT, Pool, Sources, load_pool
+from common.data.demo import DEMO, default_sources
+from common.data.generate import Origin, choose_chats
+from common.data.text import NONE, is_generated, sequence_length
+from common.errors import UserError
+from common.models import bos_prefix, load_config, load_tokenizer
+from common.records import SOURCE
+from common.training import engine, hardware, plan
+from common.training.conversion import Conversion, TrainingRun
+from common.training.engine import Schedule
+from common.training.heldout import heldout_texts, load_heldout
+from common.training.sharding import Execution
+from common.training.students import Rates
+from common.training.teacher import check_teacher, find_teacher
+
+TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
+DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
+TEACHER_EPOCHS = 2
+OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The student's loss (Eq. 31)."""
+
+    kl_on: str  # tokens of the KL term: "prompt" or "all"
+    temperature: float  # of the KL term
+    l0_weight: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What flags, model, data and machine decide of a call: every value is filled in."""
+
+    sources: Sources
+    teacher: str | None  # as given: SOURCE, a directory, or None for RUN/teacher/
+    masks: str  # a key of MASKS, or "off"
+    train: str  # "all" or "attention"
+    seed: int
+    loss: Loss
+    mask_lr: float
+    rates: Rates
+    teacher_rates: Rates
+    schedule: Schedule
+    teacher_schedule: Schedule | None  # None: there is a teacher
+    plan: str | None  # hardware to plan for, instead of training
+    force: bool
+    resumed: dict[str, object]  # flags that must be the same to go on with a training
+
+
+def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) -> dict:
+    """Flag -> its value where it is left out, of those that depend on what is trained.
+
+    Without tasks: learning rates that suit small steps, highest for attention, which merging changed;
+    measured on a model of 135M parameters, nothing larger. For the demo model: its masks must close within
+    hundreds of steps, not ten thousand.
+    """
+    column = 1 if tasks == NONE else 2 if conversion.model["name"] == DEMO else 0
+    defaults = {flag.attribute: flag.default[column] for flag in flags if isinstance(flag.default, list)}
+    return defaults | ({"masks": "off"} if tasks == NONE and "o_proj" in conversion.blended else {})
+
+
+def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) -> argparse.Namespace:
+    """A copy of the flags with each that was left out, except those that depend on the number of samples.
+
+    defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
+    or this machine.
+    """
+    demo = conversion.model["name"] == DEMO
+    filled = argparse.Namespace(**vars(args))
+    for name, value in defaults.items():
+        if getattr(filled, name) is None and name not in OF_LENGTH:
+            setattr(filled, name, value)
+    filled.tasks = args.tasks or default_sources(demo)[0]
+    filled.text = args.text or ([DEMO] if demo else [])
+    filled.text = [] if filled.text == [NONE] else filled.text
+    filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
+    if args.heldout_text is None:
+        filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
+    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
+    filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
+    filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
+    if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
+        filled.steps = DEMO_STEPS
+    if demo and args.teacher_steps is None and args.teacher_epochs is None:
+        filled.teacher_steps = DEMO_TEACHER_STEPS
+    endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
+    if endless and not args.text_tokens:
+        raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
+    if args.student and filled.masks != "off":
+        raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
+    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
+    return filled
+
+
+def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cuda: bool,
+                   has_teacher: bool) -> dict[str, Schedule]:
+    """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
+    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
+              "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
+              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048),
+              "loss_chunk": args.loss_chunk}
+    schedules = {}
+    if not (has_teacher and args.teacher):
+        epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
+        steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
+        warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
+        schedules["teacher"] = Schedule(steps, batch, warmup, **common)
+    steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
+    if not steps:
+        group_size = conversion.model["kv_heads"] // conversion.kv_heads
+        epochs = args.epochs or (1 if args.tasks == NONE else engine.published_epochs(group_size))
+        steps = engine.epochs_to_steps(epochs, len(pool), batch)
+    if steps < 2 and args.masks != "off":
+        raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
+    warmup = args.warmup or engine.warmup_for(defaults["warmup"], steps)
+    return schedules | {"student": Schedule(steps, batch, warmup, **common)}
+
+
+def settle(
+    args,  # the flags as given
+    flags: list[Flag],  # the stage's table of them
+    conversion: Conversion,
+    started: Claim,
+    ranks,
+) -> tuple[Settings, TrainingRun]:
+    """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""
+    source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
+    args = with_defaults(args, defaults, conversion, load_config(source).max_position_embeddings)
+    args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
+    sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
+    context = Origin(source, args.run, ranks.device, ranks, plan=bool(args.plan))
+    texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
+    pool = load_pool(sources, context)
+    heldout = load_heldout(sources, context, texts, args.heldout_every)
+    cuda = hardware.on_gpus(args.plan, ranks)
+    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
+                          recompute=bool(args.recompute), compile=args.compile)
+    directory = os.path.join(args.run, cli.named("train", args.name))
+    teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
+    run = TrainingRun(directory, teacher, conversion, pool, heldout, ranks, execution,
+                      replace(started, args=args))
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
+    force = args.force and not restarted
+    has_teacher = find_teacher(run, args.teacher, force)
+    schedules = make_schedules(args, defaults, conversion, pool, cuda, has_teacher)
+    teacher_rates = Rates(args.teacher_lr, args.beta2, args.weight_decay)
+    if has_teacher and "teacher" in schedules:
+        check_teacher(run, schedules.pop("teacher"), teacher_rates)
+    resumed = {flag.attribute: getattr(args, flag.attribute) for flag in flags if flag.resumed}
+    settings = Settings(
+        sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
+        loss=Loss(args.kl_on, args.temperature, args.l0_weight), mask_lr=args.mask_lr,
+        rates=Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor, args.rest_lr_factor),
+        teacher_rates=teacher_rates, schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
+        plan=args.plan, force=force, resumed=resumed)
+    if args.recompute is None and cuda:  # eager attention's matrices are not in the plan
+        if args.attention == "eager" or plan.too_large(phases_of(run, settings), args.plan, ranks):
+            run = replace(run, execution=replace(execution, recompute=True))
+            ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
+    return settings, run
+
+
+def phases_of(run: TrainingRun, settings: Settings) -> list[tuple]:
+    """(title, work, student, schedule) of each training, for plan."""
+    conversion, schedule = run.conversion, settings.schedule
+    blended = conversion.blended if settings.masks != "off" else ()
+    student = plan.Student(conversion.kv_heads, blended, settings.train)
+    phases = [(f"pruning {conversion.title}", workload(run, run.pool, schedule), student, schedule)]
+    if settings.teacher_schedule:
+        schedule = settings.teacher_schedule
+        phases.insert(0, ("teacher", workload(run, run.pool.answered, schedule), None, schedule))
+    return phases
+
+
+def workload(run: TrainingRun, samples, schedule: Schedule) -> plan.Workload:
+    execution = run.execution.recompute, run.execution.compute.itemsize
+    config = load_config(run.conversion.model["path"])
+    return plan.Workload.of(config, samples, schedule.loss_chunk, *execution)
