@@ -33,7 +33,7 @@ from common.calibration import write_layer, write_tokens
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
-from common.data.generate import Origin, choose_chats, read_sequences
+from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import digests_of, sequence_length
 from common.errors import UserError
 from common.families import family
@@ -169,8 +169,8 @@ def main():
         _, args.text = demo.default_sources(args.model == demo.DEMO)
     chats = choose_chats([args.chat] if args.chat else None, [args.text], path)
     args.chat = chats[0] if chats else None
-    origin = Origin(path, args.run, compute_device, layerwise=args.layerwise)
-    tokens, text = read_sequences(args.text, args.chat, origin, args.sequences, length, bos=args.bos)
+    context = DataContext(path, args.run, compute_device, layerwise=args.layerwise)
+    tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length, bos=args.bos)
     begin = ", begin-of-sequence tokens included" if args.bos else ""
     print(f"reads   {text}; {tokens.numel()} tokens{begin}")
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)

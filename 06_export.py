@@ -25,8 +25,9 @@ import torch
 from common import artifacts, cli
 from common.cli import peak_memory, run_stage, stage_parser
 from common.data.text import NONE
+from common.equivalence import max_difference, require_close
 from common.errors import UserError
-from common.evaluate import max_difference, require_close, require_finite
+from common.evaluate import require_finite
 from common.families import geometry, merged_modules
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers

@@ -24,7 +24,7 @@ demo: .venv/ready
 
 audit: .venv/ready
 	[ -e runs/demo/gqa ] || PYTHON=.venv/bin/python bash pipelines/demo.sh
-	.venv/bin/python audit.py
+	.venv/bin/python -m audit
 
 convert: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/convert.sh

@@ -4,7 +4,7 @@ Jin et al., "Align Attention Heads Before Merging Them" (EMNLP 2025): Eq. 1 to 3
 the paper's order and notation, on the vectors themselves, a head at a time, in the slow and obvious way.
 Vectors are columns: K_i and V_i are [d_H, N], W_K_i is [d_H, d]. Heads and groups count from 1 in
 formulas and from 0 in lists. transformers stores RoPE pair p at (p, p + d_H / 2). Where another formula
-than the printed one is meant, that one follows it, and AUDIT.md says why. audit.py compares a run with all.
+than the printed one is meant, that one follows it, and AUDIT.md says why. audit/ compares a run with all.
 """
 
 import itertools

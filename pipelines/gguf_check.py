@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from common import evaluate
 from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
+from common.equivalence import perplexity_of
 from common.errors import UserError
 from common.families import geometry
 from common.files import open_text
@@ -197,7 +198,7 @@ def read_prompts(path: str | None) -> list[str]:
 def engine_perplexity(engine: llama_cpp.Llama, tokens: torch.Tensor) -> float:
     """llama.cpp's perplexity of tokens [n, T], a row at a time."""
     rows = (torch.from_numpy(llama_cpp_step(engine)(row)) for row in tokens.tolist())
-    return evaluate.perplexity_of(rows, tokens)
+    return perplexity_of(rows, tokens)
 
 
 def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> None:

@@ -1,4 +1,4 @@
-"""Every row of audit.py on tiny runs: what holds, what is off, and what does not apply."""
+"""Every row of the audit on tiny runs: what holds, what is off, and what does not apply."""
 
 import json
 import re
@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 import audit
 import paper
+from audit import training as audit_training
+from audit.training import stage5
 from common.artifacts import write_record
 from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
 from common.training import mask_state
 from helpers import calibrate_arguments, copy_run, expect_error, run, save_tiny
-from pipelines import audit_training
-from pipelines.audit_training import stage5
 
+AUDIT = "audit/__main__.py"
 STEPS = [f"{figure}, --masks {kind}" for figure in audit_training.FIGURES for kind in audit_training.KINDS]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 SEARCH = ["--kv-heads", 2, "--restarts", 10, "--iterations", 100]
@@ -178,7 +179,7 @@ def test_what_is_not_as_computed_is_named(aligned_run, tmp_path, monkeypatch, da
     monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which read none of it
     home, (change, titles) = copy_run(aligned_run, tmp_path / "run"), DAMAGES[damage]
     change(home)
-    done = run("audit.py", "--run", home, "--layer", 1, code=1)
+    done = run(AUDIT, "--run", home, "--layer", 1, code=1)
     named, titles = done.stdout.partition(" s, off: ")[2].strip().split("; "), titles.split("|")
     assert all(any(row.startswith(title) for row in named) for title in titles)
     assert len(named) == len(titles) == done.stdout.count("| NO ")
@@ -215,7 +216,7 @@ def test_steps_recorded_otherwise_are_named(finished_run, tmp_path):
 def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypatch):
     monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which take longest
     home = copy_run(aligned_run, tmp_path / "run")
-    done = run("audit.py", "--run", home, "--layer", 2, 0)
+    done = run(AUDIT, "--run", home, "--layer", 2, 0)
     written = (home / "paper.md").read_text()
     assert written in done.stdout and "rows, 2 layers," in done.stdout
     lines = [line for line in written.splitlines() if line.startswith("| ")]
@@ -278,13 +279,13 @@ def test_rows_of_other_families(inputs, tmp_path, monkeypatch, options, reasons)
 
 def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
     home = copy_run(aligned_run, tmp_path / "run")
-    expect_error("--layer: expected layers from 0 to 2, found 3", "audit.py", "--run", home, "--layer", 0, 3)
-    expect_error("calibration not found; run 01_calibrate.py", "audit.py", "--run", tmp_path / "nowhere")
+    expect_error("--layer: expected layers from 0 to 2, found 3", AUDIT, "--run", home, "--layer", 0, 3)
+    expect_error("calibration not found; run 01_calibrate.py", AUDIT, "--run", tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"expected one of \['mistral'\], found llama"):
         monkeypatch.setattr(audit, "CHECKED", ["mistral"])
         audit.Run(str(home))
     shutil.move(home / "aligned", tmp_path / "aligned")
-    expect_error("aligned not found; run 04_align.py", "audit.py", "--run", home)
+    expect_error("aligned not found; run 04_align.py", AUDIT, "--run", home)
     (home / "similarity.safetensors").write_bytes(b"")
-    expect_error("similarity.safetensors: its content does not match", "audit.py", "--run", home)
+    expect_error("similarity.safetensors: its content does not match", AUDIT, "--run", home)
     assert not (home / "paper.md").exists()

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import minimal
 import paper
+from audit.training import stage5
 from common.calibration import Calibration
 from common.data.rows import Sample
 from common.files import read_json
@@ -20,7 +21,6 @@ from common.training.packing import rows_of_step
 from common.training.sharding import Execution
 from common.training.teacher import build_teacher
 from helpers import ROOT, run
-from pipelines.audit_training import stage5
 
 pytestmark = pytest.mark.slow
 SCHEDULE = Schedule(steps=30, batch=3, warmup=1, clip=minimal.CLIP, seed=0, tokens_per_microbatch=64,

@@ -13,8 +13,8 @@ import numpy as np
 from common import cli
 from common.cli import printable
 from common.data.chat import load_chats
-from common.data.generate import Origin, as_samples, generated
-from common.data.rows import Sample
+from common.data.rows import Sample, as_samples
+from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import NONE, TRAIN, TextSamples, check_source, is_generated, write_text_tokens
 from common.errors import UserError
@@ -62,20 +62,20 @@ class Pool(Sequence):
         return {"samples": len(self), "texts": len(self.texts), "samples_sha256": digest}
 
 
-def load_pool(sources: Sources, origin: Origin) -> Pool:
-    """Tasks, chats and texts, tokenized for the checkpoint origin.model. All of origin.ranks call it.
+def load_pool(sources: Sources, context: DataContext) -> Pool:
+    """Tasks, chats and texts, tokenized for the checkpoint context.model. All of context.ranks call it.
 
     Raises UserError if there are none, and for data that cannot be read or used.
     """
-    tokenizer, ranks = load_tokenizer(origin.model), origin.ranks
-    positions = load_config(origin.model).max_position_embeddings
+    tokenizer, ranks = load_tokenizer(context.model), context.ranks
+    positions = load_config(context.model).max_position_embeddings
     answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
     chat_files = [source for source in sources.chat if not is_generated(source)]
     loaded = {source: load_chats(source, tokenizer, positions, TRAIN) for source in chat_files}
-    texts = load_texts(sources, origin, tokenizer) if sources.text else ()
+    texts = load_texts(sources, context, tokenizer) if sources.text else ()
     for source in sources.chat:
-        samples, description = loaded.get(source) or generate_chats(source, sources, origin)
+        samples, description = loaded.get(source) or generate_chats(source, sources, context)
         ranks.say(f"reads   {description}")
         answered += samples
     if not answered and not texts:
@@ -103,44 +103,44 @@ def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sampl
     return samples
 
 
-def load_texts(sources: Sources, origin: Origin, tokenizer) -> TextSamples:
+def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
     for source in sources.text:
         if not is_generated(source):
             check_source(source)  # a missing file is found before minutes of generating
     prefix, length = bos_prefix(tokenizer, sources.bos), sources.text_length
     stored = length - len(prefix)  # of a sample's tokens in the file
-    texts = [generate(source, sources, origin, len(prefix)) if is_generated(source) else source
+    texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(path, sha256(path) if os.path.isfile(path) else None) for path in sources.text]
-    key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(origin.model)])
-    path = os.path.join(origin.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+    key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
+    path = os.path.join(context.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")
-    with origin.ranks.waiting():
+    with context.ranks.waiting():
         recorded = read_json(record)
         named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
-        if origin.ranks.first and not (named and os.path.exists(path)):  # a killed run leaves no record
+        if context.ranks.first and not (named and os.path.exists(path)):  # a killed run leaves no record
             counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path)
-            if origin.plan and digests:  # zeros in place of generated tokens
+            if context.plan and digests:  # zeros in place of generated tokens
                 cli.cleanup.callback(os.remove, path)
             else:
                 replace_tokens(record, path)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-        elif origin.ranks.first and tokens_record(path) != recorded:
+        elif context.ranks.first and tokens_record(path) != recorded:
             raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
     samples = TextSamples(path, length, prefix)
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
-    origin.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
+    context.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
     return samples
 
 
-def generate(source: str, sources: Sources, origin: Origin, begin=0, chats=False) -> np.ndarray:
+def generate(source: str, sources: Sources, context: DataContext, begin=0, chats=False) -> np.ndarray:
     """Text or chats by the model: `text_tokens` in rows of `text_length`, of which the first `begin` are
     neither counted nor returned.
     """
     rows = generated_rows(sources, begin)
-    tokens = generated(source, origin, rows, sources.text_length, chats=chats)
+    tokens = generated(source, context, rows, sources.text_length, chats=chats)
     return np.ascontiguousarray(tokens[:, begin:])
 
 
@@ -149,9 +149,9 @@ def generated_rows(sources: Sources, begin=0) -> int:
     return -(-sources.text_tokens // (sources.text_length - begin))
 
 
-def generate_chats(source: str, sources: Sources, origin: Origin) -> tuple[list[Sample], str]:
+def generate_chats(source: str, sources: Sources, context: DataContext) -> tuple[list[Sample], str]:
     """Chats and their description. Raises UserError if none has an answer."""
-    samples = as_samples(generate(source, sources, origin, chats=True))
+    samples = as_samples(generate(source, sources, context, chats=True))
     if not samples:
         raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
                         "tokens, found none")

@@ -15,28 +15,23 @@ import json
 import operator
 import os
 import random
-from array import array
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from common.data.chat import apply_template, fixed_template, load_chats, render
-from common.data.rows import Sample
+from common.data.chat import apply_template, fixed_template, render
+from common.data.rows import decoded
 from common.data.text import (
     EVALUATION,
     GENERATED,
     HELDOUT,
-    NONE,
     PARTS,
     TOKEN,
     TRAIN,
     TooShort,
     first_tokens,
-    is_generated,
-    load_tokens,
     read_documents,
     read_token_rows,
     write_array,
@@ -55,18 +50,6 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ROWS = {"cpu": 64, "cuda": 256}  # generated side by side; fewer if their cache would take more than
 CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
 ADVICE = "--chat none generates no chats"  # where a chat template does not serve
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The generating model's checkpoint directory and device; and the run directory that gets the tokens."""
-
-    model: str
-    run: str
-    device: str | torch.device
-    ranks: object = None  # common.training.sharding.Ranks, all of which take part; None: this process alone
-    layerwise: bool = False  # the model is too large for memory
-    plan: bool = False  # only the number of tokens matters
 
 
 class Buffer(DynamicLayer):
@@ -179,25 +162,18 @@ def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
 
 
-def decoded(tokens: np.ndarray) -> np.ndarray:
-    """Stored tokens as token ids, int64: those of answers are stored as ~token."""
-    return np.maximum(tokens, ~tokens).astype(np.int64)
-
-
-def generated(source: str, origin: Origin, sequences: int, length: int, split=TRAIN, chats=False):
+def generated(source: str, context, sequences: int, length: int, split=TRAIN, chats=False) -> np.ndarray:
     """[sequences, length] int32, as `sample` returns them, generated unless RUN/tokens/ has them.
 
-    A text begins with the token that it is sampled after: begin-of-sequence or, without one, end-of-sequence.
-    They are written there in pieces, each with a seed of its own and a record: a killed run goes on with the
-    next piece, and the number of ranks, which share them, changes nothing. Raises UserError for a model or a
-    template that cannot generate, and for a piece that its record does not describe.
+    context: a DataContext of common/data/sources.py. A text begins with the token that it is sampled after:
+    begin-of-sequence or, without one, end-of-sequence. The tokens are written there in pieces, each with a
+    seed of its own and a record: a killed run goes on with the next piece, and the number of ranks, which
+    share them, changes nothing. Raises UserError for a model or a template that cannot generate, and for a
+    piece that its record does not describe.
     """
     split = HELDOUT if split == EVALUATION else split
-    if origin.plan:
-        answers = np.arange(length) >= length // 2
-        return np.tile(-answers.astype(TOKEN) * chats, (sequences, 1))
-    config, tokenizer = load_config(origin.model), load_tokenizer(origin.model)
-    device, shape, end = torch.device(origin.device).type, geometry(config), tokenizer.eos_token_id
+    config, tokenizer = load_config(context.model), load_tokenizer(context.model)
+    device, shape, end = torch.device(context.device).type, geometry(config), tokenizer.eos_token_id
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     form, file = chat_form(tokenizer) if chats else None, source.partition(":")[2]
     if form and file:
@@ -205,23 +181,23 @@ def generated(source: str, origin: Origin, sequences: int, length: int, split=TR
     begins = beginnings(file, tokenizer, split, sequences) if file else [[]]
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPES[device].itemsize * length
     at_once = max(1, min(ROWS[device], CACHE[device] // cached))
-    record = {"source": fingerprint(origin.model), "chats": form, "continued": file,
+    record = {"source": fingerprint(context.model), "chats": form, "continued": file,
               "sha256": sha256(file) if os.path.isfile(file) else None, "seed": SEEDS[split],
               "temperature": 1, "length": length, "rows_at_once": at_once, "device": device}
     record |= {} if chats else {"begin": start}
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
-    directory = os.path.join(origin.run, "tokens", f"generated-{key}")
+    directory = os.path.join(context.run, "tokens", f"generated-{key}")
     pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
     paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}.npy") for piece in pieces}
-    rank, world = (origin.ranks.rank, origin.ranks.world) if origin.ranks else (0, 1)
+    rank, world = (context.ranks.rank, context.ranks.world) if context.ranks else (0, 1)
     present = {piece for piece in pieces if os.path.lexists(paths[piece])}
     for piece in present:  # before the others are generated
         read_piece(paths[piece], record, len(piece))
     missing = [piece for piece in pieces[rank::world] if piece not in present]
-    if missing and origin.layerwise:
+    if missing and context.layerwise:
         raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
-    with origin.ranks.waiting() if origin.ranks else contextlib.nullcontext():
-        model = missing and load_model(origin.model, DTYPES[device], origin.device)
+    with context.ranks.waiting() if context.ranks else contextlib.nullcontext():
+        model = missing and load_model(context.model, DTYPES[device], context.device)
         total = sum(map(len, missing)) * length
         with Progress(total=total, desc="generating", unit="tok", unit_scale=True, leave=False) as bar:
             for piece in missing:
@@ -279,68 +255,3 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
     return chosen
 
 
-def as_samples(chats: np.ndarray) -> list[Sample]:
-    """Rows of generated chats as samples; those that end before an answer begins are left out."""
-    samples = []
-    for row in chats:
-        borders = np.flatnonzero(np.diff(row < 0)) + 1
-        samples.append(Sample(*(array("i", decoded(part).tolist()) for part in np.split(row, borders))))
-    return [sample for sample in samples if sample.answer_tokens]
-
-
-def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[str]:
-    """Where chats come from: --chat, unless it is none. Left out, the model generates them if it generates
-    its --text and has a chat template. Raises UserError for a template that cannot generate them.
-    """
-    asked = chat if chat is not None else [GENERATED] if GENERATED in text else [NONE]
-    if GENERATED in asked:
-        tokenizer = load_tokenizer(model)
-        if chat is None and not tokenizer.chat_template:
-            return []
-        chat_form(tokenizer)  # before text is generated
-    return [] if asked == [NONE] else asked
-
-
-def read_sequences(text: str, chat: str | None, origin: Origin, sequences: int, length: int,
-                   split=TRAIN, bos: bool | None = None) -> tuple[torch.Tensor, str]:
-    """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
-    after another; all of them if text is none. Chats begin as their template says, generated text with the
-    token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
-    """
-    tokenizer, config = load_tokenizer(origin.model), load_config(origin.model)
-    count = 0 if chat is None else sequences if text == NONE else sequences // 2
-    parts, order = [], -1 if chat and is_generated(text) and not is_generated(chat) else 1  # files first
-    for source, rows, chats in ((text, sequences - count, False), (chat, count, True))[::order]:
-        if rows and is_generated(source):
-            ids = decoded(generated(source, origin, rows, length, split, chats))
-            parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
-        elif rows and chats:
-            samples, description = load_chats(source, tokenizer, config.max_position_embeddings, split)
-            ids = [token for sample in samples for segment in sample.segments for token in segment]
-            if len(ids) < rows * length:
-                raise TooShort(f"{source}: expected {rows * length} tokens{PARTS[split]}, found {len(ids)}")
-            parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
-        elif rows:
-            parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
-    tokens, descriptions = zip(*parts[::order], strict=True)
-    tokens, description = torch.cat(tokens), "; ".join(descriptions)
-    if tokens.max() >= config.vocab_size:  # of a .npy file
-        raise UserError(f"{description}: expected token ids below {config.vocab_size}, the vocabulary, "
-                        f"found {tokens.max()}")
-    return tokens, description
-
-
-def read_unread(calibration: dict, origin: Origin, sequences: int, length: int) -> tuple[torch.Tensor, str]:
-    """[sequences, length] token ids of the calibration's sources that it has not read, and what was read.
-
-    calibration: its record. They are of the held-out part or, where that is too short, of what the
-    calibration has read, which the description then says.
-    """
-    arguments = calibration["arguments"]
-    text, chat, bos = arguments["text"], arguments.get("chat"), arguments.get("bos") is True
-    try:
-        return read_sequences(text, chat, origin, sequences, length, HELDOUT, bos)
-    except TooShort:
-        tokens, description = read_sequences(text, chat, origin, sequences, length, TRAIN, bos)
-        description += ", part of the calibration's text: perplexity on other text (--text) may be higher"
-        return tokens, description

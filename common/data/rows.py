@@ -7,8 +7,11 @@ import codecs
 import gzip
 import json
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from common.errors import UserError
 from common.files import require_regular
@@ -150,3 +153,17 @@ class Sample:
     def answer_tokens(self) -> int:
         """The number of tokens in all answers."""
         return sum(map(len, self.segments[1::2]))
+
+
+def decoded(tokens: np.ndarray) -> np.ndarray:
+    """Stored tokens as token ids, int64: those of answers are stored as ~token."""
+    return np.maximum(tokens, ~tokens).astype(np.int64)
+
+
+def as_samples(chats: np.ndarray) -> list[Sample]:
+    """Rows of generated chats as samples; those that end before an answer begins are left out."""
+    samples = []
+    for row in chats:
+        borders = np.flatnonzero(np.diff(row < 0)) + 1
+        samples.append(Sample(*(array("i", decoded(part).tolist()) for part in np.split(row, borders))))
+    return [sample for sample in samples if sample.answer_tokens]

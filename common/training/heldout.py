@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from common.data.chat import load_chats
 from common.data.corpus import SPLIT, Sources, generated_rows
-from common.data.generate import Origin, as_samples, generated, read_sequences
-from common.data.rows import Sample
+from common.data.rows import Sample, as_samples
+from common.data.sources import DataContext, generated, read_sequences
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
 from common.data.text import (
     EVALUATION,
@@ -138,26 +138,26 @@ def compare(
     return student(row, sums_of)
 
 
-def load_heldout(sources: Sources, origin: Origin, texts: list[Sample], every: int) -> Heldout:
-    """What is held out, tokenized for the checkpoint origin.model.
+def load_heldout(sources: Sources, context: DataContext, texts: list[Sample], every: int) -> Heldout:
+    """What is held out, tokenized for the checkpoint context.model.
 
     texts: heldout_texts. Every second one of the texts is measured, every so many steps. Raises UserError for
     questions that cannot be read or are too long.
     """
-    chats, questions = heldout_chats(sources, origin), heldout_questions(sources, origin)
+    chats, questions = heldout_chats(sources, context), heldout_questions(sources, context)
     sets = {TEXT_SET: texts[::2], CHAT_SET: chats, TASK_SET: questions}
     sets = {name: samples for name, samples in sets.items() if samples}
     return Heldout(sets, every, texts[1::2])
 
 
-def heldout_texts(sources: Sources, origin: Origin) -> list[Sample]:
+def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
     """Twice `heldout_sequences` texts of `text_length` tokens; with SPLIT at most as many.
 
     Raises UserError for text that cannot be read, is too short, or is trained on.
     """
     source, length, count = sources.heldout_text, sources.text_length, 2 * sources.heldout_sequences
     if source == SPLIT:
-        return split_texts(sources, origin, count)
+        return split_texts(sources, context, count)
     if source == NONE:
         return []
     if os.path.isfile(source):
@@ -166,36 +166,36 @@ def heldout_texts(sources: Sources, origin: Origin) -> list[Sample]:
             if known_sha256(path) == digest:
                 raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
                                 f"same in {path}")
-    tokens, description = read_sequences(source, None, origin, count, length, EVALUATION, sources.bos)
-    origin.ranks.say(f"reads   {description}; held out")
+    tokens, description = read_sequences(source, None, context, count, length, EVALUATION, sources.bos)
+    context.ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 
 
-def split_texts(sources: Sources, origin: Origin, count: int) -> list[Sample]:
+def split_texts(sources: Sources, context: DataContext, count: int) -> list[Sample]:
     """At most `count` texts of the held-out parts of --text, from each source as many, as far as it has them.
 
     Of generated text at most a tenth of what is trained on, but two. Raises UserError for text that cannot be
     read.
     """
-    tokenizer, length, samples = load_tokenizer(origin.model), sources.text_length, []
+    tokenizer, length, samples = load_tokenizer(context.model), sources.text_length, []
     prefix, texts = bos_prefix(tokenizer, sources.bos), list(dict.fromkeys(sources.text))
     share = -(-count // max(1, len(texts)))
     for source in sorted(texts, key=is_generated):  # a fault in a file is found before text is generated
         if is_generated(source):
             rows = min(share, max(2, generated_rows(sources, len(prefix)) // 10))
             try:
-                rows = generated(source, origin, rows, length, HELDOUT).tolist()
+                rows = generated(source, context, rows, length, HELDOUT).tolist()
             except TooShort:  # of documents to continue
                 rows = []
         else:
             rows = packed_rows(source, tokenizer, share, length - len(prefix), HELDOUT)
             rows = [prefix + row for row in rows]
         samples += map(Sample, rows)
-        say_held_out(origin, source, len(rows), f"texts of {length} tokens")
+        say_held_out(context, source, len(rows), f"texts of {length} tokens")
     return samples[:count]
 
 
-def heldout_chats(sources: Sources, origin: Origin) -> list[Sample]:
+def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
     """At most `heldout_chats` chats of the held-out parts of --chat, from each source as many.
 
     Of generated ones at most a tenth of what is trained on, but two. Raises UserError for chats that cannot
@@ -206,26 +206,26 @@ def heldout_chats(sources: Sources, origin: Origin) -> list[Sample]:
     for source in chats if count else ():
         if is_generated(source):
             rows = min(share, max(2, generated_rows(sources) // 10))
-            found = as_samples(generated(source, origin, rows, sources.text_length, HELDOUT, chats=True))
+            found = as_samples(generated(source, context, rows, sources.text_length, HELDOUT, chats=True))
         else:
-            tokenizer = load_tokenizer(origin.model)
-            positions = load_config(origin.model).max_position_embeddings
+            tokenizer = load_tokenizer(context.model)
+            positions = load_config(context.model).max_position_embeddings
             try:
                 found, _ = load_chats(source, tokenizer, positions, HELDOUT, most=share)
             except TooShort:
                 found = []
         samples += found
-        say_held_out(origin, source, len(found), "chats")
+        say_held_out(context, source, len(found), "chats")
     return samples[:count]
 
 
-def say_held_out(origin: Origin, source: str, count: int, kind: str) -> None:
+def say_held_out(context: DataContext, source: str, count: int, kind: str) -> None:
     """Print how many samples of a source's held-out part there are."""
     few = "" if count else ": its held-out part is too short"
-    origin.ranks.say(f"reads   {source}: {count} {kind}, held out{few}")
+    context.ranks.say(f"reads   {source}: {count} {kind}, held out{few}")
 
 
-def heldout_questions(sources: Sources, origin: Origin) -> list[Sample]:
+def heldout_questions(sources: Sources, context: DataContext) -> list[Sample]:
     """The first `heldout_questions` of each task's validation split.
 
     None of them asked for: QUESTIONS of each task that has that split. Raises UserError if some are and a
@@ -236,8 +236,8 @@ def heldout_questions(sources: Sources, origin: Origin) -> list[Sample]:
         raise UserError(f"--heldout-questions {asked}: expected --tasks with it, found --tasks none")
     if sources.tasks == NONE or asked == 0:
         return []
-    tokenizer = load_tokenizer(origin.model)
-    positions = load_config(origin.model).max_position_embeddings
+    tokenizer = load_tokenizer(context.model)
+    positions = load_config(context.model).max_position_embeddings
     for task in sources.only:
         if asked is None and not has_split(task, "validation", sources.tasks):
             continue
@@ -246,5 +246,5 @@ def heldout_questions(sources: Sources, origin: Origin) -> list[Sample]:
         check_lengths(enumerate(chosen), positions, place)
         samples += chosen
     if samples:
-        origin.ranks.say(f"reads   {sources.tasks}: {len(samples)} validation questions, held out")
+        context.ranks.say(f"reads   {sources.tasks}: {len(samples)} validation questions, held out")
     return samples

@@ -12,7 +12,7 @@ from common.artifacts import Claim
 from common.cli import Flag
 from common.data.corpus import SPLIT, Pool, Sources, load_pool
 from common.data.demo import DEMO, default_sources
-from common.data.generate import Origin, choose_chats
+from common.data.sources import DataContext, choose_chats
 from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError
 from common.models import bos_prefix, load_config, load_tokenizer
@@ -142,7 +142,7 @@ def settle(
     args = with_defaults(args, defaults, conversion, load_config(source).max_position_embeddings)
     args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    context = Origin(source, args.run, ranks.device, ranks, plan=bool(args.plan))
+    context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan))
     texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(sources, context)
     heldout = load_heldout(sources, context, texts, args.heldout_every)

@@ -27,8 +27,8 @@ import torch
 from common import companions
 from common.artifacts import digest, input_digests, verify_files, write_record
 from common.cli import non_negative_float, positive, run_stage, stage_parser
+from common.equivalence import max_difference, mean_kl, mean_nll
 from common.errors import UserError
-from common.evaluate import max_difference, mean_kl, mean_nll
 from common.files import write_directory
 from common.models import load_config, load_tokenizer
 from common.training.metrics import read_metrics

@@ -24,8 +24,9 @@ from common import cli
 from common.artifacts import check_input, claim, input_digests, write_beside, write_record
 from common.cli import run_stage, stage_parser
 from common.data.text import EVALUATION, load_tokens
+from common.equivalence import mean_kl, mean_nll
 from common.errors import UserError
-from common.evaluate import cache_bytes_per_token, mean_kl, mean_nll
+from common.evaluate import cache_bytes_per_token
 from common.files import write_text
 from common.models import load_model, load_tokenizer
 from common.reporting import plots

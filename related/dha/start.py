@@ -38,8 +38,8 @@ from common.closed_form.layer import key_fit, merging_loss
 from common.closed_form.refit import Refit
 from common.closed_form.values import merge_values, value_loss
 from common.data.text import load_tokens
+from common.equivalence import mean_kl
 from common.errors import UserError
-from common.evaluate import mean_kl
 from common.families import allowed_kv_heads, check_kv_heads, key_context
 from common.files import write_directory
 from common.layers import Layers, run_layer

@@ -13,8 +13,8 @@ from common.cli import positive, probability
 from common.data.corpus import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
+from common.equivalence import max_difference, require_close
 from common.errors import UserError
-from common.evaluate import max_difference, require_close
 from common.method.losses import next_token_loss
 from common.models import load_config, load_model
 from common.training import checkpoints, engine

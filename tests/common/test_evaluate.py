@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from common import evaluate
+from common import equivalence, evaluate
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
 from common.errors import UserError
@@ -37,7 +37,7 @@ def test_perplexity_is_transformers_loss(model):
 def test_a_perplexity_that_overflows_is_refused(model, scale):
     logits = [model(row[None]).logits[0].detach() * scale for row in TOKENS]
     with pytest.raises(UserError, match="perplexity: expected a loss of at most 700 nats, found"):
-        evaluate.perplexity_of(logits, TOKENS)
+        equivalence.perplexity_of(logits, TOKENS)
 
 
 @torch.no_grad()
@@ -104,8 +104,8 @@ def test_logit_comparisons():
     first, second = (torch.randn(2, 4, 9, generator=generator).unbind() for _ in range(2))
     pairs = list(zip(first, second, strict=True))
     divergences = [F.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean") for a, b in pairs]
-    assert evaluate.mean_kl(first, second) == pytest.approx(float(sum(divergences)) / 2, abs=1e-6)
-    assert evaluate.max_difference(first, second) == max(float((a - b).abs().max()) for a, b in pairs)
+    assert equivalence.mean_kl(first, second) == pytest.approx(float(sum(divergences)) / 2, abs=1e-6)
+    assert equivalence.max_difference(first, second) == max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def examples() -> list[Example]:

@@ -121,7 +121,7 @@ def test_an_export_has_the_held_out_figures_of_its_step(finished_run, tmp_path):
     assert (summary["step"], summary["heldout_kl"]) == (first, 0.125)
 
 
-@pytest.mark.parametrize("name", ["step-00000001/shard", "settings.json", "forced.json", "metrics.jsonl",
+@pytest.mark.parametrize("name", ["step-00000001/shard", "settings.json", "metrics.jsonl",
                                   "curves.png", "heldout.npy", "tensorboard/events.out.tfevents.1.host"])
 def test_every_file_of_a_training_is_in_its_record(tmp_path, name):
     for file in (name, "notes.txt", "step-00000001/notes.txt", "tensorboard/notes.txt"):

@@ -13,7 +13,9 @@ from scipy.stats import chisquare
 
 from common.data import generate
 from common.data.chat import load_chats
-from common.data.generate import Origin, chat_form, chat_row, generated, text_row
+from common.data.generate import chat_form, chat_row, text_row
+from common.data.rows import as_samples
+from common.data.sources import DataContext, choose_chats, generated, read_sequences
 from common.data.text import EVALUATION, HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.families import geometry
@@ -85,7 +87,7 @@ def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
     row = written(chat_row(*chat_form(tokenizer), END), sent[1:])
     expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000, EVALUATION)
     segments = [list(segment) for sample in expected for segment in sample.segments]
-    assert [list(segment) for segment in generate.as_samples(row)[0].segments] == segments
+    assert [list(segment) for segment in as_samples(row)[0].segments] == segments
 
 
 @pytest.mark.parametrize("tokenizer", [chatml_tokenizer(), llama2_tokenizer()])
@@ -101,7 +103,7 @@ def test_a_model_may_end_turns_as_the_template_does(tokenizer):
 
 def test_a_row_without_an_answer_is_no_sample():
     rows = np.array([[1, 2, 3, 4], [1, 0, ~3, 4], [1, ~2, ~3, ~4]], np.int32)
-    segments = [[list(part) for part in sample.segments] for sample in generate.as_samples(rows)]
+    segments = [[list(part) for part in sample.segments] for sample in as_samples(rows)]
     assert segments == [[[1, 0], [3], [4]], [[1], [2, 3, 4]]]
 
 
@@ -146,19 +148,19 @@ def test_a_model_that_chats_generates_chats_beside_its_text(model, tmp_path):
     both = ["a.jsonl", "b.jsonl"]
     for chat, text, expected in ((None, ["a.txt", "generated"], ["generated"]), (["none"], ["generated"], []),
                                  (None, ["c4", "generated:a.txt"], []), (both, ["generated"], both)):
-        assert generate.choose_chats(chat, text, model) == expected
+        assert choose_chats(chat, text, model) == expected
     byte_tokenizer().save_pretrained(model)
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text("{% for m in messages %}: {{ m['content'] }}{% endfor %}")
     for chat in (None, ["generated"]):  # refused before any text is generated
         with pytest.raises(UserError, match="expected a chat template with a generation prompt, found none"):
-            generate.choose_chats(chat, ["generated"], model)
+            choose_chats(chat, ["generated"], model)
     template.unlink()
-    assert generate.choose_chats(None, ["generated"], model) == []
+    assert choose_chats(None, ["generated"], model) == []
 
 
-def origin(model: str, home, **changes) -> Origin:
-    return Origin(model, str(home), "cpu", **changes)
+def origin(model: str, home, **changes) -> DataContext:
+    return DataContext(model, str(home), "cpu", **changes)
 
 
 @pytest.mark.parametrize(("chats", "length"), [(False, 30), (True, 60)])
@@ -277,22 +279,22 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     place, text = origin(model, tmp_path), tmp_path / "text.txt"
     text.write_text("some words " * 100)
     path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
-    tokens, description = generate.read_sequences(str(text), path, place, 5, 64)
+    tokens, description = read_sequences(str(text), path, place, 5, 64)
     assert (tokens[:3] == load_tokens(str(text), load_tokenizer(model), 3, 64)[0]).all()
     rendered = load_tokenizer(model).decode(tokens[3:].flatten())
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
-    chats, _ = generate.read_sequences("none", "generated", place, 3, 64)
+    chats, _ = read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
     written, rows, continued = sorted(tmp_path.rglob("*.npy")), 3, f"generated:{text}"
     text.write_text(f"{text.read_text()}\n" * 3)
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):
-        generate.read_sequences(continued, path, place, 200, 64)
+        read_sequences(continued, path, place, 200, 64)
     assert sorted(tmp_path.rglob("*.npy")) == written  # before text is generated
-    both, description = generate.read_sequences(continued, path, place, 2 * rows, 64)
-    assert (both[rows:] == generate.read_sequences("none", path, place, rows, 64)[0]).all()
+    both, description = read_sequences(continued, path, place, 2 * rows, 64)
+    assert (both[rows:] == read_sequences("none", path, place, rows, 64)[0]).all()
     assert description.startswith(f"{continued}: 3 texts; {path}")
 
 
@@ -306,7 +308,7 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     heldout = set((home / "tokens").iterdir()) - calibration
     assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
-    assert "no calibration text" not in run("audit.py", "--run", home).stdout
+    assert "no calibration text" not in run("audit/__main__.py", "--run", home).stdout
     flags = ["--tasks", "none", *text, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
              "--steps", 2, "--batch", 2, "--warmup", 1]
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)

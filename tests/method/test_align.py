@@ -21,7 +21,7 @@ from common.artifacts import check_input, read_record
 from common.calibration import Calibration
 from common.closed_form import refit as refitting
 from common.closed_form.layer import closed_form_layer, energy_lost
-from common.data.generate import Origin
+from common.data.sources import DataContext
 from common.errors import UserError
 from common.method import merge as fuse
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
@@ -444,7 +444,7 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
 
 def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_path, monkeypatch):
     home = copy_run(bf16_run, tmp_path / "run")
-    monkeypatch.setattr("common.evaluate.mean_kl", lambda first, second: 0.011)
+    monkeypatch.setattr("common.equivalence.mean_kl", lambda first, second: 0.011)
     message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
     expect_error(message, "04_align.py", "--run", home, "--force")
     run("04_align.py", "--run", home, "--force", "--dtype", "float32")
@@ -488,11 +488,11 @@ def test_everything_is_computed_on_the_device_asked_for(aligned_run, tmp_path, m
 
     monkeypatch.setattr("common.models.pick_device", {"cpu": "cpu:0"}.get)
     monkeypatch.setattr(layers.Layers, "__init__", remembered(layers.Layers.__init__, 2))
-    monkeypatch.setattr(Origin, "__init__", remembered(Origin.__init__, 2))
+    monkeypatch.setattr(DataContext, "__init__", remembered(DataContext.__init__, 2))
     monkeypatch.setattr(Calibration, "grams", lambda self, device, index:
                         used.add(("grams", device)) or grams(self, device, index))
     run("04_align.py", "--run", home, "--force", "--device", "cpu")
-    assert used == {(name, "cpu:0") for name in ("Layers.__init__", "Origin.__init__", "grams")}
+    assert used == {(name, "cpu:0") for name in ("Layers.__init__", "DataContext.__init__", "grams")}
 
 
 def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tmp_path):

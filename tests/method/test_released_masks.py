@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from audit.training import pulled, released, released_size
 from common.method import masks, released_masks
 from common.training import students
 from common.training.mask_state import ReleasedMasks
 from common.training.students import Rates
-from pipelines.audit_training import pulled, released, released_size
 from students import masked_student, rates
 
 

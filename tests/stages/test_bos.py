@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from common import evaluate
 from common.data.corpus import Sources, load_pool
-from common.data.generate import Origin, generated, read_sequences, read_unread
+from common.data.sources import DataContext, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
 from common.errors import UserError
@@ -111,7 +111,7 @@ def test_alignment_and_refit_take_it_from_the_calibration(aligned):
 def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
     model = save_tiny(tmp_path / "model")
     beginning(byte_tokenizer(), adds=False).save_pretrained(model)
-    origin, record = Origin(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
+    origin, record = DataContext(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
     tokens, _ = read_unread({"arguments": record}, origin, 2, 24)
     assert tokens[:, 0].tolist() == [BEGIN] * 2
     assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT, bos=True)[0])
@@ -132,7 +132,7 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
     for bos, begin in ((None, [BEGIN]), (False, [])):
         length = LENGTH - 1 + len(begin)
         sources = Sources(inputs["tasks"], text=[inputs["text"]], text_length=length, bos=bos)
-        origin = Origin(model, str(tmp_path / str(bos)), "cpu", group_of_one)
+        origin = DataContext(model, str(tmp_path / str(bos)), "cpu", group_of_one)
         pool = load_pool(sources, origin)
         kept = replace(sources, text=(), heldout_text=inputs["text"], heldout_sequences=3)
         texts = heldout_texts(kept, origin)
@@ -215,7 +215,7 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
 ):
     """No second one is put before it, in whichever stage; chats begin as their template says."""
     model, begin = writer
-    origin = Origin(model, str(tmp_path), "cpu")
+    origin = DataContext(model, str(tmp_path), "cpu")
     rows = generated("generated", origin, ROWS, LENGTH)
     assert (rows[:, 0] == begin).all() and len(np.unique(rows[:, 1:], axis=0)) == ROWS
     for bos in (None, False, begin == BEGIN):
@@ -223,7 +223,7 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
         assert tokens.dtype == torch.int64 and (tokens.numpy() == rows).all()
         tokens_of_text = ROWS * (LENGTH - (begin == BEGIN and bos is not False))
         sources = Sources(text=["generated"], text_length=LENGTH, text_tokens=tokens_of_text, bos=bos)
-        pool = load_pool(sources, Origin(model, str(tmp_path), "cpu", group_of_one))
+        pool = load_pool(sources, DataContext(model, str(tmp_path), "cpu", group_of_one))
         assert [sample.prompt for sample in pool.texts] == rows.tolist()
     chats = [read_sequences("none", "generated", origin, 3, LENGTH, bos=bos)[0]
              for bos in (False, begin == BEGIN)]
@@ -233,7 +233,7 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
 def test_a_file_continued_by_the_model_begins_with_it_too(home, inputs, tmp_path):
     (tmp_path / "text.txt").write_text("a document to go on with " * 4)
     source = f"generated:{tmp_path / 'text.txt'}"
-    rows = generated(source, Origin(str(home / "model"), str(tmp_path), "cpu"), 2, 100)
+    rows = generated(source, DataContext(str(home / "model"), str(tmp_path), "cpu"), 2, 100)
     begin = beginning(byte_tokenizer())("a document to go on with a docum")["input_ids"]
     assert rows[0, :33].tolist() == begin and begin[0] == BEGIN
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers.utils import is_flash_attn_2_available
 
 from common import models
-from common.evaluate import max_difference
+from common.equivalence import max_difference
 from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks

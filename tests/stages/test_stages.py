@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.calibration import Calibration
-from common.data.generate import Origin, read_sequences, read_unread
+from common.data.sources import DataContext, read_sequences, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.files import sha256
@@ -289,7 +289,7 @@ def test_calibration_does_not_reach_into_what_is_held_out(inputs, tmp_path):
 
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
     """Four sequences for the equivalence check, of a text that has calibrated."""
-    origin = Origin(model, str(path.parent), "cpu")
+    origin = DataContext(model, str(path.parent), "cpu")
     return read_unread({"arguments": {"text": str(path)}}, origin, 4, length)
 
 
@@ -316,7 +316,7 @@ def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inpu
     for split in ("train", "heldout"):
         (tmp_path / "text" / f"{split}.txt").write_text(f"Of the {split} part. " * 100)
     monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
-    origin = Origin(inputs["model"], str(tmp_path), "cpu")
+    origin = DataContext(inputs["model"], str(tmp_path), "cpu")
     tokens, _ = read_unread({"arguments": {"text": "demo"}}, origin, 4, 50)
     assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, HELDOUT)[0])
 

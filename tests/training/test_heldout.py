@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from common.data.corpus import NONE, Sources
-from common.data.generate import Origin
 from common.data.rows import Sample
+from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
@@ -253,7 +253,7 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
 def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
     """What these sources keep out of training, beside these texts."""
     sources = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text_length": 64, "heldout_sequences": 3}
-    origin = Origin(inputs["model"], "", "cpu", ranks)
+    origin = DataContext(inputs["model"], "", "cpu", ranks)
     sources = Sources(**sources | changes)
     return load_heldout(sources, origin, [*texts, *heldout_texts(sources, origin)], every=7)
 

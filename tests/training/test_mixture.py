@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from common.data import corpus
 from common.data.corpus import Pool, Sources, load_pool, samples_digest
-from common.data.generate import Origin, as_samples, generated
-from common.data.rows import Sample
+from common.data.rows import Sample, as_samples
+from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, in_part
 from common.errors import UserError
@@ -40,7 +40,8 @@ def text_arguments(home, inputs, *arguments) -> list:
 
 def pool_of(run, model: str, ranks, **sources) -> Pool:
     """What these sources have to train on."""
-    return load_pool(Sources(**{"text_length": 16} | sources), Origin(model, str(run), ranks.device, ranks))
+    context = DataContext(model, str(run), ranks.device, ranks)
+    return load_pool(Sources(**{"text_length": 16} | sources), context)
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     table.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     split = {"text": [inputs["text"], str(table), inputs["text"]], "chat": [path], "heldout_text": "split",
              "heldout_sequences": 3, "text_length": 16}
-    origin = Origin(model, str(tmp_path), "cpu", group_of_one)
+    origin = DataContext(model, str(tmp_path), "cpu", group_of_one)
     sources = Sources(**split, heldout_chats=2)
     texts = heldout_texts(sources, origin)
     held_out = [[document for document in documents if in_part(document, part)] for part in (TRAIN, HELDOUT)]
@@ -123,7 +124,7 @@ def test_what_is_too_short_to_hold_out_is_said(inputs, chats, tmp_path, group_of
     text, chat = str(tmp_path / "text.txt"), chats[1]
     sources = Sources(text=[text], chat=[chat], heldout_text="split", heldout_sequences=3, heldout_chats=3,
                       text_length=16)
-    origin = Origin(chats[0], str(tmp_path), "cpu", group_of_one)
+    origin = DataContext(chats[0], str(tmp_path), "cpu", group_of_one)
     assert not heldout_texts(sources, origin)
     assert not load_heldout(sources, origin, [], every=5).sets
     assert capsys.readouterr().out.splitlines() == [
@@ -135,7 +136,7 @@ def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
     """But two samples, of another seed; documents to continue are held out, too, and may be too few."""
     (tmp_path / "text.txt").write_text("word " * 100)
     source = f"generated:{tmp_path / 'text.txt'}"
-    origin = Origin(chats[0], str(tmp_path), "cpu", group_of_one)
+    origin = DataContext(chats[0], str(tmp_path), "cpu", group_of_one)
     sources = Sources(text=["generated", source], chat=["generated"], heldout_text="split",
                       heldout_sequences=5, heldout_chats=4, text_length=100, text_tokens=3000)
     for changes, count in (({}, 3), ({"text_tokens": 500}, 2), ({"heldout_sequences": 1}, 1),

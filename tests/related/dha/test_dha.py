@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from common.evaluate import cache_bytes_per_token, max_difference
+from common.equivalence import max_difference
+from common.evaluate import cache_bytes_per_token
 from common.families import geometry
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
 from helpers import ROOT, save_tiny, tiny_model

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 from common.calibration import Calibration
-from common.evaluate import max_difference
+from common.equivalence import max_difference
 from common.layers import Layers
 from common.models import load_model
 from dha_models import GROUPS, SMALL, tokens

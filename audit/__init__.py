@@ -1,7 +1,7 @@
 """Compare a run with the paper's equations as printed, one by one.
 
-    python audit.py --run runs/demo                     # 10 seconds; `make audit` makes the demo first
-    python audit.py --run runs/llama2-7b --layer 0 7    # of a 7B model: half a minute and 4 GiB a layer
+    python -m audit --run runs/demo                     # 10 seconds; `make audit` makes the demo first
+    python -m audit --run runs/llama2-7b --layer 0 7    # of a 7B model: half a minute and 4 GiB a layer
 
 On one side are the equations of paper.py, on the other the stages' files in RUN and what their functions
 compute from the same numbers: similarities and alignments of the vectors in calibration/, heads in aligned/
@@ -25,9 +25,10 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
+from audit.training import FLOAT32, recorded_rows, step_rows
 from common.artifacts import read_record, read_tensors
 from common.calibration import Calibration
-from common.cli import Clock, StageParser, non_negative, run_stage
+from common.cli import Clock, StageParser, non_negative
 from common.errors import UserError
 from common.files import read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
@@ -40,7 +41,6 @@ from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, 
 from common.models import load_config, source_model
 from common.reporting.tables import markdown_table
 from common.weights import open_checkpoint
-from pipelines.audit_training import FLOAT32, recorded_rows, step_rows
 
 CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
 BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: local optima differ by as much
@@ -345,6 +345,3 @@ def main() -> int:
     print(f"paper: {len(rows)} rows, {len(layers)} layers, {clock()} s, off: {'; '.join(off) or 'none'}")
     return 1 if off else 0
 
-
-if __name__ == "__main__":
-    run_stage(main)

@@ -1,4 +1,4 @@
-"""Stage 5's part of audit.py: steps by its own functions and as printed, and what it recorded of its steps.
+"""Stage 5's part of the audit: steps by its own functions and as printed, and what it recorded of its steps.
 
 The masks are the paper's (--masks l0) and those of the authors' code (l0-released), transcribed here. The
 steps are those of a model with one layer between embedding and head, on random tokens.
