@@ -145,7 +145,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     "06_export.py": {
         "files": FILES,
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
-                    "max_logit_difference": POSITIVE, "max_logit_difference_stored": POSITIVE},
+                    "max_logit_difference": POSITIVE},
     },
     "07_eval.py": {
         "files": FILES,

@@ -46,8 +46,6 @@ OF_STUDENT = ("curves.png", "heldout.npy")  # which a teacher's training does no
 OWN = re.compile("|".join((r"step-\d+", "tensorboard", *map(re.escape, (SETTINGS, METRICS, *OF_STUDENT)))))
 EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]*")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-EARLIER = ".metadata"  # of torch's own format, in which checkpoints were written before
-LAST_EARLIER = "4332407"  # the commit that still reads it
 
 
 def refuse_foreign(directory: str) -> None:
@@ -254,7 +252,6 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
-        refuse_earlier(path)
         faults = [None] * ranks.world
         dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
         fault = next(filter(None, faults), None)
@@ -268,13 +265,6 @@ def newest(directory: str, ranks) -> str | None:
         raise UserError(f"{directory}: expected an intact checkpoint, found {len(saved)} damaged; "
                         "--force starts over")
     return None
-
-
-def refuse_earlier(path: str) -> None:
-    """Raise UserError for a checkpoint in the format of earlier versions, which held pickled metadata."""
-    if os.path.exists(os.path.join(path, EARLIER)):
-        raise UserError(f"{path}: expected a checkpoint of safetensors files, found the format of earlier "
-                        f"versions, which commit {LAST_EARLIER} reads")
 
 
 def _read(tensors: dict, path: str, **options) -> None:
@@ -306,7 +296,6 @@ class TrainedWeights:
     """
 
     def __init__(self, path: str, part: str = "net"):
-        refuse_earlier(path)
         fault = damage(path)
         if fault:
             raise UserError(f"{path}: expected an intact training checkpoint, found that {fault}")

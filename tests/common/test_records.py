@@ -57,7 +57,7 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
     "06_export.py": {
         "files": {"model.safetensors": SHA},
         "summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM",
-                    "max_logit_difference": 0.0, "max_logit_difference_stored": 0.0},
+                    "max_logit_difference": 0.0},
     },
     "07_eval.py": {
         "device": "cpu",

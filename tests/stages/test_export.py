@@ -11,15 +11,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common import evaluate
 from common.artifacts import digest, write_record
 from common.files import sha256
 from common.layers import Layers
-from common.method import masks
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
 from helpers import byte_tokenizer, copy_run, expect_error, run
-from tiny_run import digests
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -69,26 +66,12 @@ def refuse(home, message: str, *flags: str) -> None:
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
 
 
-@pytest.mark.parametrize("difference", [1.0, float("nan")])
-def test_an_export_that_differs_from_the_student_is_refused(finished_run, tmp_path, monkeypatch, difference):
-    home = copy_run(finished_run, tmp_path / "run")
-    monkeypatch.setattr(evaluate, "max_difference", lambda expected, actual: difference)
-    expect_error("the exported model differs from the student", "06_export.py", "--run", home, "--force")
-    assert digests(home / "gqa") == digests(finished_run / "gqa")
-
-
-def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [1e-2, float("nan")])
+def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch, error):
     """Logits of the checkpoint loaded back; float32 stores what was computed."""
     home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
-    monkeypatch.setattr(Layers, "logits", lambda self, tokens: [rows + 1e-2 for rows in logits(self, tokens)])
+    monkeypatch.setattr(Layers, "logits", lambda self, tokens: [rows + error for rows in logits(self, tokens)])
     refuse(home, "the export, loaded back, differs from the student")
-
-
-def test_a_student_that_masks_do_not_make_gqa_is_refused(finished_run, tmp_path, monkeypatch):
-    """The student's logits come from the masked layers, not from those that are written."""
-    home, set_masks = copy_run(finished_run, tmp_path / "run"), masks.set_masks
-    monkeypatch.setattr(masks, "set_masks", lambda student, z: set_masks(student, z + 1e-2))
-    refuse(home, "the exported model differs from the student")
 
 
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):

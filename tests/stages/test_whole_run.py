@@ -14,7 +14,7 @@ from training_runs import final_weights, metrics
 
 def test_whole_run(finished_run):
     summary = read(finished_run / "gqa" / "stage.json")["summary"]
-    assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference_stored"] <= 1e-4
+    assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference"] <= 1e-4
     model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
     tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
     assert model.model.layers[0].self_attn.k_proj.weight.shape == (2 * SIZE, 48)
@@ -97,4 +97,4 @@ def test_other_merges_through_all_stages(finished_run, inputs, tmp_path, merge, 
     assert sum("mask_mean" in line for line in lines) == (8 if masks == "l0" else 0)
     model = AutoModelForCausalLM.from_pretrained(home / "gqa")
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_key_value_heads == 2
-    assert read(home / "gqa" / "stage.json")["summary"]["max_logit_difference_stored"] <= 1e-4
+    assert read(home / "gqa" / "stage.json")["summary"]["max_logit_difference"] <= 1e-4

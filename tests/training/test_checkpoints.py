@@ -121,16 +121,6 @@ def test_what_others_put_into_a_checkpoint_outlives_it(saved):
                                    "step-00000001.old-2/notes.txt"}
 
 
-def test_the_format_of_earlier_versions_is_named_and_not_read(saved, tmp_path):
-    """Its metadata is a pickle, which may run a command."""
-    job, path = saved
-    Path(path, ".metadata").write_bytes(f"cos\nsystem\n(S'touch {tmp_path / 'executed'}'\ntR.".encode())
-    for read in (checkpoints.whole_weights, lambda _: checkpoints.newest(job.directory, job.ranks)):
-        with pytest.raises(UserError, match="the format of earlier versions, which commit 4332407 reads"):
-            read(path)
-    assert os.path.isdir(path) and not (tmp_path / "executed").exists()
-
-
 def test_ranks_share_the_files_that_they_check(saved):
     """Each damaged file is one rank's to find."""
     _, path = saved
