@@ -22,13 +22,13 @@ hidden x 4 bytes). Both modes write the same bytes.
 """
 
 import argparse
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 
 import torch
 
 from common import families, gguf, models
-from common.artifacts import claim, write_record
+from common.artifacts import begin_stage, write_record
 from common.calibration import write_layer, write_tokens
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
@@ -151,7 +151,7 @@ def main():
     inputs = digests_of([args.model, args.text, args.chat])
     if os.path.isdir(args.model):
         inputs["model"] = models.fingerprint(args.model)
-    started = claim("01_calibrate.py", args, output, inputs=inputs)
+    started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
     if args.model.endswith(".gguf"):
         path = gguf.dequantize(args.model, os.path.join(args.run, "source"), args.force)

@@ -16,7 +16,7 @@ authors' code squares it). Values are aligned by any orthogonal map, keys by one
 Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation; in OLMo 2 and 3 by quarters).
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 
 import torch
@@ -96,7 +96,7 @@ def main():
         raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity.json")
-    started = artifacts.claim("02_similarity.py", args, output, beside=(TENSORS, *PICTURES),
+    started = artifacts.begin_stage("02_similarity.py", args, output, beside=(TENSORS, *PICTURES),
                               inputs=artifacts.input_digests(args.run, [source]))
     calibration = Calibration(source)
     model = calibration.model

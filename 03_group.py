@@ -13,12 +13,12 @@ improvements are kept. --by none groups adjacent heads; --by energy (minus the e
 is meant for 04_align.py --merge closed-form.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 
 import numpy as np
 
-from common.artifacts import claim, input_digests, read_tensors, write_beside, write_record
+from common.artifacts import begin_stage, input_digests, read_tensors, write_beside, write_record
 from common.cli import positive, run_stage, seed, stage_parser
 from common.errors import UserError
 from common.families import check_kv_heads
@@ -87,7 +87,8 @@ def main():
     args = parse()
     source = args.similarity or os.path.join(args.run, "similarity.safetensors")
     output = os.path.join(args.run, "groups.json")
-    started = claim("03_group.py", args, output, beside=(PICTURE,), inputs=input_digests(args.run, [source]))
+    inputs = input_digests(args.run, [source])
+    started = begin_stage("03_group.py", args, output, beside=(PICTURE,), inputs=inputs)
     tensors, measured = read_tensors(source, "02_similarity.py")
     model = measured["model"]
     similarity = similarity_by(tensors, source, model, args.by, args.criterion)

@@ -32,7 +32,7 @@ If the command is stopped, the same one goes on: with the aligned model that was
 layer that was not refitted. Another command, or another version, removes what that one left.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -347,7 +347,7 @@ def main():
     digests = artifacts.input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text])
     partial_path = os.path.join(args.run, "align.partial")
     try:
-        started = artifacts.claim("04_align.py", args, aligned_path, merged_path, inputs=digests)
+        started = artifacts.begin_stage("04_align.py", args, aligned_path, merged_path, inputs=digests)
     except Complete:
         remove_parts(partial_path, "04_align.py")  # of a run that was killed at its very end
         raise

@@ -46,14 +46,22 @@ authors' code), with --tasks none to values for text, or for the demo model to v
 """
 
 import argparse
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 from dataclasses import replace
 
 import torch
 
 from common import cli
-from common.artifacts import RECORD, Claim, claim, input_digests, read_record, verify_files, write_record
+from common.artifacts import (
+    RECORD,
+    Claim,
+    begin_stage,
+    input_digests,
+    read_record,
+    verify_files,
+    write_record,
+)
 from common.cli import Flag, run_stage, stage_parser
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
@@ -375,7 +383,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
     else:
         if settings.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
-            claim(name, argparse.Namespace(run=parent))
+            begin_stage(name, argparse.Namespace(run=parent))
         if not train_teacher(run, settings.teacher_schedule, settings.teacher_rates):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained
@@ -384,7 +392,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
 
 def main() -> int:
     args = parse()
-    started = claim(STAGE, args)
+    started = begin_stage(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order

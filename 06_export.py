@@ -17,7 +17,7 @@ unexpected one stops the export. The checkpoint is loaded back, and its logits a
 student's; in float32 they must be equal up to rounding.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import os
 
 import torch
@@ -124,7 +124,7 @@ def main():
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     inputs = artifacts.input_digests(args.run, [merged] if args.untrained else [training, aligned])
-    started = artifacts.claim("06_export.py", args, output, inputs=inputs)
+    started = artifacts.begin_stage("06_export.py", args, output, inputs=inputs)
     if args.untrained:
         trained, alignment = None, artifacts.read_record(merged, "04_align.py")
         artifacts.verify_files(merged, alignment)

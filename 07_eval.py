@@ -22,7 +22,7 @@ text (--bos, --no-bos).
 """
 
 import argparse
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import importlib
 import json
 import os
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from common import cli, evaluate, families, models
-from common.artifacts import RECORD, claim, read_record, verify_files, write_beside, write_record
+from common.artifacts import RECORD, begin_stage, read_record, verify_files, write_beside, write_record
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
@@ -319,7 +319,7 @@ def main():
     inputs = {name: model["fingerprint"] for name, model in described.items()}
     inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
     try:
-        started = claim("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
+        started = begin_stage("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
     except Complete:
         print(read_text(os.path.join(args.run, TABLE)))
         raise

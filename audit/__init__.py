@@ -13,7 +13,7 @@ objective by which the printed one is ahead. Of two numbers as printed the secon
 compute, for reasons in AUDIT.md. Exit code: 0, 1 if a row is off, 2 for bad input.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import itertools
 import os
 import re

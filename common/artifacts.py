@@ -40,13 +40,15 @@ from common.files import (
 )
 from common.records import find_fault, shown
 
-APART = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}  # never at the same time
+# never at the same time
+EXCLUSIVE_STAGES = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}
 CARD = "README.md"  # of a checkpoint
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # stage 7 writes between them
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
 WITH_RECORD = (".json", ".safetensors")  # artifacts that are files
-PLACES = ("run", "calibration", "similarity", "groups")  # flags that name artifacts: their digests count
-LOADED = (".safetensors", ".bin", ".json", ".py", ".jinja", ".model", ".tiktoken", "merges.txt", "vocab.txt")
+PATH_FLAGS = ("run", "calibration", "similarity", "groups")  # flags that name artifacts: their digests count
+CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".json", ".py", ".jinja", ".model", ".tiktoken",
+                       "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,19 @@ class Claim:
         }
 
 
-def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=(), lock="") -> Claim:
+def begin_stage(stage: str, args, *outputs: str, inputs: dict | None = None, beside=(), lock="") -> Claim:
     """Start a stage: lock it in its run directory until run_stage ends, and look at what its outputs hold.
 
     outputs: directories in the order in which they get their names, or one X.json, which may name the files
     `beside` it. Raises Complete if this command has made all of them from these inputs, which have to be
-    known. Raises UserError if another process is running the stage in args.run, or the one that must stay
-    APART from it; if outputs of another command exist without --force (or --update); or if anything lies in
-    the way that no record of the stage names. Incomplete outputs are of a run that was killed, and are
+    known. Raises UserError if another process is running the stage in args.run, or the one that excludes it
+    (EXCLUSIVE_STAGES); if outputs of another command exist without --force (or --update); or if anything lies
+    in the way that no record of the stage names. Incomplete outputs are of a run that was killed, and are
     replaced. lock: its name, where it is not the stage that may run once at a time. Under torchrun only rank
     0 does so.
     """
     flags = {name: within(args.run, value) for name, value in vars(args).items()
-             if name not in (*PLACES, "force", "update")}
+             if name not in (*PATH_FLAGS, "force", "update")}
     started = Claim(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
     update = getattr(args, "update", False)
     if os.environ.get("RANK", "0") != "0":
@@ -96,8 +98,8 @@ def claim(stage: str, args, *outputs: str, inputs: dict | None = None, beside=()
     cli.cleanup.enter_context(stage_lock(args.run, lock or stage))
     for home in {args.run, *map(os.path.dirname, outputs)}:
         sweep(home or ".")
-    if stage in APART:
-        with stage_lock(args.run, APART[stage]):
+    if stage in EXCLUSIVE_STAGES:
+        with stage_lock(args.run, EXCLUSIVE_STAGES[stage]):
             pass
     if outputs and not args.force:
         refuse_other(started, outputs, update, known=inputs is not None)
@@ -383,7 +385,8 @@ def verify_files(path: str, record: dict) -> None:
     Nor may a checkpoint have others that transformers would load with them, as it prefers model.safetensors
     to shards. Its README.md may be anyone's.
     """
-    others = {name for name in files_in(path) if name.endswith(LOADED) and "/." not in f"/{name}"}
+    others = {name for name in files_in(path)
+              if name.endswith(CHECKPOINT_SUFFIXES) and "/." not in f"/{name}"}
     others -= {*record["files"], RECORD}
     if others and "config.json" in record["files"]:
         raise UserError(f"{path}: expected only the files in its {RECORD}, found also {min(others)}; "

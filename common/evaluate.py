@@ -92,7 +92,7 @@ def can_become(text: str, answer: str) -> bool:
     return "".join(answer.split()).startswith("".join(text.rstrip("\ufffd").split()))
 
 
-class Missed(StoppingCriteria):
+class StopOnMismatch(StoppingCriteria):
     """Ends each row of a batch whose text can no longer become its right answer."""
 
     def __init__(self, tokenizer, answers: list[str], start: int):
@@ -147,7 +147,7 @@ def generate_answers(
         for indices in batches_by_length(list(map(len, prompts)), batch):
             inputs = left_padded([prompts[i] for i in indices], tokenizer.eos_token_id, model.device)
             start = inputs["input_ids"].shape[1]
-            stop = [Missed(tokenizer, [right[i] for i in indices], start)] if right else []
+            stop = [StopOnMismatch(tokenizer, [right[i] for i in indices], start)] if right else []
             output = model.generate(**inputs, generation_config=config,
                                     stopping_criteria=StoppingCriteriaList(stop))
             for i, row in zip(indices, output[:, start:].tolist(), strict=True):

@@ -26,7 +26,7 @@ REPLACED = "replaced"  # in such a directory: what was there before, until the n
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without flock
 # of file systems without permissions, or that flush files by themselves, as mounted object stores
 NOT_OFFERED = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-SETTLED = 2e9  # nanoseconds, longer than a tick of any file system's clock: a later change has another time
+MTIME_SLACK_NS = 2e9  # longer than a tick of any file system's clock: a later change has another time
 
 
 def require_regular(path: str) -> None:
@@ -64,7 +64,7 @@ def known_sha256(path: str) -> str:
     status = os.stat(path)
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if status.st_size < LARGE or time.time_ns() - changed < SETTLED:
+    if status.st_size < LARGE or time.time_ns() - changed < MTIME_SLACK_NS:
         return sha256(path)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     known = os.path.join(cache, "mha2gqa", "-".join(map(str, identity)))

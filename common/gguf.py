@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from common import companions
+from common import sidecars
 from common.errors import UserError
 from common.families import geometry, require_convertible
 from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
@@ -139,7 +139,7 @@ def load(auto, file: str, **options):
 def write(file: str, fields: dict, config, directory: str) -> None:
     """Write model, tokenizer, and a card with the license to an existing directory."""
     load(AutoTokenizer, file).save_pretrained(directory)
-    companions.loadable_by_older_releases(directory)
+    sidecars.loadable_by_older_releases(directory)
     drop_tokens(os.path.join(directory, "tokenizer.json"), config.vocab_size)
     model, report = load(AutoModelForCausalLM, file, dtype=torch.float32, ignore_mismatched_sizes=True,
                          output_loading_info=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from common import companions, families, models
+from common import families, models, sidecars
 from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
@@ -208,7 +208,7 @@ class CheckpointWriter:
 
     Each file begins with a header computed from the config, so a tensor can be written to its place at once:
     nothing is collected in memory. directory: an existing directory to fill. config, dtype: of the model to
-    write. source: the checkpoint it is made from, whose other files it keeps (common/companions.py). Raises
+    write. source: the checkpoint it is made from, whose other files it keeps (common/sidecars.py). Raises
     RuntimeError if tensors are missing when the block ends.
     """
 
@@ -223,7 +223,7 @@ class CheckpointWriter:
         self.written: set[str] = set()
 
     def __enter__(self):
-        companions.write(self.directory, self.config, self.source)
+        sidecars.write(self.directory, self.config, self.source)
         self._write_headers()
         return self
 

@@ -7,7 +7,7 @@ use. The sources are random models of a size that every client accepts (client_s
 export alone, its logits or tokens differ there alone, or it tokenizes fewer texts alike.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import itertools
 import os
 import pickle

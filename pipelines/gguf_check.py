@@ -11,7 +11,7 @@ Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.js
 otherwise, or if a token of an f32 file differs.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import ctypes
 import logging
 import os

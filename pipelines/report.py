@@ -4,7 +4,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-import common.waiting  # noqa: E402, F401 - before torch
+import common.openmp  # noqa: E402, F401 - before torch
 
 from common.cli import run_stage  # noqa: E402
 from common.reporting.report import main  # noqa: E402

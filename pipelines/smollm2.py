@@ -7,7 +7,7 @@ The text is halved: stage 1 calibrates on the first half, and the perplexity is 
 it is the reference manual that every Python carries for help(), without the paragraphs that it repeats.
 """
 
-import common.waiting  # noqa: F401 - before torch
+import common.openmp  # noqa: F401 - before torch
 import math
 import os
 import re

@@ -15,8 +15,8 @@ loses is the variance of the score's error over keys and distances:
 Queries, keys and distances count as independent. Distances are log-uniform up to the context, because
 attention is mostly local. With K = E[k k^T] over the group's stacked heads, mu = E[k] and Sigma_i =
 E[q_i q_i^T], the loss is quadratic in A for fixed B and in B for fixed A, and averages over distances are
-elementwise factors on RoPE pairs (`Turns`). The two halves alternate, from two initializations: pair by pair,
-and with the pairs that hardly turn within the context merged like values.
+elementwise factors on RoPE pairs (`RopeAverages`). The two halves alternate, from two initializations: pair
+by pair, and with the pairs that hardly turn within the context merged like values.
 
 Notation: G groups of D heads, d = head_dim, P = d/2; all float64. A, B and Sigma are [G, D, d, d]; a matrix
 over stacked heads is [G, D d, D d].
@@ -89,7 +89,7 @@ def scale_parts(matrix: torch.Tensor, linear: torch.Tensor, conjugate: torch.Ten
     return torch.cat((top, bottom), -2)
 
 
-class Turns:
+class RopeAverages:
     """Averages over distances t of what RoPE rotates by -t. Pair p turns by exp(-1j frequencies[p] t).
 
     frequencies: [P] radians per position; distances: [n]; both float64.
@@ -129,7 +129,7 @@ class KeyFit:
     gram: E[k_i k_j^T] [G, D, D, d, d]; mean: E[k_i] [G, D, d]; query: Sigma [G, D, d, d].
     """
 
-    def __init__(self, gram: torch.Tensor, mean: torch.Tensor, query: torch.Tensor, turns: Turns):
+    def __init__(self, gram: torch.Tensor, mean: torch.Tensor, query: torch.Tensor, turns: RopeAverages):
         groups, members, _, size, _ = gram.shape
         self.gram, self.mean, self.query, self.turns = gram, mean, query, turns
         self.shape = groups, members, size

@@ -10,7 +10,7 @@ import torch
 
 from common.closed_form.keys import (
     KeyFit,
-    Turns,
+    RopeAverages,
     alternate,
     damped_solve,
     key_weights,
@@ -70,7 +70,7 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
     keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
     gram, output = value_blocks(grams, groups, value_rotation)
     # RoPE leaves values as they are, and softmax their mean
-    still = Turns(torch.zeros_like(grams.frequencies), log_uniform(context))
+    still = RopeAverages(torch.zeros_like(grams.frequencies), log_uniform(context))
     values = KeyFit(gram, torch.zeros_like(gram[:, :, 0, 0]), output, still)
     return {"keys": keys, "values": lost(values, merge.value_in, merge.value_out)}
 
@@ -121,7 +121,7 @@ def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | No
     if rotation is not None:
         key, mean = rotated(key, rotation), torch.einsum("giab,gib->gia", rotation, mean)
         query = rotation @ query @ rotation.mT
-    return KeyFit(key, mean, query, Turns(grams.frequencies, log_uniform(context)))
+    return KeyFit(key, mean, query, RopeAverages(grams.frequencies, log_uniform(context)))
 
 
 def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:

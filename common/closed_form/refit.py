@@ -47,7 +47,7 @@ MOMENTUM = 0.9
 STEP = 0.2  # root mean square of a step's elements at a learning rate of 1: about that of AdamW's
 
 
-class Tap:
+class IORecorder:
     """Forward hook that keeps the input and output of a module's last call."""
 
     def __init__(self, module):
@@ -137,7 +137,7 @@ class Refit:
 
     def _outputs(self, original):
         """Yield the target of the attention output for each batch, and advance the original's text."""
-        tap, added = Tap(original.self_attn.o_proj), adds_attention(original)
+        tap, added = IORecorder(original.self_attn.o_proj), adds_attention(original)
         for number in range(len(self.targets)):
             before = self.targets[number]
             drift = before - self.inputs[number]
@@ -161,7 +161,7 @@ class Refit:
     def _moments(self, merged, outputs, numbers) -> Moments:
         """The statistics of o_proj over some batches; its bias is not W_O's to fit."""
         projection = merged.self_attn.o_proj
-        tap, bias = Tap(projection), 0 if projection.bias is None else projection.bias
+        tap, bias = IORecorder(projection), 0 if projection.bias is None else projection.bias
         cross = torch.zeros_like(projection.weight, dtype=torch.float64)
         moments = Moments(cross.new_zeros(cross.shape[1], cross.shape[1]), cross)
         for number in numbers:

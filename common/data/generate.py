@@ -52,7 +52,7 @@ CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
 ADVICE = "--chat none generates no chats"  # where a chat template does not serve
 
 
-class Buffer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """A layer's cache in memory allocated once: transformers' copies all of it for every token."""
 
     def __init__(self, capacity: int):
@@ -136,7 +136,7 @@ def sample(model, rows: list, length: int, generator: torch.Generator, bar=None)
     Raises UserError for logits that are not finite.
     """
     cache, tokens = DynamicCache(config=model.config), np.empty((len(rows), length), TOKEN)
-    cache.layers = [layer if layer.is_sliding else Buffer(length) for layer in cache.layers]
+    cache.layers = [layer if layer.is_sliding else PreallocatedLayer(length) for layer in cache.layers]
     sampled = [None] * len(rows)
     for position in range(length):
         if position:

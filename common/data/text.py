@@ -405,7 +405,7 @@ def token_lists(file, tokenizer) -> Iterator[list[int]]:
     while more:
         overlap, size = piece[-OVERLAP:], PIECE
         following = located_tokens(overlap + more, tokenizer)
-        joint = find_joint(tokens, following, len(piece) - len(overlap), overlap)
+        joint = find_seam(tokens, following, len(piece) - len(overlap), overlap)
         if joint:
             yield [token for _, _, token in tokens[begin : joint[0]]]
             piece, tokens, begin = overlap + more, following, joint[1]
@@ -423,7 +423,7 @@ def located_tokens(text: str, tokenizer) -> list[tuple[int, int, int]]:
     return [(*place, token) for place, token in places]
 
 
-def find_joint(before: list, after: list, start: int, overlap: str) -> tuple[int, int] | None:
+def find_seam(before: list, after: list, start: int, overlap: str) -> tuple[int, int] | None:
     """The numbers of tokens of a piece, and of the next one, before a place around which both have the same.
 
     before, after: their located_tokens. The overlap is what the next piece begins with, and the first one has

@@ -100,12 +100,12 @@ def align_values(gram: torch.Tensor, sweeps: int = MAX_SWEEPS,
     between[:, range(members), range(members)] = 0  # what a head shares with itself depends on no rotation
     if members > 2:
         starts = relaxed_starts(gram, between)
-        first, second = (take_turns(between, start, sweeps, tolerance) for start in starts)
+        first, second = (sweep_heads(between, start, sweeps, tolerance) for start in starts)
         better = agreement(between, second) > agreement(between, first)
         rotation = torch.where(better[:, None, None, None], second, first)
     else:
         eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
-        rotation = take_turns(between, eye.expand(len(gram), members, size, size), sweeps, tolerance)
+        rotation = sweep_heads(between, eye.expand(len(gram), members, size, size), sweeps, tolerance)
     return (rotation[:, :1].mT @ rotation).view(*lead, members, size, size)
 
 
@@ -119,7 +119,7 @@ def relaxed_starts(gram: torch.Tensor, between: torch.Tensor) -> list[torch.Tens
     members, size = gram.shape[1], gram.shape[-1]
     shape, generator = (members, round(RELAXED * size), size), torch.Generator().manual_seed(0)
     maps = polar(torch.randn(shape, dtype=gram.dtype, generator=generator).to(gram.device))
-    maps = take_turns(between, maps.expand(len(gram), *shape), RELAXED_SWEEPS, GAIN_TOLERANCE)
+    maps = sweep_heads(between, maps.expand(len(gram), *shape), RELAXED_SWEEPS, GAIN_TOLERANCE)
     starts = []
     for blocks in (gram, between):
         moment = torch.einsum("giab,gijbc,gjec->gae", maps, blocks, maps)
@@ -128,7 +128,7 @@ def relaxed_starts(gram: torch.Tensor, between: torch.Tensor) -> list[torch.Tens
     return starts
 
 
-def take_turns(between: torch.Tensor, maps: torch.Tensor, sweeps: int, tolerance: float) -> torch.Tensor:
+def sweep_heads(between: torch.Tensor, maps: torch.Tensor, sweeps: int, tolerance: float) -> torch.Tensor:
     """Sweeps of Q_i <- polar(sum_{j != i} Q_j C[j, i]) over the heads of each group: Q [G, D, r, d].
 
     between: C [G, D, D, d, d] with zeros for i = j; maps: Q to start from. A group is done once a sweep

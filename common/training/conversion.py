@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
-from common.data.corpus import Pool
+from common.data.pool import Pool
 from common.families import merged_modules
 from common.method.merge import MERGES
 from common.models import load_config, source_model

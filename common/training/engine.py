@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.training import checkpoints, sharding
 from common.training.attention import Trainee
 from common.training.metrics import Metrics
-from common.training.packing import Row, dealt, rows_ahead
+from common.training.packing import Row, rows_ahead, split_over_ranks
 from common.training.sharding import Ranks, reduce_gradients
 
 PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
@@ -165,7 +165,7 @@ class Step:
     def _refuse_non_finite(self, norm: float) -> None:
         """Raise UserError on every rank, naming the ranks with a non-finite loss and their samples."""
         schedule, world = self.schedule, self.job.ranks.world
-        shares = dealt(self.samples, self.number, schedule, world)
+        shares = split_over_ranks(self.samples, self.number, schedule, world)
         losses = [None] * world
         dist.all_gather_object(losses, float(self.totals["loss"]))
         faults = [f"rank {rank}: loss {loss}, samples {shares[rank]}"
@@ -178,10 +178,10 @@ class Step:
 @contextlib.contextmanager
 def signals_noted():
     """Context manager: signals that ask to stop are noted, so that the step and its checkpoint complete."""
-    with sharding.signals_to(lambda number, frame: sharding.asked.append(number)):
+    with sharding.signals_to(lambda number, frame: sharding.pending_signals.append(number)):
         yield
-    if sharding.asked:  # arrived after the last step: leave it to the previous handler
-        signal.raise_signal(sharding.asked.pop())
+    if sharding.pending_signals:  # arrived after the last step: leave it to the previous handler
+        signal.raise_signal(sharding.pending_signals.pop())
 
 
 def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None) -> Iterator[Step]:
@@ -206,7 +206,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
             orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
-            job.stopped, late = on_any_rank(bool(sharding.asked) or orphan, late)
+            job.stopped, late = on_any_rank(bool(sharding.pending_signals) or orphan, late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
                 if not total_norm(job.trainee.net.parameters()).isfinite():
@@ -215,7 +215,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if job.stopped:
-            sharding.asked.clear()  # handled
+            sharding.pending_signals.clear()  # handled
     if job.stopped:
         job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.chat import load_chats
-from common.data.corpus import SPLIT, Sources, generated_rows
+from common.data.pool import SPLIT, Sources, generated_rows
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated, read_sequences
 from common.data.tasks import check_lengths, has_split, load_task, tokenize

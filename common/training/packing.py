@@ -106,10 +106,10 @@ def build_row(samples: list[Sample], batch: int) -> Row:
                prompt.nonzero()[:, 0], answer.nonzero()[:, 0], starts, lengths)
 
 
-def dealt(samples: list[Sample], step: int, schedule, world: int) -> list[list[int]]:
+def split_over_ranks(samples: list[Sample], step: int, schedule, world: int) -> list[list[int]]:
     """The sample indices of each rank's share of a step, in the order of the batch.
 
-    The longest is dealt first, each to the rank that has the fewest tokens: the slowest rank makes a step.
+    The longest go first, each to the rank that has the fewest tokens: the slowest rank makes a step.
     """
     indices = batch_indices(step, schedule.batch, len(samples), schedule.seed)
     lengths, tokens = [len(samples[i]) for i in indices], [0] * world
@@ -127,7 +127,7 @@ def rows_of_step(samples: list[Sample], step: int, schedule, ranks) -> list[Row]
     Sharded layers communicate in every row, so ranks need equally many. schedule: an object with batch
     (samples over all ranks), seed and tokens_per_microbatch; ranks: one with rank and world.
     """
-    shares = dealt(samples, step, schedule, ranks.world)
+    shares = split_over_ranks(samples, step, schedule, ranks.world)
     packed = [pack([len(samples[i]) for i in share], schedule.tokens_per_microbatch) for share in shares]
     rows = []
     for row in packed[ranks.rank]:

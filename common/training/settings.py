@@ -10,8 +10,8 @@ from transformers.utils import is_flash_attn_2_available
 from common import cli
 from common.artifacts import Claim
 from common.cli import Flag
-from common.data.corpus import SPLIT, Pool, Sources, load_pool
 from common.data.demo import DEMO, default_sources
+from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, choose_chats
 from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError

@@ -73,12 +73,12 @@ class Ranks:
             signal.raise_signal(signal.SIGHUP)
 
 
-asked: list[int] = []  # signals since training began: exceptions in a garbage collection get lost
+pending_signals: list[int] = []  # signals since training began: exceptions in a garbage collection get lost
 
 
 def interrupt(number: int, frame) -> None:
     """A handler of signals outside of training steps."""
-    asked.append(number)
+    pending_signals.append(number)
     raise KeyboardInterrupt
 
 
@@ -146,7 +146,7 @@ def joined_ranks():
     not wait for the others: they may be waiting for it in another collective.
     """
     ranks = init_ranks()  # before the handler, which could not run while this waits for a rank that failed
-    asked.clear()
+    pending_signals.clear()
     with signals_to(interrupt):
         try:
             yield ranks
@@ -265,9 +265,10 @@ def load_rows(model, sources) -> None:
 
 def free_memory(ranks: Ranks) -> None:
     """Collect garbage now: modules contain reference cycles, which would keep their memory for longer."""
-    with signals_to(lambda number, frame: asked.append(number)):  # an exception would be ignored there
+    # an exception would be ignored there
+    with signals_to(lambda number, frame: pending_signals.append(number)):
         gc.collect()
-    if asked:
+    if pending_signals:
         raise KeyboardInterrupt
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from common.artifacts import read_record, verify_files, write_record
-from common.data.corpus import Pool
+from common.data.pool import Pool
 from common.errors import UserError
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers

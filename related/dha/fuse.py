@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import torch
 
-from common import companions
+from common import sidecars
 from common.artifacts import digest, input_digests, verify_files, write_record
 from common.cli import non_negative_float, positive, run_stage, stage_parser
 from common.equivalence import max_difference, mean_kl, mean_nll
@@ -93,7 +93,7 @@ def finish(args, started, search: dict, tokens: torch.Tensor, unchanged: float) 
         **compare_models(config, weights, operators, groups, fused, tokens),
     }
     with write_directory(output) as aside:
-        companions.save(fused, aside, source)
+        sidecars.save(fused, aside, source)
         inputs = input_digests(args.run, [source])
         write_record(aside, replace(started, inputs=inputs).record(search["model"], summary))
     title = f"{search['model']['name']}: similarity of fused heads, and the redundancy of each layer"

@@ -19,7 +19,7 @@ import shutil
 
 import torch
 
-from common import cli, companions
+from common import cli, sidecars
 from common.artifacts import input_digests, verify_files, write_record
 from common.cli import positive, run_stage, stage_parser
 from common.errors import UserError
@@ -70,7 +70,7 @@ def finish(args, started, start: str, data: dict, schedule, last_loss: float) ->
     summary = {"steps": schedule.steps, "batch": schedule.batch, "tokens": tokens, "heldout": losses,
                "cache_bytes_per_token": cached_bytes, "data": data}
     with write_directory(output) as aside:
-        companions.save(model, aside, start)
+        sidecars.save(model, aside, start)
         shutil.copy(metrics, aside)
         write_record(aside, started.record(describe(start), summary))
     checkpoints.remove_training(directory)

@@ -21,7 +21,7 @@ import statistics
 import torch
 
 from common import cli
-from common.artifacts import check_input, claim, input_digests, write_beside, write_record
+from common.artifacts import begin_stage, check_input, input_digests, write_beside, write_record
 from common.cli import run_stage, stage_parser
 from common.data.text import EVALUATION, load_tokens
 from common.equivalence import mean_kl, mean_nll
@@ -189,7 +189,7 @@ def main():
     rows = [] if args.models else args.names
     inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
     output, table_file = os.path.join(args.run, f"{name}.json"), f"{name}.md"
-    started = claim(REPORT, args, output, beside=(table_file,), inputs=inputs)
+    started = begin_stage(REPORT, args, output, beside=(table_file,), inputs=inputs)
     search = read(os.path.join(args.run, "searched"), SEARCH)
     text, summary, closing = (compare_starts if args.models else compare_trained)(args, search)
     with write_beside(output) as aside:

@@ -24,7 +24,7 @@ import os
 
 import torch
 
-from common import companions
+from common import sidecars
 from common.artifacts import verify_files, write_record
 from common.cli import non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
@@ -162,7 +162,7 @@ def finish(args, started, model: dict, summary: dict) -> None:
     print_choice(choice, summary["kv_heads"])
     summary |= {"unchanged_by_folding": difference} | choice
     with write_directory(output) as aside:
-        companions.save(folded, aside, model["path"])
+        sidecars.save(folded, aside, model["path"])
         write_record(aside, started.record(model, summary) | {"groups": groups})
     print(f"wrote   {output}\nsearch: {steps} steps; relative logit difference with identity operators "
           f"{summary['unchanged_at_start']:.1e}, after folding {difference:.1e}; "

@@ -30,7 +30,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common import artifacts, cli, companions
+from common import artifacts, cli, sidecars
 from common.calibration import Calibration
 from common.cli import positive, run_stage, stage_parser
 from common.closed_form.keys import merge_rope_keys
@@ -274,7 +274,7 @@ def main():
     search = read(searched, SEARCH)
     path = searched if none or args.weights == "searched" else search["model"]["path"]
     read_from = [searched] if args.merge == "mean" else [searched, calibration]
-    started = artifacts.claim(stage, args, output, inputs=artifacts.input_digests(args.run, read_from))
+    started = artifacts.begin_stage(stage, args, output, inputs=artifacts.input_digests(args.run, read_from))
     print(f"reads   {path}, {', '.join(read_from)}")
     if path == searched:
         artifacts.verify_files(searched, search)
@@ -287,7 +287,7 @@ def main():
     heads = fusion.head_counts(model.config)
     summary = figures | {"heads": heads, "stock": model.config.model_type == "llama"}
     with write_directory(output) as aside:
-        companions.save(model, aside, path)
+        sidecars.save(model, aside, path)
         record = started.record(search["model"], summary)
         artifacts.write_record(aside, record | ({"groups": search["groups"]} if none else {}))
     print(f"cache   key heads {heads['key']}, value heads {heads['value']}\nwrote   {output}\n"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common.artifacts import claim
+from common.artifacts import begin_stage
 from common.cli import positive, probability
-from common.data.corpus import samples_digest
+from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
 from common.equivalence import max_difference, require_close
@@ -43,7 +43,7 @@ def add_logging_flags(parser, warmup: float, print_every: int) -> None:
 
 def run_phase(stage: str, args, output: str, phase, inputs: dict, lock: str = "") -> int:
     """The exit code of a command: phase(args, started, ranks) is false if a signal stopped it."""
-    started = claim(stage, args, output, inputs=inputs, lock=lock)
+    started = begin_stage(stage, args, output, inputs=inputs, lock=lock)
     with joined_ranks() as ranks:
         return 0 if phase(args, started, ranks) else STOPPED
 

@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.artifacts import claim, write_beside, write_record
+from common.artifacts import begin_stage, write_beside, write_record
 from common.cli import device as device_flag
 from common.cli import non_negative, positive, probability, run_stage, stage_parser
 from common.data.demo import DEMO, resolve_model
@@ -402,7 +402,7 @@ def main():
     name = "premises" if args.premises else "keychannels"
     output = os.path.join(args.run, name)
     inputs = {path: fingerprint(path) for path in paths}
-    started = claim(STAGE, args, output + ".json", inputs=inputs, beside=(f"{name}.md", f"{name}.png"))
+    started = begin_stage(STAGE, args, output + ".json", inputs=inputs, beside=(f"{name}.md", f"{name}.png"))
     device, length = pick_device(args.device), args.prompt + args.continuation
     for path in paths:
         tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, EVALUATION)

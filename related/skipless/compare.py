@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from common import families, models
-from common.artifacts import claim, read_record, verify_files, write_beside, write_record
+from common.artifacts import begin_stage, read_record, verify_files, write_beside, write_record
 from common.cli import device as device_flag
 from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
@@ -342,7 +342,7 @@ def main():
         raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
     weights, lines, trained, swept = count_all(args, config), None, None, None
     beside = [os.path.basename(output) + kind for kind in (".md", ".png")]
-    started = claim(STAGE, args, output + ".json", beside=beside)
+    started = begin_stage(STAGE, args, output + ".json", beside=beside)
     if not args.report_only:
         lines, trained, swept = fold_trained(args)
     print(f"reads   {path}; {len(weights) - 1} configs")

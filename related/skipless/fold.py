@@ -30,8 +30,8 @@ import os
 
 import torch
 
-from common import companions
-from common.artifacts import claim, write_record
+from common import sidecars
+from common.artifacts import begin_stage, write_record
 from common.cli import positive, positive_float, run_stage, stage_parser
 from common.data.demo import DEMO
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
@@ -251,7 +251,7 @@ def main():
         raise UserError(f"{source}: expected model_type {SkiplessConfig.model_type!r}, found "
                         f"{config.model_type!r}, whose matrices are separated by norms and skip connections")
     sequence_length(args.length, args.length, config.max_position_embeddings)
-    started = claim(STAGE, args, output)
+    started = begin_stage(STAGE, args, output)
     tokenizer = load_tokenizer(source)
     tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, EVALUATION)
     print(f"reads   {source}; {description}, for the equivalence check")
@@ -261,7 +261,7 @@ def main():
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     with write_directory(output) as aside:
-        companions.save(folded.to(dtype), aside, source)
+        sidecars.save(folded.to(dtype), aside, source)
         write_record(aside, started.record(describe(source), summary))
     before, after = summary["parameters_before"], summary["parameters_after"]
     print(f"wrote   {output}\nfold: {', '.join(summary['removed'])} removed, {before:,} -> {after:,} weights "

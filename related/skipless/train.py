@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import companions, families, models
-from common.artifacts import Claim, claim, read_record, write_beside, write_record
+from common import families, models, sidecars
+from common.artifacts import Claim, begin_stage, read_record, write_beside, write_record
 from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
-from common.data.corpus import samples_digest
 from common.data.demo import resolve_model
+from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
 from common.errors import UserError
@@ -226,7 +226,7 @@ def write_model(started: Claim, source: str, path: str, heldout: tuple[torch.Ten
     summary = {"perplexity": perplexity(model, tokens), "perplexity_text": text,
                "conditions_before": before, "conditions_after": conditions(model)}
     with write_directory(path) as aside:
-        companions.save(model, aside, source)
+        sidecars.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
         write_record(aside, started.record(models.describe(source, started.args.model), summary))
     shutil.rmtree(os.path.join(directory, "start"))
@@ -268,7 +268,7 @@ def main() -> int:
     path = model_path(args.run, args.parallel, args.without)
     output = os.path.join(args.run, "variants-parallel" if args.parallel else "variants")
     table_file = f"{os.path.basename(output)}.md"
-    started = claim(STAGE, args, output + ".json" if args.variants else path, beside=(table_file,))
+    started = begin_stage(STAGE, args, output + ".json" if args.variants else path, beside=(table_file,))
     with joined_ranks() as ranks:
         if not args.variants:
             return 0 if train_skipless(args, source, args.without, ranks, started) else STOPPED

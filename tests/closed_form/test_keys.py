@@ -6,7 +6,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.closed_form import keys as key_merge
-from common.closed_form.keys import KeyFit, Turns, alternate, log_uniform, merge_rope_keys
+from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
 from common.closed_form.values import merge_values
 from common.method.rope import to_complex
 from helpers import tiny_model
@@ -38,10 +38,10 @@ class Sampled:
         self.queries = normal(*shape, seed=4) @ normal(SIZE, SIZE, seed=5)
         self.turns = rotations() if turns is None else turns
 
-    def fit(self, turns: Turns | None = None) -> KeyFit:
+    def fit(self, turns: RopeAverages | None = None) -> KeyFit:
         gram = torch.einsum("ngia,ngjb->gijab", self.keys, self.keys) / TOKENS
         query = torch.einsum("ngia,ngib->giab", self.queries, self.queries) / TOKENS
-        return KeyFit(gram, self.keys.mean(0), query, turns or Turns(FREQUENCIES, DISTANCES))
+        return KeyFit(gram, self.keys.mean(0), query, turns or RopeAverages(FREQUENCIES, DISTANCES))
 
     def loss(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
         """sum_i E_q Var_{t,k} of the score's error, over all samples: [G]."""
@@ -79,10 +79,10 @@ def test_turns_are_rope_and_its_averages():
         cos, sin = rotary(query, torch.tensor([[position - distance, position]]))
         turned_key = apply_rotary_pos_emb(key, key, cos[:, :1], sin[:, :1])[0]
         turned_query = apply_rotary_pos_emb(query, query, cos[:, 1:], sin[:, 1:])[0]
-        turns = Turns(frequencies, torch.tensor([float(distance)], dtype=torch.float64))
+        turns = RopeAverages(frequencies, torch.tensor([float(distance)], dtype=torch.float64))
         score = query[0, 0, 0].double() @ turns.turn(key[0, 0, 0].double())
         assert float(score) == pytest.approx(float((turned_query * turned_key).sum()), abs=1e-4)
-    turns, each, matrix = Turns(FREQUENCIES, DISTANCES), rotations(), normal(3, SIZE, SIZE)
+    turns, each, matrix = RopeAverages(FREQUENCIES, DISTANCES), rotations(), normal(3, SIZE, SIZE)
     exact = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(turns.turn(matrix), matrix @ each.mean(0).T, **exact)
     forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
@@ -179,7 +179,7 @@ def test_twice_the_rounds_gain_less_than_a_percent():
 def test_without_frequencies_it_is_the_merge_of_values():
     """RoPE that turns nothing leaves scores bilinear: the truncated SVD, with Sigma for W_O^T W_O."""
     sampled = Sampled(torch.eye(SIZE, dtype=torch.float64).expand(5, SIZE, SIZE))
-    fit = sampled.fit(Turns(torch.zeros(4, dtype=torch.float64), DISTANCES))
+    fit = sampled.fit(RopeAverages(torch.zeros(4, dtype=torch.float64), DISTANCES))
     ours = fit.loss(*merge_rope_keys(fit))
     centered = sampled.keys - sampled.keys.mean(0)
     gram = torch.einsum("ngia,ngjb->gijab", centered, centered) / TOKENS

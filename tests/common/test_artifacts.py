@@ -30,7 +30,7 @@ def similarity(args, value: float = 2.0, inputs: dict | None = None) -> str:
     """Stage 2 in small: a.safetensors and a.png, with the record a.json. Returns the path of the tensors."""
     path = os.path.join(args.run, "a.json")
     try:
-        started = artifacts.claim(SIMILARITY, args, path, beside=("a.safetensors", "a.png"),
+        started = artifacts.begin_stage(SIMILARITY, args, path, beside=("a.safetensors", "a.png"),
                                   inputs=inputs or {})
         with artifacts.write_beside(path) as aside:
             save_file({"x": torch.full((100,), value)}, os.path.join(aside, "a.safetensors"))
@@ -45,7 +45,7 @@ def export(args, content: str = "weights", inputs: dict | None = None) -> Path:
     """Stage 6 in small: gqa/ with three files, one of them in a folder, and a card."""
     path = Path(args.run, "gqa")
     try:
-        started = artifacts.claim(EXPORT, args, str(path), inputs=inputs or {})
+        started = artifacts.begin_stage(EXPORT, args, str(path), inputs=inputs or {})
         with files.write_directory(str(path)) as aside:
             for name in ("config.json", "weights", "step-1/shard"):
                 Path(aside, name).parent.mkdir(exist_ok=True)
@@ -205,7 +205,7 @@ def test_an_edited_file_is_replaced_by_force_alone(args, tmp_path, make):
 def test_without_known_inputs_nothing_is_complete(args, tmp_path):
     export(args)
     with pytest.raises(UserError, match="gqa already exists; pass --force to replace it"):
-        artifacts.claim(EXPORT, args, str(tmp_path / "gqa"))
+        artifacts.begin_stage(EXPORT, args, str(tmp_path / "gqa"))
 
 
 @WHAT_IS_MADE
@@ -300,11 +300,11 @@ def test_what_a_killed_run_left_is_replaced(args, tmp_path):
     os.remove(tmp_path / "a.safetensors")
     similarity(args)
     aligned, merged = str(tmp_path / "aligned"), str(tmp_path / "merged")
-    started = artifacts.claim("04_align.py", args, aligned, merged)
+    started = artifacts.begin_stage("04_align.py", args, aligned, merged)
     with files.write_directory(aligned) as aside:
         artifacts.write_record(aside, started.record(MODEL, valid("04_align.py")["summary"]))
     cli.cleanup.close()
-    artifacts.claim("04_align.py", args, aligned, merged)
+    artifacts.begin_stage("04_align.py", args, aligned, merged)
 
 
 def test_a_stage_does_not_replace_its_source(tmp_path):
@@ -320,22 +320,22 @@ def claims(tmp_path):
 
 
 def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
-    artifacts.claim("05_prune_train.py", claims)
+    artifacts.begin_stage("05_prune_train.py", claims)
     with pytest.raises(UserError) as refused:
-        artifacts.claim("05_prune_train.py", claims)
+        artifacts.begin_stage("05_prune_train.py", claims)
     message = str(refused.value)
     assert f"expected no 05_prune_train.py running there, found process {os.getpid()} on " in message
     assert " since 20" in message
-    artifacts.claim("06_export.py", claims)  # another stage
+    artifacts.begin_stage("06_export.py", claims)  # another stage
     other_run = SimpleNamespace(run=claims.run + "2", force=False)
-    artifacts.claim("05_prune_train.py", other_run)
+    artifacts.begin_stage("05_prune_train.py", other_run)
     monkeypatch.setenv("RANK", "1")
-    artifacts.claim("05_prune_train.py", claims)  # the first rank holds the lock for all
+    artifacts.begin_stage("05_prune_train.py", claims)  # the first rank holds the lock for all
     monkeypatch.delenv("RANK")
     cli.cleanup.close()
     assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
     os.mkdir(claims.run)
-    artifacts.claim("05_prune_train.py", claims)
+    artifacts.begin_stage("05_prune_train.py", claims)
     cli.cleanup.close()
     assert os.listdir(claims.run) == []  # a directory that was there before stays
 
@@ -343,12 +343,12 @@ def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
 @pytest.mark.parametrize("first, second", [("04_align.py", "05_prune_train.py"),
                                            ("05_prune_train.py", "04_align.py")])
 def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
-    artifacts.claim(first, claims)
+    artifacts.begin_stage(first, claims)
     with pytest.raises(UserError, match=f"no {first} running there, found process {os.getpid()} on "):
-        artifacts.claim(second, claims)
+        artifacts.begin_stage(second, claims)
     cli.cleanup.close()
-    artifacts.claim(second, claims)
-    artifacts.claim("03_group.py", claims)
+    artifacts.begin_stage(second, claims)
+    artifacts.begin_stage("03_group.py", claims)
     cli.cleanup.close()
     assert not os.path.exists(claims.run)
 
@@ -362,7 +362,7 @@ def test_a_lock_never_leads_to_another_file(claims, tmp_path, kind):
             "FIFO": lambda: os.mkfifo(lock), "file": lambda: lock.write_text("mine")}
     make[kind]()
     with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
-        artifacts.claim("03_group.py", claims)
+        artifacts.begin_stage("03_group.py", claims)
     assert mine.read_text() == "mine" and (kind != "file" or lock.read_text() == "mine")
 
 
@@ -371,7 +371,7 @@ def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_
     copied = tmp_path / "copy"
     child = os.fork()
     if not child:
-        artifacts.claim("05_prune_train.py", claims)
+        artifacts.begin_stage("05_prune_train.py", claims)
         copied.mkdir()
         os.link(tmp_path / "run" / ".05_prune_train.lock", copied / ".05_prune_train.lock")
         signal.pause()
@@ -379,19 +379,19 @@ def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_
         time.sleep(0.01)
     original, claims.run = claims.run, str(copied)
     with pytest.raises(UserError, match=f"no 05_prune_train.py running there, found process {child} on"):
-        artifacts.claim("05_prune_train.py", claims)
+        artifacts.begin_stage("05_prune_train.py", claims)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    artifacts.claim("05_prune_train.py", claims)
+    artifacts.begin_stage("05_prune_train.py", claims)
     claims.run = original
-    artifacts.claim("05_prune_train.py", claims)  # both at once
+    artifacts.begin_stage("05_prune_train.py", claims)  # both at once
 
 
 def test_a_killed_process_blocks_nobody(claims):
     child = os.fork()
     if not child:
-        artifacts.claim("05_prune_train.py", claims)
+        artifacts.begin_stage("05_prune_train.py", claims)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert os.listdir(claims.run) == [".05_prune_train.lock"]
-    artifacts.claim("05_prune_train.py", claims)
+    artifacts.begin_stage("05_prune_train.py", claims)

@@ -71,6 +71,14 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
     assert evaluate.complete(model, tokenizer, prompts, 5, 2)[1] == answer
 
 
+def test_blanks_of_an_answer_are_as_generated_whatever_the_tokenizer_says():
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = tokenizer("Yes .", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == "Yes." and evaluate.decoded(tokenizer, ids) == "Yes ."
+
+
 @pytest.mark.parametrize(("dtype", "changes"), [
     (torch.float32, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     (torch.float32, {"model_type": "mistral", "sliding_window": 20}),
@@ -210,7 +218,11 @@ def test_a_choice_without_tokens_scores_nothing(model):
 def test_speed_is_tokens_over_seconds(model, monkeypatch):
     seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58])  # prefill 2, 1, 4; decode 8, 20, 4
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
+    shapes, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda input_ids, **options:
+                        shapes.append(tuple(input_ids.shape)) or forward(input_ids, **options))
     assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 1, "decode_tokens_per_s": 32 / 4}
+    assert shapes == [(1, 50), *[(1, 1)] * 32] * 3
 
 
 EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)

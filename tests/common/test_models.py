@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import companions, files, models
+from common import files, models, sidecars
 from common.errors import UserError
 from common.families import SUPPORTED, geometry, key_context, require_convertible
 from common.files import files_in
@@ -175,7 +175,7 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(b"a" * 1000)
     assert (count(), count()) == (1, 2)  # too young: another change may have the same time
-    monkeypatch.setattr(files, "SETTLED", -1)
+    monkeypatch.setattr(files, "MTIME_SLACK_NS", -1)
     assert (count(), count()) == (3, 3)
     before = path.stat()
     path.write_bytes(b"b" * 1000)
@@ -501,7 +501,7 @@ def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, mak
     make(path / name)
     config = load_config(str(path)) if name != "config.json" else None
     actions = {"config.json": [load_config], "generation_config.json": [
-        lambda path: companions.write(str(tmp_path), config, path)]}
+        lambda path: sidecars.write(str(tmp_path), config, path)]}
     tokenizer = name.startswith(("tokenizer", "chat"))
     of_weights = [weight_files, load_model, open_checkpoint, fingerprint]
     for action in actions.get(name, [load_tokenizer, fingerprint] if tokenizer else of_weights):

@@ -29,7 +29,7 @@ def export(args, inputs: dict, card: str = "card") -> str:
     """Stage 6 in small: gqa/ with a card."""
     path = os.path.join(args.run, "gqa")
     try:
-        started = artifacts.claim(EXPORT, args, path, inputs=inputs)
+        started = artifacts.begin_stage(EXPORT, args, path, inputs=inputs)
         with files.write_directory(path) as aside:
             with open(os.path.join(aside, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card)
@@ -70,7 +70,7 @@ def test_a_digest_is_kept_once_both_times_of_a_file_are_old(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     path.write_bytes(b"aa")
     now = path.stat().st_ctime_ns
-    old, later = now - int(10 * files.SETTLED), now + int(10 * files.SETTLED)
+    old, later = now - int(10 * files.MTIME_SLACK_NS), now + int(10 * files.MTIME_SLACK_NS)
     for content, clock, kept in ((old, now, False), (later, later, False), (old, later, True)):
         os.utime(path, ns=(old, content))
         monkeypatch.setattr(files.time, "time_ns", lambda clock=clock: clock)

@@ -223,7 +223,7 @@ def test_both_starts_are_near_the_end_and_the_better_end_is_kept():
         between = gram.clone()
         between[:, range(count), range(count)] = 0
         starts = procrustes.relaxed_starts(gram, between)
-        ends = [procrustes.take_turns(between, start, 500, 1e-6) for start in starts]
+        ends = [procrustes.sweep_heads(between, start, 500, 1e-6) for start in starts]
         reached = [float(procrustes.agreement(between, end)) for end in ends]
         kept = float(procrustes.agreement(between, align_values(gram)))
         assert kept == pytest.approx(max(reached), rel=1e-12)

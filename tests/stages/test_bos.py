@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from common import evaluate
-from common.data.corpus import Sources, load_pool
+from common.data.pool import Sources, load_pool
 from common.data.sources import DataContext, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, TextSamples, in_part

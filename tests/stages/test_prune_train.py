@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from common.artifacts import write_record
 from common.cli import run_stage
-from common.data import corpus
-from common.data.corpus import Sources, load_tasks
+from common.data import pool
+from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
 from common.training import checkpoints, sharding, teacher
 from common.training import plan as budget
@@ -197,13 +197,13 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
     home = copy_run(aligned_run, tmp_path / "run")
-    original = corpus.tokenize
+    original = pool.tokenize
 
     def interrupting(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(corpus, "tokenize", interrupting)
+    monkeypatch.setattr(pool, "tokenize", interrupting)
     done = run(STAGE, *train_arguments(home, inputs), code=130)
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from common.data.corpus import Pool
 from common.data.demo import DEMO
+from common.data.pool import Pool
 from common.data.rows import Sample
 from common.errors import UserError
 from common.method import masks

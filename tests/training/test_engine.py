@@ -21,7 +21,7 @@ from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.metrics import outcome
-from common.training.packing import build_row, dealt, rows_of_step
+from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
 from helpers import save_tiny, tiny_model
 from students import ALONE, SCHEDULE, built, gqa_student, half_masked_student
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
     """Also where its gradient is finite."""
     step, weight = lonely_rank(monkeypatch)
     step.backward(weight + math.inf)
-    shares = [dealt(SAMPLES, number, schedule_of(5, batch=3), world=2) for number in (4, 5)]
+    shares = [split_over_ranks(SAMPLES, number, schedule_of(5, batch=3), world=2) for number in (4, 5)]
     assert shares[0] != shares[1]  # of this step, not of the next
     samples = re.escape(str(shares[0][1]))
     message = rf"step 5: expected a finite loss, found rank 1: loss inf, samples {samples}; the last"
@@ -262,7 +262,7 @@ def test_a_signal_after_the_last_step_is_passed_on():
         assert received == [signal.SIGTERM]
         with engine.signals_noted():
             signal.raise_signal(signal.SIGTERM)
-            sharding.asked.clear()
+            sharding.pending_signals.clear()
         assert len(received) == 1
     finally:
         signal.signal(signal.SIGTERM, before)

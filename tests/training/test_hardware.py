@@ -30,6 +30,11 @@ def test_a_plan_of_this_machine_shares_it_among_its_ranks(monkeypatch):
     assert (cluster.device.flops_per_s, cluster.device.memory) == (4 * 2**30, 12)
 
 
+@pytest.mark.parametrize("device", hardware.HARDWARE.values(), ids=hardware.HARDWARE)
+def test_a_node_is_faster_within_than_to_others(device):
+    assert device.link_bytes_per_s > device.network_bytes_per_s
+
+
 def test_a_plan_is_of_gpus_unless_it_names_the_cpu():
     here, gpu = (Ranks(0, 1, torch.device(kind)) for kind in ("cpu", "cuda"))
     assert hardware.on_gpus("8xA100-80GB", here) and not hardware.on_gpus("1xCPU", gpu)

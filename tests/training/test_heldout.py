@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
-from common.data.corpus import NONE, Sources
+from common.data.pool import NONE, Sources
 from common.data.rows import Sample
 from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize

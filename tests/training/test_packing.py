@@ -11,7 +11,15 @@ from common.errors import UserError
 from common.method.losses import cross_entropy
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
-from common.training.packing import batch_indices, build_row, dealt, idle_row, pack, rows_ahead, rows_of_step
+from common.training.packing import (
+    batch_indices,
+    build_row,
+    idle_row,
+    pack,
+    rows_ahead,
+    rows_of_step,
+    split_over_ranks,
+)
 from common.training.sharding import Ranks
 from helpers import tiny_model
 from students import ALONE, SCHEDULE
@@ -162,7 +170,8 @@ def test_packed_gradient_equals_one_sample_at_a_time(attention):
 def test_ranks_share_a_step(world):
     """Together the ranks hold each predicted token's weight once; those with fewer rows get idle ones."""
     samples, steps, rows = random_samples(20), schedule(32), []
-    packed = [pack([len(samples[i]) for i in share], 32) for share in dealt(samples, 2, steps, world)]
+    shares = split_over_ranks(samples, 2, steps, world)
+    packed = [pack([len(samples[i]) for i in share], 32) for share in shares]
     most = max(map(len, packed))
     for rank, busy in enumerate(map(len, packed)):
         share = rows_of_step(samples, 2, steps, Ranks(rank, world, torch.device("cpu")))
@@ -183,7 +192,7 @@ def test_ranks_get_equally_many_tokens(world):
     samples = [Sample((1,) * length, (2,)) for length in lengths]
     steps = replace(schedule(4096), batch=64, seed=1)
     for step in range(20):
-        shares = dealt(samples, step, steps, world)
+        shares = split_over_ranks(samples, step, steps, world)
         batch = batch_indices(step, 64, len(samples), seed=1)
         assert sorted(sum(shares, [])) == sorted(batch)
         places = [[batch.index(i) for i in share] for share in shares]

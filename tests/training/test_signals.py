@@ -20,7 +20,7 @@ def ranks(monkeypatch):
     with joined_ranks() as ranks:
         yield ranks
     signal.signal(signal.SIGHUP, before)
-    sharding.asked.clear()
+    sharding.pending_signals.clear()
 
 
 class Full:
@@ -37,8 +37,8 @@ class Full:
 def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(ranks, number):
     with signals_noted():
         signal.raise_signal(number)
-        assert sharding.asked == [number]
-        sharding.asked.clear()
+        assert sharding.pending_signals == [number]
+        sharding.pending_signals.clear()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
 
@@ -51,18 +51,18 @@ def test_a_signal_that_a_garbage_collection_loses_stops_the_next_step(ranks):
 
     Finalized()
     with signals_noted():
-        assert sharding.asked == [signal.SIGTERM]
-        sharding.asked.clear()
+        assert sharding.pending_signals == [signal.SIGTERM]
+        sharding.pending_signals.clear()
 
 
 def test_output_that_is_closed_is_a_terminal_that_hangs_up(ranks, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Full())
     with signals_noted():
         ranks.say("step 1")
-        assert sharding.asked == [signal.SIGHUP]
-        sharding.asked.clear()
+        assert sharding.pending_signals == [signal.SIGHUP]
+        sharding.pending_signals.clear()
         Ranks(1, 2, torch.device("cpu")).say("of another rank")
-        assert not sharding.asked
+        assert not sharding.pending_signals
 
 
 def test_under_nohup_nobody_listens_and_training_goes_on(monkeypatch):
@@ -71,7 +71,7 @@ def test_under_nohup_nobody_listens_and_training_goes_on(monkeypatch):
         with joined_ranks() as ranks, signals_noted():
             monkeypatch.setattr(sys, "stdout", Full())
             ranks.say("step 1")
-            assert not sharding.asked
+            assert not sharding.pending_signals
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -82,7 +82,7 @@ def test_a_signal_while_memory_is_freed_interrupts_after_that(ranks, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             sharding.free_memory(ranks)
     finally:
-        sharding.asked.clear()
+        sharding.pending_signals.clear()
 
 
 def test_a_training_takes_no_directory_of_someone_else(ranks, tmp_path):

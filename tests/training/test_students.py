@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.data.corpus import Pool
+from common.data.pool import Pool
 from common.errors import UserError
 from common.method import masks, released_masks
 from common.training import checkpoints, students

@@ -528,3 +528,9 @@ def test_mistakes_in_the_flags(aligned_run, flags, message):
     before = digests(aligned_run)
     expect_error(message, "04_align.py", "--run", aligned_run, "--force", *flags)
     assert digests(aligned_run) == before
+
+
+def test_text_that_the_model_would_generate_needs_the_model_in_memory(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    expect_error("generated: expected no --layerwise, as the model must be in memory", "04_align.py",
+                 "--run", home, "--force", "--layerwise", "--text", "generated")

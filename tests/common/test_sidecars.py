@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from common import companions
+from common import sidecars
 from common.models import load_config
 from helpers import byte_tokenizer, save_tiny, tiny_model
 
@@ -26,7 +26,7 @@ def written(tmp_path, **changes) -> dict:
     for name, value in changes.items():
         setattr(config, name, value)
     (tmp_path / "made").mkdir()
-    companions.write(str(tmp_path / "made"), config, str(tmp_path / "source"))
+    sidecars.write(str(tmp_path / "made"), config, str(tmp_path / "source"))
     return settings_of(tmp_path / "made")
 
 
@@ -62,13 +62,13 @@ def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, model_type, 
 def test_a_generation_config_is_copied_and_none_invented(tmp_path):
     save_tiny(tmp_path / "source")
     content = b'{"eos_token_id": [256, 7], "mine": 1}'
-    (tmp_path / "source" / companions.GENERATION).write_bytes(content)
+    (tmp_path / "source" / sidecars.GENERATION).write_bytes(content)
     written(tmp_path)
-    assert (tmp_path / "made" / companions.GENERATION).read_bytes() == content
-    (tmp_path / "source" / companions.GENERATION).unlink()
+    assert (tmp_path / "made" / sidecars.GENERATION).read_bytes() == content
+    (tmp_path / "source" / sidecars.GENERATION).unlink()
     (tmp_path / "made").rename(tmp_path / "before")
     written(tmp_path)
-    assert not (tmp_path / "made" / companions.GENERATION).exists()
+    assert not (tmp_path / "made" / sidecars.GENERATION).exists()
 
 
 def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
@@ -76,7 +76,7 @@ def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
     save_tiny(tmp_path / "source")
     model = tiny_model(model_type="mistral", sliding_window=9)
     model.generation_config.eos_token_id = 3
-    companions.save(model, str(tmp_path / "made"), str(tmp_path / "source"))
+    sidecars.save(model, str(tmp_path / "made"), str(tmp_path / "source"))
     made = settings_of(tmp_path / "made")
     assert (made["model_type"], made["sliding_window"], made["rope_theta"]) == ("mistral", 9, 10000.0)
     assert GenerationConfig.from_pretrained(tmp_path / "made").eos_token_id == 256
@@ -87,7 +87,7 @@ def test_a_tokenizer_made_here_is_named_as_older_releases_know_it(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
     tokenizer.save_pretrained(tmp_path)
-    companions.loadable_by_older_releases(str(tmp_path))
+    sidecars.loadable_by_older_releases(str(tmp_path))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<a>", "<b>"] and "extra_special_tokens" not in settings

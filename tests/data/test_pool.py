@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from common.data import corpus
-from common.data.corpus import Pool, Sources, load_pool, samples_digest
+from common.data import pool
+from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
@@ -173,13 +173,13 @@ def test_the_digest_of_samples_sees_every_token_and_boundary():
 def test_tokens_are_written_once_and_again_when_the_text_changes(
     inputs, tmp_path, group_of_one, monkeypatch
 ):
-    text, written, write = tmp_path / "text.txt", [], corpus.write_text_tokens
+    text, written, write = tmp_path / "text.txt", [], pool.write_text_tokens
 
     def counted(*arguments):
         written.append(arguments[-1])
         return write(*arguments)
 
-    monkeypatch.setattr(corpus, "write_text_tokens", counted)
+    monkeypatch.setattr(pool, "write_text_tokens", counted)
     shutil.copy(inputs["text"], text)
     source = tmp_path / "run", inputs["model"], group_of_one
     first = pool_of(*source, text=[str(text)])

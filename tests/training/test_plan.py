@@ -117,6 +117,9 @@ def test_activations_are_those_autograd_keeps(dtype, blended):
 
 def test_norms_that_masks_blend_are_no_matrices():
     config, projections = LLAMA2_7B, masks.KEY_VALUE
+    alone = [budget.activation_bytes(config, 0, 2, (name,))[0] for name in ("q_proj", "k_proj", "qkv_proj")]
+    matrix = 2 * config.hidden_size * config.num_attention_heads * config.head_dim
+    assert alone == [matrix, matrix, 3 * matrix]  # a blended weight is as large as the source's
     with_norms = budget.activation_bytes(config, 100, 2, (*projections, "q_norm", "k_norm"))
     assert with_norms == budget.activation_bytes(config, 100, 2, projections)
 
