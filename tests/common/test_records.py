@@ -93,15 +93,15 @@ def refusal(path: str, stage: str) -> str:
     return message
 
 
-def places(value, prefix: tuple = ()):
-    """Every place in a record, as the names and indices that lead to it, but those inside open objects."""
+def places(value, prefix: tuple = (), closed=OPEN):
+    """Every place in a record, as the names and indices that lead to it, but those in `closed` objects."""
     if prefix:
         yield prefix
-    if prefix[-1:] in [(name,) for name in OPEN]:
+    if prefix and prefix[-1] in closed:
         return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        yield from places(item, (*prefix, key))
+        yield from places(item, (*prefix, key), closed)
 
 
 def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
@@ -176,63 +176,59 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, content):
     assert "expected" in message and "06_export.py" in message
 
 
-def test_every_kind_of_fault_names_its_place(tmp_path):
-    for stage, place, wrong, message in (
-        ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
-        ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
-        ("04_align.py", "summary.merge", "men",
-         "expected one of mean, scaled, first, closed-form, found 'men'"),
-        ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
-        ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
-        ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
-        ("05_prune_train.py", "arguments.tasks", 3, "expected text, found 3"),
-        ("05_prune_train.py", "arguments.only", "piqa", "expected a list, found 'piqa'"),
-        ("05_prune_train.py", "arguments.text", "c4", "expected a list, found 'c4'"),
-        ("05_prune_train.py", "arguments.chat", [5], "[0]: expected text, found 5"),
-        ("05_prune_train.py", "arguments.teacher", 5, "expected text, found 5"),
-        ("05_prune_train.py", "arguments.seed", "0", "expected an integer of at least 0, found '0'"),
-        ("05_prune_train.py", "summary.lr", -1.0, "expected a finite number of at least 0, found -1.0"),
-        ("05_prune_train.py", "summary.masks", "on", "expected one of l0-released, l0, off, found 'on'"),
-        ("07_eval.py", "results.gqa.kv_heads", 0, "expected an integer of at least 1, found 0"),
-    ):
-        record = changed(valid(stage), tuple(place.split(".")), wrong)
-        fault = refusal(write(tmp_path / "a", record), stage)
-        assert message in fault and (f"record.{place}" in fault or message.startswith(("record.", "files:")))
+UNSAFE_NAMES = ("../x", "/x", "a/../../x", "..", ".", "a/..", "", "a\\b", "a\n/../x", "\ud800", "a/./b")
+HEADS = "record.groups[0]: expected each of heads 0 to 3 once"
+PAIRS = "record.groups[0]: expected 2 groups of 2 heads, found sizes"
+FAULTS = [  # stage, the field, a wrong value of it, message
+    ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
+    ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
+    ("01_calibrate.py", "model.layers", 10**18, "files: expected tokens.safetensors and one per layer"),
+    ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found"),
+    ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
+    ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
+    ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
+    ("05_prune_train.py", "arguments.tasks", 3, "expected text, found 3"),
+    ("05_prune_train.py", "arguments.only", "piqa", "expected a list, found 'piqa'"),
+    ("05_prune_train.py", "arguments.text", "c4", "expected a list, found 'c4'"),
+    ("05_prune_train.py", "arguments.chat", [5], "[0]: expected text, found 5"),
+    ("05_prune_train.py", "arguments.teacher", 5, "expected text, found 5"),
+    ("05_prune_train.py", "arguments.seed", "0", "expected an integer of at least 0, found '0'"),
+    ("05_prune_train.py", "summary.lr", -1.0, "expected a finite number of at least 0, found -1.0"),
+    ("05_prune_train.py", "summary.masks", "on", "expected one of l0-released, l0, off, found 'on'"),
+    ("07_eval.py", "results.gqa.kv_heads", 0, "expected an integer of at least 1, found 0"),
+    ("03_group.py", "kv_heads", 1, "record.kv_heads: expected 2 as in its summary, found 1"),
+    ("03_group.py", "summary.kv_heads", 4, "record.kv_heads: expected 4 as in its summary, found 2"),
+    ("03_group.py", "groups", [], "record.groups: expected 2 layers, found 0"),
+    ("04_align.py", "summary.kv_heads", 1, "record.groups[0]: expected 1 groups of 4 heads, found sizes [2"),
+    *(("04_align.py", "summary.kv_heads", count,
+       f"record.kv_heads: expected a proper divisor of 4, found {count}") for count in (3, 4, 8)),
+    *(("04_align.py", "groups", groups, f"record.groups: expected 2 layers, found {len(groups)}")
+      for groups in (GROUPS[:1], [*GROUPS, GROUPS[0]], [])),
+    ("04_align.py", "groups", [[[0, 2], [1, 1]], GROUPS[1]], HEADS),
+    ("04_align.py", "groups", [[[0, 2], [1, 7]], GROUPS[1]], HEADS),
+    *(("04_align.py", "groups", [layer, GROUPS[1]], f"{PAIRS} {[len(group) for group in layer]}")
+      for layer in ([[0, 2, 1], [3]], [[0, 2, 1, 3], []], [[0], [2], [1], [3]], [[0, 1, 2, 3]],
+                    [[0, 2, 4], [1, 3, 5]], [[0, 2], [1, 3], [0, 2]])),
+    ("04_align.py", "groups", [[[0, 2], [1, 3.0]], GROUPS[1]], "record.groups[0][1][1]: expected an integer"),
+    ("04_align.py", "groups", [[0, 2, 1, 3], GROUPS[1]], "record.groups[0][0]: expected a list, found 0"),
+    *((stage, f"summary.{name}", [item] * count, f"record.summary.{name}: expected 2 layers, found {count}")
+      for stage, name, item in (("03_group.py", "score_default", -1.0), ("03_group.py", "score_found", -1.0),
+                                ("04_align.py", "within_group_cosine", COSINES),
+                                ("04_align.py", "energy_lost", LOST))
+      for count in (0, 1, 3)),
+    *(("06_export.py", ("files", name), SHA,
+       "record.files: name: expected a relative path inside the directory")
+      for name in UNSAFE_NAMES),
+]
 
 
-UNSAFE_NAMES = ["../x", "/x", "a/../../x", "..", ".", "a/..", "", "a\\b", "a\n/../x", "\ud800", "a/./b"]
-
-
-@pytest.mark.parametrize("name", UNSAFE_NAMES)
-def test_a_record_names_only_files_inside_its_directory(name):
-    record = valid("06_export.py")
-    record["files"][name] = SHA
-    assert "a relative path inside the directory" in find_fault(record, "06_export.py")
-
-
-GROUP_FAULTS = {
-    "a missing head": [[[0, 2], [1, 1]], GROUPS[1]],
-    "head 7 of 4": [[[0, 2], [1, 7]], GROUPS[1]],
-    "a float": [[[0, 2], [1, 3.0]], GROUPS[1]],
-    "unequal sizes": [[[0, 2, 1], [3]], GROUPS[1]],
-    "an empty group": [[[0, 2, 1, 3], []], GROUPS[1]],
-    "too many groups": [[[0], [2], [1], [3]], GROUPS[1]],
-    "one group": [[[0, 1, 2, 3]], GROUPS[1]],
-    "a head too many": [[[0, 2, 4], [1, 3, 5]], GROUPS[1]],
-    "a layer too few": [GROUPS[0]],
-    "a layer too many": [*GROUPS, GROUPS[0]],
-    "no layers": [],
-    "flat": [[0, 2, 1, 3], [0, 1, 2, 3]],
-}
-
-
-@pytest.mark.parametrize("name", ["score_default", "score_found", "within_group_cosine", "energy_lost"])
-def test_figures_per_layer_are_as_many_as_layers(name):
-    stage = "03_group.py" if name.startswith("score") else "04_align.py"
-    items = valid(stage)["summary"][name]
-    for wrong in (items[:1], [*items, items[0]], []):
-        fault = find_fault(changed(valid(stage), ("summary", name), wrong), stage)
-        assert fault == f"record.summary.{name}: expected 2 layers, found {len(wrong)}"
+@pytest.mark.parametrize(("stage", "field", "wrong", "message"), FAULTS)
+def test_every_kind_of_fault_names_its_place(tmp_path, stage, field, wrong, message):
+    """Also those between fields: groups are a partition of every layer, as many as kv_heads says; figures
+    per layer are as many as layers; files are inside the directory."""
+    place = tuple(field.split(".")) if isinstance(field, str) else field
+    fault = refusal(write(tmp_path / "a", changed(valid(stage), place, wrong)), stage)
+    assert message in fault and (f"record.{field}" in fault or message.startswith(("record.", "files:")))
 
 
 def test_sizes_beyond_any_memory_are_refused():
@@ -241,26 +237,6 @@ def test_sizes_beyond_any_memory_are_refused():
         record["summary"]["kv_heads"] = kv_heads
         record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
         assert "groups of 2 heads" in find_fault(record, "03_group.py")
-    calibration = changed(valid("01_calibrate.py"), ("model", "layers"), 10**18)
-    assert "and one per layer" in find_fault(calibration, "01_calibrate.py")
-
-
-@pytest.mark.parametrize("fault", GROUP_FAULTS)
-def test_groups_are_a_partition_of_every_layer(tmp_path, fault):
-    for stage in ("03_group.py", "04_align.py"):
-        record = valid(stage) | {"groups": GROUP_FAULTS[fault]}
-        assert "record.groups" in refusal(write(tmp_path / "a", record), stage)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 3, 4, 8, 0, -2, 2.0, "2", None, True])
-def test_kv_heads_agree_with_the_groups(tmp_path, kv_heads):
-    for stage, places_ in (("03_group.py", [("kv_heads",)]), ("03_group.py", [("summary", "kv_heads")]),
-                           ("03_group.py", [("kv_heads",), ("summary", "kv_heads")]),
-                           ("04_align.py", [("summary", "kv_heads")])):
-        record = valid(stage)
-        for place in places_:
-            record = changed(record, place, kv_heads)
-        refusal(write(tmp_path / "a", record), stage)
 
 
 def test_groups_come_back_as_written(tmp_path):

@@ -81,26 +81,6 @@ def test_names_of_unfinished_output_are_our_own(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
-    path = str(tmp_path / "gqa")
-    for name in (".gqa.mine.unfinished", ".gqa2.x.unfinished"):  # not of ours; of another output
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("mine")
-    child = os.fork()
-    if not child:
-        with files.write_directory(path) as aside:
-            Path(aside, "weights").write_text("half of them")
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert len(list(tmp_path.iterdir())) == 3
-    with files.write_directory(path) as first:
-        assert len(list(tmp_path.iterdir())) == 3  # the killed one's is gone
-        with files.unfinished(path):
-            Path(first, "file").write_text("alive")
-    assert contents(tmp_path) == {"gqa/file": "alive", ".gqa.mine.unfinished/file": "mine",
-                                  ".gqa2.x.unfinished/file": "mine"}
-
-
 def killed_at_rename(number: int, work) -> bool:
     """Whether work() was killed at its `number`-th rename, from 0; else it has fewer."""
     child = os.fork()
@@ -116,6 +96,21 @@ def killed_at_rename(number: int, work) -> bool:
         work()
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    path = str(tmp_path / "gqa")
+    for name in (".gqa.mine.unfinished", ".gqa2.x.unfinished"):  # not of ours; of another output
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    assert killed_at_rename(0, lambda: write(tmp_path / "gqa", "half of them", record=False))
+    assert len(list(tmp_path.iterdir())) == 3
+    with files.write_directory(path) as first:
+        assert len(list(tmp_path.iterdir())) == 3  # the killed one's is gone
+        with files.unfinished(path):
+            Path(first, "file").write_text("alive")
+    assert contents(tmp_path) == {"gqa/file": "alive", ".gqa.mine.unfinished/file": "mine",
+                                  ".gqa2.x.unfinished/file": "mine"}
 
 
 def test_a_directory_killed_at_any_rename_is_the_old_one_or_the_new_one(tmp_path):

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label, score_tables
-from test_records import changed, valid
+from test_records import changed, places, valid
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
@@ -272,20 +272,12 @@ ODD = [..., None, True, -1, 0, 1.5, float("nan"), 10**400, "text", "\ud800", "a\
        {"": [[]]}, {"a": {"b": 1}}]
 
 
-def paths_in(value, path: tuple = ()):
-    """The path of every field of a record, inner ones too."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key)
-        yield from paths_in(item, (*path, key))
-
-
 @pytest.mark.parametrize("artifact", ARTIFACTS)
 def test_an_odd_record_gives_the_page_or_one_line(artifact, tmp_path):
     """Every field in turn is replaced by one odd value, or left out."""
     place = str(tmp_path / artifact).removesuffix("/stage.json")
     save(tmp_path, artifact)
-    for index, path in enumerate(paths_in(record(artifact))):
+    for index, path in enumerate(places(record(artifact), closed=())):
         odd = ODD[index % len(ODD)]
         made = changed(record(artifact), path, odd, remove=odd is ...)
         (tmp_path / artifact).write_text(json.dumps(made))

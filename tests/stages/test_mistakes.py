@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from helpers import copy_run, expect_error, run, save_tiny
 
 
@@ -11,8 +13,7 @@ def test_mistakes_in_calibration(inputs, tmp_path):
     expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
     expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
     message = "expected 4000 x 64 = 256000 tokens in its training part, found"
-    expect_error(message, *command, *model, "--text", inputs["text"],
-                 "--sequences", 4000)
+    expect_error(message, *command, *model, "--text", inputs["text"], "--sequences", 4000)
     assert not (tmp_path / "run").exists()
 
 
@@ -28,24 +29,29 @@ def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp
                  "--tasks", inputs["tasks"])
 
 
-def test_mistakes_between_stages(aligned_run, inputs, tmp_path):
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
-    expect_error("kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3",
-                 "03_group.py", "--run", home, "--kv-heads", 3, "--force")
-
-    model = save_tiny(tmp_path / "model", seed=9, bias=True)
-    text = ["--text", inputs["text"], "--sequences", 2, "--length", 64]
-    run("01_calibrate.py", "--run", other, "--model", model, *text)
-    shutil.copy(home / "groups.json", other)
-    expect_error("expected an artifact of model", "04_align.py", "--run", other)
-
-
-def test_flags_that_do_not_fit_are_refused_before_anything_is_written(aligned_run, tmp_path):
+@pytest.mark.parametrize(("command", "flags", "message"), [
+    ("02_similarity.py", ["--key-context", 8], "--key-context: expected --energy with it"),
+    ("02_similarity.py", ["--layers-drawn", 0, 3], "--layers-drawn: expected layers from 0 to 2, found 3"),
+    ("03_group.py", ["--kv-heads", 3], "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
+    ("04_align.py", ["--merge-keys", "pairs"],
+     "--merge-keys pairs: expected --merge closed-form with it, found mean"),
+])  # fmt: skip
+def test_flags_that_do_not_fit_are_refused_before_anything_is_written(aligned_run, tmp_path, command, flags,
+                                                                      message):
     home = copy_run(aligned_run, tmp_path / "run")
-    before = (home / "similarity.json").read_bytes()
-    command = ["02_similarity.py", "--run", home, "--force"]
-    expect_error("--key-context: expected --energy with it", *command, "--key-context", 8)
-    expect_error("--layers-drawn: expected layers from 0 to 2, found 3", *command, "--layers-drawn", 0, 3)
-    assert (home / "similarity.json").read_bytes() == before
-    expect_error("--merge-keys pairs: expected --merge closed-form with it, found mean",
-                 "04_align.py", "--run", home, "--force", "--merge-keys", "pairs")
+    before = times(home)
+    expect_error(message, command, "--run", home, "--force", *flags)
+    assert times(home) == before
+
+
+def times(home) -> dict:
+    """When each file was written."""
+    return {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
+
+
+def test_groups_of_another_model_are_refused(aligned_run, inputs, tmp_path):
+    model, home = save_tiny(tmp_path / "model", seed=9, bias=True), tmp_path / "run"
+    run("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 2,
+        "--length", 64)
+    shutil.copy(aligned_run / "groups.json", home)
+    expect_error("expected an artifact of model", "04_align.py", "--run", home)
