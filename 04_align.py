@@ -221,7 +221,7 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
 
 
 def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> dict[str, float]:
-    """Equivalence check of aligned/ as loaded back: returns its figures, raises UserError if it fails.
+    """Equivalence check of aligned/ as loaded back: returns its metrics, raises UserError if it fails.
 
     Both sides are transformers' own forward pass, without a cache and from one.
     """
@@ -236,20 +236,20 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> di
         exact = Layers(inputs.source["path"], torch.float64, loaded.device, layerwise=True)
         allowed = max(allowed, ROUNDING * max_difference(source, exact.logits(inputs.tokens)))
     require_close("the aligned model is not the source model", difference, allowed)
-    figures = {"max_logit_difference": difference, "kl": mean_kl(source, aligned),
+    metrics = {"max_logit_difference": difference, "kl": mean_kl(source, aligned),
                "perplexity_source": perplexity_of(source, inputs.tokens),
                "perplexity_aligned": perplexity_of(aligned, inputs.tokens)}
     print(f"check   aligned/ loaded back as {inputs.dtype}: max |logit difference| {difference:.2e} (allowed "
-          f"{allowed:.0e}), KL {figures['kl']:.2e}, perplexity {figures['perplexity_source']:.5f} -> "
-          f"{figures['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
-    if "rotated" in logits and not figures["kl"] <= STORED_KL:
+          f"{allowed:.0e}), KL {metrics['kl']:.2e}, perplexity {metrics['perplexity_source']:.5f} -> "
+          f"{metrics['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
+    if "rotated" in logits and not metrics["kl"] <= STORED_KL:
         raise UserError(f"aligned/ as {inputs.dtype}: expected a KL of at most {STORED_KL} from the source, "
-                        f"found {figures['kl']:.2e}; nothing was written; pass --dtype float32")
-    return figures
+                        f"found {metrics['kl']:.2e}; nothing was written; pass --dtype float32")
+    return metrics
 
 
 def verified_part(parts: Parts, args, inputs: Inputs, rotations: list) -> tuple[str, dict, list]:
-    """Where the aligned model is that equals the source, the check's figures, and the source's logits.
+    """Where the aligned model is that equals the source, the check's metrics, and the source's logits.
 
     It is written and checked, unless it is a finished part.
     """
@@ -300,24 +300,24 @@ def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
 
 
 def refit_layer(refit: Refit, parts: Parts, name: str, layer, merged) -> dict:
-    """Refit the decoder layer `merged`, unless that is a finished part. Returns the figures of the refit."""
+    """Refit the decoder layer `merged`, unless that is a finished part. Returns the metrics of the refit."""
     def refitted(directory: str) -> dict:
-        figures = refit.layer(layer, merged)
+        metrics = refit.layer(layer, merged)
         parameters = merged_parameters(merged.self_attn).items()
         save_file({name: parameter.contiguous() for name, parameter in parameters},
                   os.path.join(directory, REFITTED))
-        return figures
+        return metrics
 
     found = parts.find(name)
     if found is None:
         return parts.add(name, refitted)[1]
-    directory, figures = found
-    refit.pass_by(layer, merged, load_file(os.path.join(directory, REFITTED)), figures)
-    return figures
+    directory, metrics = found
+    refit.pass_by(layer, merged, load_file(os.path.join(directory, REFITTED)), metrics)
+    return metrics
 
 
 def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, parts: Parts) -> dict:
-    """Merge the groups of the aligned `layers` and write the result. Returns the figures of the refit."""
+    """Merge the groups of the aligned `layers` and write the result. Returns the metrics of the refit."""
     source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
     refit = start_refit(args, layers, inputs) if args.refit else None
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
@@ -335,7 +335,7 @@ def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, p
         return {"refit_layers": None}
     before = perplexity_of(layers.logits_of(refit.unrefitted), inputs.tokens)
     print(f"refit   perplexity of merged/ before the refit {before:.3f}")
-    return {"refit_layers": refit.figures, "perplexity_merged_before_refit": before}
+    return {"refit_layers": refit.metrics, "perplexity_merged_before_refit": before}
 
 
 @torch.no_grad()
@@ -361,14 +361,14 @@ def main():
     merges = choose_merges(args, grams_of, inputs.groups, rotations, inputs.context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         parts = Parts(partial_path, started.record(source, {}) | {"device": models.pick_device(args.device)})
-        verified, figures, logits = verified_part(parts, args, inputs, rotations)
+        verified, metrics, logits = verified_part(parts, args, inputs, rotations)
         # from aligned/ as stored, because stage 5 blends the two
-        figures |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
+        metrics |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
         predicted = open_layers(merged, args).logits(tokens)
-        figures |= {"perplexity_merged": perplexity_of(predicted, tokens),
+        metrics |= {"perplexity_merged": perplexity_of(predicted, tokens),
                     "kl_merged": mean_kl(logits, predicted), "energy_lost": lost or None}
         summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
-        summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | figures
+        summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | metrics
         summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
         written = started.record(source, summary) | {"groups": inputs.grouping["groups"]}
@@ -378,10 +378,10 @@ def main():
         artifacts.write_record(merged, written)
     remove_parts(partial_path, started.stage)
     print(f"wrote   {aligned_path}\nwrote   {merged_path}")
-    print(f"04_align: perplexity source {figures['perplexity_source']:.3f}, aligned "
-          f"{figures['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
-          f"{', refitted' if args.refit else ''}) without training {figures['perplexity_merged']:.3f} "
-          f"(KL {figures['kl_merged']:.4f}) in {started.clock()} s, "
+    print(f"04_align: perplexity source {metrics['perplexity_source']:.3f}, aligned "
+          f"{metrics['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
+          f"{', refitted' if args.refit else ''}) without training {metrics['perplexity_merged']:.3f} "
+          f"(KL {metrics['kl_merged']:.4f}) in {started.clock()} s, "
           f"peak host memory {summary['peak_memory_gib']} GiB")
 
 

@@ -76,7 +76,7 @@ from common.training import checkpoints, hardware, plan, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.heldout import QUESTIONS
-from common.training.mask_state import MASKS, Masks, mask_figures, switch_step
+from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
 from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
@@ -220,7 +220,7 @@ def masked_step(step: Step, masks: Masks, teacher, loss: Loss) -> None:
     size, target = masks.expected(), masks.target(step.number)
     l0 = l0_loss(size.mean(), target)  # Eq. 29
     torch.autograd.backward([drawn, loss.l0_weight * l0], [z.grad, None])  # into log_alpha
-    step.update(l0=l0.detach(), mask_target=target, **mask_figures(size, z))  # clip, then AdamW
+    step.update(l0=l0.detach(), mask_target=target, **mask_metrics(size, z))  # clip, then AdamW
     masks.settle(step.number)
     set_masks(student.net, masks.noiseless())  # for the held-out measurement
 

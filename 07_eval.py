@@ -274,19 +274,19 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     spread = models.needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
     model = models.load_model(path, dtype, device, spread)
-    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
-    figures["tasks"], outcomes = evaluate.answer_questions(
+    metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
+    metrics["tasks"], outcomes = evaluate.answer_questions(
         name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
-    figures |= evaluate.averages(figures["tasks"])
+    metrics |= evaluate.averages(metrics["tasks"])
     predictions = None
     if tokenized.tokens is not None:
-        on_text, predictions = evaluate.text_figures(model, tokenized.tokens, reference)
-        figures |= on_text | perplexity_figures(on_text["perplexity"], name, model, tokenized)
+        on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
+        metrics |= on_text | perplexity_metrics(on_text["perplexity"], name, model, tokenized)
     if tokenized.prompts:
-        figures["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
+        metrics["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
-    figures["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
-    return figures | evaluate.speed(model, row), outcomes, predictions
+    metrics["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
+    return metrics | evaluate.speed(model, row), outcomes, predictions
 
 
 def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -> dict:
@@ -294,16 +294,16 @@ def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
     print(f"reads   {path}, layer by layer")
     layers = Layers(path, dtype, device, layerwise=True)
-    figures = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
+    metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
     if tokenized.tokens is not None:
         perplexity = evaluate.layerwise_perplexity(layers, tokenized.tokens, args.run)
-        figures |= perplexity_figures(perplexity, name, layers.model, tokenized)
+        metrics |= perplexity_metrics(perplexity, name, layers.model, tokenized)
     row = torch.arange(tokenized.length) % layers.config.vocab_size
     # the weights are on the meta device, which suffices for sizes
-    return figures | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
+    return metrics | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
 
 
-def perplexity_figures(perplexity: float, name: str, model, tokenized: Tokenized) -> dict:
+def perplexity_metrics(perplexity: float, name: str, model, tokenized: Tokenized) -> dict:
     """The perplexity and what it was measured on. Raises UserError unless it is finite."""
     evaluate.require_finite([perplexity], name, model)
     return {"perplexity": perplexity, "perplexity_text": tokenized.text,

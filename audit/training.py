@@ -34,7 +34,7 @@ SCHEDULE = stage5.Schedule(steps=STEPS, batch=3, warmup=1, clip=1.0, seed=0, tok
                            save_steps=None, save_minutes=0.0, print_every=1, loss_chunk=16)
 IDS = torch.randint(256, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 SAMPLES = [Sample(IDS[:20], IDS[20:28]), Sample(IDS[28:40], IDS[40:44]), Sample(IDS[44:])]
-FIGURES = ("Eq. 27, 28: samples of the masks", "Eq. 27, 28: masks without noise",
+QUANTITIES = ("Eq. 27, 28: samples of the masks", "Eq. 27, 28: masks without noise",
            "Eq. 27, 28: log alpha after the step", "Eq. 29: sizes of the masks", "Eq. 29: loss of the masks",
            "Eq. 30: loss of a batch", "Eq. 30: loss of a batch, --kl-on all", "Eq. 31: gradient in log alpha")
 
@@ -91,11 +91,11 @@ def networks(run) -> tuple:
 
 
 def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
-    """FIGURES of the steps TAKEN, by stage 5 with masks of a kind in KINDS. start: log alpha, [1, H]."""
+    """QUANTITIES of the steps TAKEN, by stage 5 with masks of a kind in KINDS. start: log alpha, [1, H]."""
     replicated = stage5.MASKS[kind].start(start.shape, seed=0) | {"log_alpha": start}
     student, teacher, ranks = Trainee(blended, replicated), Trainee(source), Ranks(0, 1, torch.device("cpu"))
     student.set_requires_gradient_sync = lambda last: None  # there is nothing to reduce
-    held, gradients, figures = stage5.MASKS[kind](student.replicated, STEPS, seed=0), [], []
+    held, gradients, metrics = stage5.MASKS[kind](student.replicated, STEPS, seed=0), [], []
     optimizer = students.masked_optimizer(student, students.Rates(MASK_LR, 0.95, 0.0), kind, MASK_LR)
     optimizer.register_step_pre_hook(lambda *_: gradients.append(held.log_alpha.grad.clone()))
     job = stage5.Job(student, optimizer, "", ranks)
@@ -107,15 +107,15 @@ def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
         stage5.distill(every, teacher, stage5.Loss("all", temperature=1.0, l0_weight=1.0))
         stage5.masked_step(prompt, held, teacher, stage5.Loss("prompt", temperature=1.0, l0_weight=1.0))
         noiseless = student.net.model.layers[0].self_attn.k_proj.z
-        figures.append((z, noiseless, held.log_alpha.clone(), sizes, prompt.figures["l0"],
-                        prompt.figures["loss"], every.totals["loss"], gradients[-1]))
-    return figures
+        metrics.append((z, noiseless, held.log_alpha.clone(), sizes, prompt.metrics["l0"],
+                        prompt.metrics["loss"], every.totals["loss"], gradients[-1]))
+    return metrics
 
 
 def printed(student, kind: str, start: torch.Tensor, gradients: list[torch.Tensor]) -> list[tuple]:
     """The same as printed, but that AdamW takes the gradients of stage 5, one of each step."""
     draw, noiseless, measure, betas, eps, bound = KINDS[kind]
-    log_alpha, figures, size, share = start.double(), [], 1.0, 1 / paper.masked_steps(STEPS)
+    log_alpha, metrics, size, share = start.double(), [], 1.0, 1 / paper.masked_steps(STEPS)
     optimizer = torch.optim.AdamW([log_alpha], MASK_LR, betas, eps, weight_decay=0)
     for number, gradient in zip(TAKEN, gradients, strict=True):
         T, copy = paper.target_size(number, STEPS), log_alpha.clone()
@@ -133,8 +133,8 @@ def printed(student, kind: str, start: torch.Tensor, gradients: list[torch.Tenso
             weight = min(1, max(0.002, ((number + 1) * share) ** 5 / 2, far))
             log_alpha.copy_(weight * copy + (1 - weight) * log_alpha)
         log_alpha.clamp_(-bound, bound)
-        figures.append((z, noiseless(log_alpha), log_alpha.clone(), sizes, l0, loss, every, leaf.grad))
-    return figures
+        metrics.append((z, noiseless(log_alpha), log_alpha.clone(), sizes, l0, loss, every, leaf.grad))
+    return metrics
 
 
 class Student:
@@ -173,7 +173,7 @@ class Student:
 
 
 def step_rows(run):
-    """compare's arguments for the FIGURES of steps of stage 5, with either kind of masks."""
+    """compare's arguments for the QUANTITIES of steps of stage 5, with either kind of masks."""
     start = 2 * torch.randn(1, run.heads, generator=torch.Generator().manual_seed(0))
     source, blended = networks(run)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -184,7 +184,7 @@ def step_rows(run):
     student = Student(run, source)
     for kind, ours in steps.items():
         sides = printed(student, kind, start, [step[-1] for step in ours]), ours
-        for title, *columns in zip(FIGURES, *(zip(*side, strict=True) for side in sides), strict=True):
+        for title, *columns in zip(QUANTITIES, *(zip(*side, strict=True) for side in sides), strict=True):
             yield f"{title}, --masks {kind}", *columns, 10 * FLOAT32
 
 

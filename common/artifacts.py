@@ -62,7 +62,7 @@ class Claim:
     clock: Clock
 
     def record(self, model: dict, summary: dict) -> dict:
-        """The record of an artifact: stage, flags, inputs, versions and key figures."""
+        """The record of an artifact: stage, flags, inputs, versions and key metrics."""
         return {
             "stage": self.stage,
             "directory": os.path.abspath(self.args.run),

@@ -38,7 +38,7 @@ class Predictions:
 
 
 @torch.no_grad()
-def text_figures(model, tokens: torch.Tensor, reference: Predictions | None) -> tuple[dict, Predictions]:
+def text_metrics(model, tokens: torch.Tensor, reference: Predictions | None) -> tuple[dict, Predictions]:
     """Perplexity over tokens [n, T] and, against the predictions of a reference for the same tokens, "kl"
     KL(reference || model) in nats and "agreement", the share of tokens at which both predict the same one.
 
@@ -54,10 +54,10 @@ def text_figures(model, tokens: torch.Tensor, reference: Predictions | None) -> 
             agreements.append(float((theirs.argmax(-1) == logits[0].argmax(-1)).double().mean()))
 
     with predictions.head.register_forward_hook(compare):
-        figures = {"perplexity": perplexity(model, tokens)}
+        metrics = {"perplexity": perplexity(model, tokens)}
     if divergences:
-        figures |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
-    return figures, predictions
+        metrics |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
+    return metrics, predictions
 
 
 @torch.no_grad()
@@ -258,13 +258,13 @@ def judge(example, answer: str, scores: list[float]) -> dict:
 
 def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
     """Metrics of one task: questions, chance, exact_match and likelihood with standard errors."""
-    figures = {"questions": len(examples)}
-    figures["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
+    metrics = {"questions": len(examples)}
+    metrics["chance"] = sum(1 / len(example.choices) for example in examples) / len(examples)
     exact = [verdict["exact"] for verdict in verdicts]
     likeliest = [verdict["likelihood_choice"] == verdict["label"] for verdict in verdicts]
-    figures["exact_match"], figures["exact_match_stderr"] = accuracy(exact)
-    figures["likelihood"], figures["likelihood_stderr"] = accuracy(likeliest)
-    return figures
+    metrics["exact_match"], metrics["exact_match_stderr"] = accuracy(exact)
+    metrics["likelihood"], metrics["likelihood_stderr"] = accuracy(likeliest)
+    return metrics
 
 
 def answer_questions(
@@ -275,7 +275,7 @@ def answer_questions(
     name: the checkpoint's. tasks: task -> index -> question (common/data/tasks.py). samples: task -> question
     -> tokenized choices. Raises UserError unless all likelihoods are finite.
     """
-    figures, outcomes = {}, []
+    metrics, outcomes = {}, []
     total = sum(1 + len(choices) for questions in samples.values() for choices in questions)
     with Progress(total=total, desc=f"{name}: tasks", unit="seq") as bar:
         for task, questions in tasks.items():
@@ -285,10 +285,10 @@ def answer_questions(
             scores = choice_likelihoods(model, samples[task], batch, bar)
             require_finite(itertools.chain.from_iterable(scores), name, model)
             verdicts = list(map(judge, examples, answers, scores))
-            figures[task] = rates(examples, verdicts)
+            metrics[task] = rates(examples, verdicts)
             for index, verdict in zip(questions, verdicts, strict=True):
                 outcomes.append({"model": name, "task": task, "question": index} | verdict)
-    return figures, outcomes
+    return metrics, outcomes
 
 
 def require_finite(values, name: str, model) -> None:
@@ -310,16 +310,16 @@ def averages(tasks: dict[str, dict]) -> dict[str, float]:
     The "Avg." of the paper's Tables 1 and 2 is the micro average. tasks: per task "questions", "chance", and
     "exact_match" and "likelihood", each with a "_stderr".
     """
-    figures = {}
+    metrics = {}
     questions = sum(task["questions"] for task in tasks.values())
     if not questions:
         return {}
     for kind in ("exact_match", "likelihood", "chance"):
         share = sum(task[kind] * task["questions"] for task in tasks.values()) / questions
-        figures[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)
-        figures[f"micro_{kind}"] = share
+        metrics[f"macro_{kind}"] = sum(task[kind] for task in tasks.values()) / len(tasks)
+        metrics[f"micro_{kind}"] = share
         if kind != "chance":
             errors = [task[f"{kind}_stderr"] for task in tasks.values()]
-            figures[f"macro_{kind}_stderr"] = math.hypot(*errors) / len(tasks)
-            figures[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
-    return figures
+            metrics[f"macro_{kind}_stderr"] = math.hypot(*errors) / len(tasks)
+            metrics[f"micro_{kind}_stderr"] = math.sqrt(share * (1 - share) / questions)
+    return metrics

@@ -19,21 +19,21 @@ class Parts:
         remove_parts(home, command["stage"], but=self.command)
 
     def find(self, name: str) -> tuple[str, dict] | None:
-        """The directory and the figures of a part; None unless it is as this command wrote it."""
+        """The directory and the metrics of a part; None unless it is as this command wrote it."""
         path = os.path.join(self.home, name)
         record = record_of(path)
         if not self.command.items() <= record.items():
             return None
         files = {file: sha256(os.path.join(path, file)) for file in files_in(path) if file != RECORD}
-        return (path, record["figures"]) if files == record.get("files") else None
+        return (path, record["metrics"]) if files == record.get("files") else None
 
     def add(self, name: str, fill) -> tuple[str, dict]:
-        """Have fill(directory) write a part and return its figures. Returns where it is, and the figures."""
+        """Have fill(directory) write a part and return its metrics. Returns where it is, and the metrics."""
         path = os.path.join(self.home, name)
         with write_directory(path) as aside:
-            figures = fill(aside)
-            write_record(aside, self.command | {"figures": figures})
-        return path, figures
+            metrics = fill(aside)
+            write_record(aside, self.command | {"metrics": metrics})
+        return path, metrics
 
 
 def record_of(path: str) -> dict:

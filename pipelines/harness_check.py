@@ -54,10 +54,10 @@ def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
 def read_accuracies(path: str) -> dict[str, dict[str, float]]:
     """eval.json as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
     accuracies = {}
-    for model, figures in read_record(path, "07_eval.py")["results"].items():
-        with expecting(f"{path}: expected figures of 07_eval.py for {model}, found others"):
-            rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in figures["tasks"].items()}
-            accuracies[model] = rates | {GROUP: figures["macro_likelihood"]}
+    for model, metrics in read_record(path, "07_eval.py")["results"].items():
+        with expecting(f"{path}: expected metrics of 07_eval.py for {model}, found others"):
+            rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in metrics["tasks"].items()}
+            accuracies[model] = rates | {GROUP: metrics["macro_likelihood"]}
     return accuracies
 
 

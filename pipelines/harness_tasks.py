@@ -154,7 +154,7 @@ def main():
     stage7 = importlib.import_module("07_eval")
     source, _ = stage7.choose_sources(evaluated)
     tasks = stage7.read_questions(evaluated, source)
-    checkpoints = {name: figures["path"] for name, figures in record["results"].items()}
+    checkpoints = {name: metrics["path"] for name, metrics in record["results"].items()}
     tokenizer = load_tokenizer(next(iter(checkpoints.values())))
     print(write_tasks(args.output, tasks, tokenizer))
     write_command(args.output, checkpoints, evaluated.batch, record["device"], evaluated.dtype, evaluated.bos)

@@ -102,11 +102,11 @@ def table(results: dict[str, dict]) -> str:
     """A Markdown table, a row per model, the source first. Losses: nats per token above the source's."""
     source, *_, last = results.values()
     rows = []
-    for name, figures in results.items():
-        loss = math.log(figures["perplexity"] / source["perplexity"])
-        digits = 1 if figures["perplexity"] < 1000 else 0
-        rows.append((name, f"{figures['perplexity']:,.{digits}f}", f"+{loss:.2f}" if rows else "",
-                     f"{figures['cache_bytes_per_token']:.0f}"))
+    for name, metrics in results.items():
+        loss = math.log(metrics["perplexity"] / source["perplexity"])
+        digits = 1 if metrics["perplexity"] < 1000 else 0
+        rows.append((name, f"{metrics['perplexity']:,.{digits}f}", f"+{loss:.2f}" if rows else "",
+                     f"{metrics['cache_bytes_per_token']:.0f}"))
     merged = f"{source['kv_heads']} -> {last['kv_heads']} kv heads"
     return markdown_table((merged, "perplexity", "loss", "KV bytes per token"), rows, "<>>>")
 
@@ -145,9 +145,9 @@ def main():
     text = table(results)
     print(f"\n{text}\n")
     name = os.path.basename(os.path.normpath(model["name"])).removesuffix(".gguf")
-    kv_heads = [figures["kv_heads"] for figures in results.values()]
+    kv_heads = [metrics["kv_heads"] for metrics in results.values()]
     title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads"
-    perplexities = {start: figures["perplexity"] for start, figures in results.items()}
+    perplexities = {start: metrics["perplexity"] for start, metrics in results.items()}
     losses_above_source(os.path.join(args.run, "starts.png"), perplexities, title)
     write_json(os.path.join(args.run, "starts.json"), results)
     write_text(os.path.join(args.run, "starts.md"), text + "\n")  # last: smollm2.sh looks for it

@@ -106,7 +106,7 @@ class Gradients(Step):
         return iter(self._rows)
 
     def update(self, **figures) -> None:
-        self.figures |= figures
+        self.metrics |= figures
 
 
 def run_masked_step(trained: Masks, student, step: int, rows: list, l0_weight: float = 1.0) -> dict:
@@ -114,7 +114,7 @@ def run_masked_step(trained: Masks, student, step: int, rows: list, l0_weight: f
     loss = replace(LOSS, l0_weight=l0_weight)
     taken = Gradients(Job(student, None, "", ALONE, step=step), SCHEDULE, rows, SAMPLES)
     stage5.masked_step(taken, trained, tiny_trainee(2), loss)
-    return taken.figures
+    return taken.metrics
 
 
 def rates(optimizer, trainee) -> dict[str, float]:

@@ -22,7 +22,7 @@ from common.training import mask_state
 from helpers import calibrate_arguments, copy_run, expect_error, run, save_tiny
 
 AUDIT = "audit/__main__.py"
-STEPS = [f"{figure}, --masks {kind}" for figure in audit_training.FIGURES for kind in audit_training.KINDS]
+STEPS = [f"{figure}, --masks {kind}" for figure in audit_training.QUANTITIES for kind in audit_training.KINDS]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 SEARCH = ["--kv-heads", 2, "--restarts", 10, "--iterations", 100]
 

@@ -121,7 +121,7 @@ def test_ten_masked_steps_have_the_losses_of_stage_5(road, group_of_one):
         set_masks(student.net, drawn)
         stage5.masked_step(step, masks, taught_by, loss)
         torch.testing.assert_close(z, drawn, rtol=0, atol=1e-5)
-        found = [step.figures[name] for name in ("kl", "bild", "l0")]
+        found = [step.metrics[name] for name in ("kl", "bild", "l0")]
         assert found == pytest.approx([L_KL, L_BiLD, L_L0], rel=1e-3, abs=1e-6)
         sizes.append(z.mean())
         with torch.no_grad():

@@ -40,7 +40,7 @@ EPOCHS = 4  # of training; the error still falls after eight, at a cost in propo
 RATE = 0.03  # initial learning rate, relative to a tensor's root mean square; a cosine takes it to 0
 DRIFT = 0.5  # of the difference between residual streams; 0 leaves a KL 8 to 10 % higher (docs/LOG.md)
 FARTHEST = 4  # lengths of a sequence in the longest context with gaps: a longer one only loses (docs/LOG.md)
-ERRORS = "merged", "output", "attention"  # names in the figures of a layer
+ERRORS = "merged", "output", "attention"  # names in the metrics of a layer
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # x <- a x + b x^3 + c x^5 takes singular values in (0, 1] to about 1
 ITERATIONS = 5
 MOMENTUM = 0.9
@@ -87,7 +87,7 @@ class Refit:
     states at positions [T], or None: from 0. targets, inputs, unrefitted: lists of batches [n, T, hidden]
     before the first layer, replaced in place: for the original model, the refitted one, and the merged one
     without a refit. attention: do the attention refit, too. context: tokens that keys are merged for; None:
-    no gaps between positions. store: makes a list of batches. figures: per layer the ridge strength of the
+    no gaps between positions. store: makes a list of batches. metrics: per layer the ridge strength of the
     output refit (None: W_O kept) and the held-out error, "merged", after the "output" and, where asked for,
     the "attention" refit.
     """
@@ -96,7 +96,7 @@ class Refit:
                  context: int | None = None, store=list):
         self.run, self.attention, self.store = run, attention, store
         self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
-        self.figures: list[dict] = []
+        self.metrics: list[dict] = []
         every = min(HELD_OUT_EVERY, len(targets))
         self.held_out = range(every - 1, len(targets), every)
         self.fitted = [number for number in range(len(targets)) if number not in self.held_out]
@@ -106,30 +106,30 @@ class Refit:
 
     @torch.no_grad()
     def layer(self, original, merged) -> dict:
-        """Refit the decoder layer `merged` in place, advance the texts, and return the figures.
+        """Refit the decoder layer `merged` in place, advance the texts, and return the metrics.
 
         original: the decoder layer to approximate, with any number of kv heads.
         """
         self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
         outputs = self.store(self._outputs(original))
         ridge, before, after = self._fit(merged, outputs)
-        figures = {"ridge": ridge, "merged": before, "output": after}
+        metrics = {"ridge": ridge, "merged": before, "output": after}
         if self.attention:
             self._train(merged, outputs, after)
-            figures["attention"] = self._fit(merged, outputs)[2]
+            metrics["attention"] = self._fit(merged, outputs)[2]
         self._advance(merged, self.inputs, self.positions)
-        self.figures.append(figures)
-        return figures
+        self.metrics.append(metrics)
+        return metrics
 
     @torch.no_grad()
-    def pass_by(self, original, merged, parameters: dict[str, torch.Tensor], figures: dict) -> None:
-        """As layer(), where these parameters and figures are what it has led to before."""
+    def pass_by(self, original, merged, parameters: dict[str, torch.Tensor], metrics: dict) -> None:
+        """As layer(), where these parameters and metrics are what it has led to before."""
         self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
         self._advance(original, self.targets, self.positions)
         for name, parameter in merged_parameters(merged.self_attn).items():
             parameter.copy_(parameters[name])
         self._advance(merged, self.inputs, self.positions)
-        self.figures.append(figures)
+        self.metrics.append(metrics)
 
     def _advance(self, layer, batches, positions) -> None:
         for number in range(len(batches)):

@@ -117,7 +117,7 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
 def _training(trained: dict, exported: dict) -> dict:
     """Template fields that describe the training. trained, exported: the summaries of stages 5 and 6."""
     before, after = heldout_kls(trained, f"{START}_"), heldout_kls(trained) | heldout_kls(exported)
-    figures = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
+    metrics = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
                + ("" if after[kind] < kl else ", which is no better") for kind, kl in before.items()]
     step = exported.get("step", trained["steps"])
     return {
@@ -126,7 +126,7 @@ def _training(trained: dict, exported: dict) -> dict:
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
         "masks": MASKS[trained["masks"]],
-        "figures": (f"KL to the teacher, on what was held out: {'; '.join(figures)}." if figures else
+        "metrics": (f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else
                     f"Last loss: {trained['loss']:.4f}."),
     }
 

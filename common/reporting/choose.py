@@ -25,7 +25,7 @@ from the source: on text that the calibration has not read."""
 def read_choices(run: str) -> list[dict]:
     """Figures of the source and of each RUN/kvN/merged, by falling number of kv heads.
 
-    Raises UserError if there is none, one of another calibration, without these figures or changed since, or
+    Raises UserError if there is none, one of another calibration, without these metrics or changed since, or
     two of one number.
     """
     choices, paths = [], {}

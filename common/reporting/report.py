@@ -88,8 +88,8 @@ def read_records(directory: str) -> dict[str, dict]:
     paths = {part: os.path.join(directory, part.record) for part in PARTS}
     records = {part.name: read_record(path, part.stage) for part, path in paths.items()
                if os.path.isfile(path)}
-    for name, figures in records.get("eval", {}).get("results", {}).items():
-        tasks = figures.get("tasks", {})
+    for name, metrics in records.get("eval", {}).get("results", {}).items():
+        tasks = metrics.get("tasks", {})
         if not isinstance(tasks, dict) or not all(isinstance(scores, dict) for scores in tasks.values()):
             raise UserError(f"{directory}/eval.json: expected scores per task for {name}, found others; run "
                             "07_eval.py again")
@@ -118,8 +118,8 @@ def cost(records: dict[str, dict]) -> str:
     if evaluation:
         gqa = os.path.normpath(os.path.join(str(evaluation["arguments"].get("run")), "gqa"))
         results = list(evaluation["results"].values())
-        before = max(results, key=lambda figures: figures["kv_heads"], default={})  # the first of them
-        after = next((figures for figures in results if os.path.normpath(figures["path"]) == gqa), {})
+        before = max(results, key=lambda metrics: metrics["kv_heads"], default={})  # the first of them
+        after = next((metrics for metrics in results if os.path.normpath(metrics["path"]) == gqa), {})
         names = {"micro_exact_match": "exact match", "perplexity": "perplexity"}
     changes = [f"{title} {tables.rate(before, name)} → {tables.rate(after, name)}"
                for name, title in names.items()
@@ -130,7 +130,7 @@ def cost(records: dict[str, dict]) -> str:
 def section(directory: str, part: Part, record: dict) -> dict:
     """A stage's section for the template."""
     metrics = read_metrics(os.path.join(directory, os.path.dirname(part.record), "metrics.jsonl"))
-    shown = tables.figure_tables(tables.record_figures(record), record["model"]["layers"])
+    shown = tables.metric_tables(tables.record_metrics(record), record["model"]["layers"])
     if "results" in record:
         shown += tables.score_tables(record["results"], record.get("prompts"))
     if metrics:

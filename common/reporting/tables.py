@@ -60,7 +60,7 @@ def results_table(results: dict[str, dict]) -> str:
         for title, section in sections.items():
             rows += [(f"**{title}**", *[""] * len(names)), *section]
         table = [("", *names), *rows]
-        if not any(figures["tasks"] for figures in results.values()):
+        if not any(metrics["tasks"] for metrics in results.values()):
             table = [(title, *cells) for title, _, *cells in table]  # nothing to guess
         return markdown_table(table[0], table[1:])
     tables = []
@@ -112,7 +112,7 @@ def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
     """Each prompt with the answers of all checkpoints, in Markdown; "" without prompts."""
     parts = []
     for number, prompt in enumerate(prompts):
-        answers = [(name, figures["answers"][number]) for name, figures in results.items()]
+        answers = [(name, metrics["answers"][number]) for name, metrics in results.items()]
         parts.append(markdown_table((prompt, "greedy answer"), answers))
     return "".join(f"\n\n{part}" for part in parts)
 
@@ -149,13 +149,13 @@ def file_name(source: str) -> str:
 def summary_line(results: dict[str, dict]) -> str:
     """One line: micro averages, or else perplexities, and the last KV cache relative to the first."""
     scores = []
-    for name, figures in results.items():
-        if figures["tasks"]:
-            rate, error = figures["micro_exact_match"], figures["micro_exact_match_stderr"]
+    for name, metrics in results.items():
+        if metrics["tasks"]:
+            rate, error = metrics["micro_exact_match"], metrics["micro_exact_match_stderr"]
             scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
-        elif "perplexity" in figures:
-            scores.append(f"{name} perplexity {figures['perplexity']:.3f}")
-    sizes = [figures["cache_bytes_per_token"] for figures in results.values()]
+        elif "perplexity" in metrics:
+            scores.append(f"{name} perplexity {metrics['perplexity']:.3f}")
+    sizes = [metrics["cache_bytes_per_token"] for metrics in results.values()]
     return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
 
 
@@ -208,9 +208,9 @@ def cell(value) -> str:
     return value[:12] if DIGEST.fullmatch(value) else value
 
 
-def rate(figures: dict, name: str) -> str:
+def rate(metrics: dict, name: str) -> str:
     """A score with its standard error, if it has one; shares in percent."""
-    values = [figures.get(name), figures.get(f"{name}_stderr")]
+    values = [metrics.get(name), metrics.get(f"{name}_stderr")]
     numbers = [value for value in values if is_number(value)]
     if not numbers:
         return cell(values[0])
@@ -227,21 +227,21 @@ def flatten(values: dict, prefix: str = "") -> dict:
     return flat
 
 
-def record_figures(record: dict) -> dict:
+def record_metrics(record: dict) -> dict:
     """A record's summary and its stage-specific fields, flattened."""
     return flatten(record["summary"] | {name: record[name] for name in record if name not in PROVENANCE})
 
 
-def figure_tables(figures: dict, layers: int) -> list[Table]:
+def metric_tables(metrics: dict, layers: int) -> list[Table]:
     """One table of scalars, one for all lists of a given length (as columns), and one per list of objects."""
-    lists = {name: values for name, values in figures.items() if isinstance(values, list) and values}
+    lists = {name: values for name, values in metrics.items() if isinstance(values, list) and values}
     columns: dict[tuple[str, int], dict[str, list]] = {}  # (caption, number of rows) -> column -> values
     for name, values in lists.items():
         if all(isinstance(value, dict) for value in values):
             columns[name, len(values)] = {key: [value.get(key) for value in values] for key in values[0]}
         else:
             columns.setdefault(("", len(values)), {})[name] = values
-    tables = [Table((), [(label(name), value) for name, value in figures.items() if name not in lists])]
+    tables = [Table((), [(label(name), value) for name, value in metrics.items() if name not in lists])]
     for (caption, count), named in columns.items():
         first = "layer" if count == layers else ""
         rows = list(zip(range(count), *named.values(), strict=True))
@@ -263,8 +263,8 @@ def score_tables(results: dict[str, dict], prompts) -> list[Table]:
     shown = {"tasks", "answers"} | averages | {f"{name}_stderr" for name in averages}
     others = [flatten({name: value for name, value in model.items() if name not in shown})
               for model in models]
-    names = dict.fromkeys(name for figures in others for name in figures)
-    rows = [(label(name), *(figures.get(name) for figures in others)) for name in names]
+    names = dict.fromkeys(name for metrics in others for name in metrics)
+    rows = [(label(name), *(metrics.get(name) for metrics in others)) for name in names]
     tables.append(Table(("", *results), rows))
     columns = [prompts, *(model.get("answers") for model in models)]
     if all(isinstance(column, list) for column in columns):

@@ -117,7 +117,7 @@ class Step:
     def __init__(self, job: Job, schedule: Schedule, rows: list[Row], samples: list, began: float = 0.0):
         self.job, self.schedule, self._rows, self.samples = job, schedule, rows, samples
         self.number, self.began = job.step, began  # from 0; by time.perf_counter
-        self.figures: dict = {}  # of metrics.jsonl
+        self.metrics: dict = {}  # of metrics.jsonl
         busy = [row for row in rows if not row.is_idle]
         counts = {"tokens": sum(row.input_ids.numel() for row in busy), "flops": sum(map(job.flops, busy))}
         # this rank's sums over its rows, float64 on its device
@@ -138,8 +138,8 @@ class Step:
         for name, term in (terms | {"loss": loss}).items():
             self.totals[name] = self.totals.get(name, 0) + term.detach().double()
 
-    def update(self, **figures) -> None:
-        """Clip the gradients and take the optimizer's step. figures: others for metrics.jsonl, numbers or
+    def update(self, **metrics) -> None:
+        """Clip the gradients and take the optimizer's step. metrics: others for metrics.jsonl, numbers or
         tensors on any device.
 
         Raises UserError on a loss or gradient that is not finite, before the step.
@@ -156,11 +156,11 @@ class Step:
             self._refuse_non_finite(norm)
         optimizer.step()
         optimizer.zero_grad()
-        self.figures |= sums
-        for name, figure in figures.items():
-            self.figures[name] = figure.tolist() if torch.is_tensor(figure) else figure
+        self.metrics |= sums
+        for name, figure in metrics.items():
+            self.metrics[name] = figure.tolist() if torch.is_tensor(figure) else figure
         seconds = round(time.perf_counter() - self.began, 4)
-        self.figures |= {"lr": optimizer.param_groups[0]["lr"], "grad_norm": norm, "seconds": seconds}
+        self.metrics |= {"lr": optimizer.param_groups[0]["lr"], "grad_norm": norm, "seconds": seconds}
 
     def _refuse_non_finite(self, norm: float) -> None:
         """Raise UserError on every rank, naming the ranks with a non-finite loss and their samples."""
@@ -202,7 +202,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
                 group["lr"] = group["initial_lr"] * schedule.rate(step.number)
             yield step
             job.step += 1
-            metrics.write({"step": job.step} | step.figures)
+            metrics.write({"step": job.step} | step.metrics)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
             orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT

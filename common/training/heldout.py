@@ -59,9 +59,9 @@ class Heldout:
         after this measurement.
         """
         if self.sets and step.number == 0:
-            figures = self.figures(step.job, teacher, step.schedule)
-            step.figures |= {f"{START}_{name}": figure for name, figure in figures.items()}
-            step.began += figures["heldout_seconds"]
+            metrics = self.metrics(step.job, teacher, step.schedule)
+            step.metrics |= {f"{START}_{name}": figure for name, figure in metrics.items()}
+            step.began += metrics["heldout_seconds"]
 
     def write_text(self, directory: str) -> None:
         """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text.
@@ -84,10 +84,10 @@ class Heldout:
     def measure(self, step, teacher) -> None:
         """Add the metrics to those of an engine.Step after which they are due."""
         if self.due(step.number + 1, step.schedule.steps):
-            step.figures |= self.figures(step.job, teacher, step.schedule)
+            step.metrics |= self.metrics(step.job, teacher, step.schedule)
 
     @torch.no_grad()
-    def figures(self, job, teacher, schedule) -> dict[str, float]:
+    def metrics(self, job, teacher, schedule) -> dict[str, float]:
         """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
         kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
@@ -95,7 +95,7 @@ class Heldout:
         its share of the samples, and get the same metrics. The next training step is the same with and
         without it.
         """
-        began, figures, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
+        began, metrics, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
         student.eval()
         for prefix, samples in self.sets.items():
             answers = any(sample.answer_tokens for sample in samples)
@@ -108,10 +108,10 @@ class Heldout:
             dist.all_reduce(sums)
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):
-                figures[f"{prefix}_{name}"] = total / tokens
+                metrics[f"{prefix}_{name}"] = total / tokens
         student.train()
         student.reshard()  # without a backward pass, FSDP keeps the root's weights gathered
-        return figures | {"heldout_seconds": round(time.perf_counter() - began, 4)}
+        return metrics | {"heldout_seconds": round(time.perf_counter() - began, 4)}
 
 
 def compare(

@@ -89,7 +89,7 @@ class ReleasedMasks(Masks):
 MASKS = {"l0": Masks, "l0-released": ReleasedMasks}  # by the value of --masks
 
 
-def mask_figures(expected: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
+def mask_metrics(expected: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
     """The size and the sampled masks [layers, kv heads] for metrics.jsonl: means, also of each layer."""
     expected, z = expected.detach(), z.detach()
     layers = {"mask_per_layer": expected, "mask_mean_per_layer": z}

@@ -54,46 +54,46 @@ class Metrics:
             self.events = None
             self.ranks.say(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all")
 
-    def write(self, figures: dict) -> None:
+    def write(self, metrics: dict) -> None:
         """Write a step's metrics to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
         if not self.ranks.first:
             return
-        if figures["step"] == self.start + 1:  # the ETA does not count what was measured around this step
-            self.began = time.perf_counter() - figures["seconds"]
-        figures["tokens_per_s"] = round(figures["tokens"] / figures["seconds"])
-        flops = figures.pop("flops")
+        if metrics["step"] == self.start + 1:  # the ETA does not count what was measured around this step
+            self.began = time.perf_counter() - metrics["seconds"]
+        metrics["tokens_per_s"] = round(metrics["tokens"] / metrics["seconds"])
+        flops = metrics.pop("flops")
         if self.peak:
-            figures["mfu"] = round(flops / figures["seconds"] / self.ranks.world / self.peak, 4)
+            metrics["mfu"] = round(flops / metrics["seconds"] / self.ranks.world / self.peak, 4)
         if self.ranks.device.type == "cuda":
-            figures["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            metrics["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
+            file.write(json.dumps(metrics) + "\n")
         if self.events:
             with self.optional():
-                for name, number in figures.items():
+                for name, number in metrics.items():
                     if isinstance(number, (int, float)) and name != "step":
-                        self.events.add_scalar(TAGS.get(name, name), number, figures["step"])
-        wanted = figures["step"] % self.schedule.print_every == 0 or figures["step"] == self.schedule.steps
-        if wanted or "heldout_seconds" in figures:
-            self.show(figures)
+                        self.events.add_scalar(TAGS.get(name, name), number, metrics["step"])
+        wanted = metrics["step"] % self.schedule.print_every == 0 or metrics["step"] == self.schedule.steps
+        if wanted or "heldout_seconds" in metrics:
+            self.show(metrics)
 
-    def show(self, figures: dict) -> None:
+    def show(self, metrics: dict) -> None:
         """Print a step's metrics on one line, and a line for each held-out set measured after it."""
-        step, seconds = figures["step"], time.perf_counter() - self.began
+        step, seconds = metrics["step"], time.perf_counter() - self.began
         left = seconds / (step - self.start) * (self.schedule.steps - step)
         columns = [f"step {step:5d}/{self.schedule.steps}"]
-        shown = {name: figures[name] for name in SHOWN if name in figures}
-        if sum(bool(figures.get(name)) for name in TERMS) == 1:  # without answers: it is the loss
+        shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        if sum(bool(metrics.get(name)) for name in TERMS) == 1:  # without answers: it is the loss
             shown = {name: figure for name, figure in shown.items() if name not in TERMS}
         columns += [f"{SHOWN[name]} {figure:.4f}" for name, figure in shown.items()]
-        columns += [f"lr {figures['lr']:.2e}", f"{figures['tokens_per_s']} tok/s"]
-        if "mfu" in figures:
-            columns.append(f"MFU {figures['mfu']:.1%}")
+        columns += [f"lr {metrics['lr']:.2e}", f"{metrics['tokens_per_s']} tok/s"]
+        if "mfu" in metrics:
+            columns.append(f"MFU {metrics['mfu']:.1%}")
         columns.append(f"ETA {datetime.timedelta(seconds=round(left))}")
         self.ranks.say(" | ".join(columns))
         for prefix in SETS:
-            if f"{prefix}_kl" in figures:
-                compared = (f"{name} {figures[f'{prefix}_{name}']:.4f}" for name in COMPARED)
+            if f"{prefix}_kl" in metrics:
+                compared = (f"{name} {metrics[f'{prefix}_{name}']:.4f}" for name in COMPARED)
                 self.ranks.say(" | ".join([f"{columns[0]} {prefix}", *compared]).replace("_", " "))
 
     def close(self) -> None:
@@ -114,10 +114,10 @@ def read_metrics(path: str) -> list[dict]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            figures = parse_object(line, f"{path} line {number}")
-            if not isinstance(figures.get("step"), int):
-                raise UserError(f"{path} line {number}: expected a step's figures, found {line[:40]!r}")
-            lines.append(figures)
+            metrics = parse_object(line, f"{path} line {number}")
+            if not isinstance(metrics.get("step"), int):
+                raise UserError(f"{path} line {number}: expected a step's metrics, found {line[:40]!r}")
+            lines.append(metrics)
     return lines
 
 
@@ -128,16 +128,16 @@ def summarize(lines: list[dict]) -> dict:
     return summary | {name: lines[-1][name] for name in TAGS if name in lines[-1]} | untrained
 
 
-def heldout_kls(figures: dict, prefix: str = "") -> dict[str, float]:
+def heldout_kls(metrics: dict, prefix: str = "") -> dict[str, float]:
     """A step's held-out KL on each set that was measured, by what is in it: text, chats, questions."""
-    return {CONTENT[kind]: figures[name] for kind in CONTENT if (name := f"{prefix}{kind}_kl") in figures}
+    return {CONTENT[kind]: metrics[name] for kind in CONTENT if (name := f"{prefix}{kind}_kl") in metrics}
 
 
-def heldout_kl(figures: dict) -> float | None:
+def heldout_kl(metrics: dict) -> float | None:
     """Mean of a step's held-out KLs on text and on chats, by which a checkpoint is chosen; None if neither
     was measured. Questions do not count: stage 7 evaluates students on them.
     """
-    kls = [kl for kind, kl in heldout_kls(figures).items() if kind != CONTENT[TASK_SET]]
+    kls = [kl for kind, kl in heldout_kls(metrics).items() if kind != CONTENT[TASK_SET]]
     return sum(kls) / len(kls) if kls else None
 
 

@@ -108,7 +108,7 @@ def check_texts(args, positions: int) -> None:
 
 def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
     """Key and value groups of every layer from the operators after search, and the numbers behind them."""
-    groups, figures = {}, {}
+    groups, metrics = {}, {}
     for kind in fusion.PROJECTIONS:
         layers = [operators[f"{layer}_{kind}"].double() for layer in range(len(operators) // 2)]
         losses = [float(fusion.layer_loss(operator)) for operator in layers]
@@ -123,9 +123,9 @@ def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tu
             groups[kind].append(chosen)
             within.append(grouping.within(scores.tolist(), chosen))
             random.append(grouping.within_random(scores, count))
-        figures[kind] = {"source_heads": heads, "layer_loss": losses, "heads": counts,
+        metrics[kind] = {"source_heads": heads, "layer_loss": losses, "heads": counts,
                          "loss_within_groups": within, "loss_within_random_groups": random}
-    return groups, figures
+    return groups, metrics
 
 
 def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tuple:
@@ -142,10 +142,10 @@ def print_choice(choice: dict, kv_heads: int) -> None:
     """A line of losses and one of head counts, for keys and for values."""
     layers = len(choice["key"]["heads"])
     print("            | " + " | ".join(f"layer {layer:5d}" for layer in range(layers)))
-    for kind, figures in choice.items():
-        counts = " | ".join(f"{count:11d}" for count in figures["heads"])
-        print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in figures["layer_loss"]))
-        print(f"{kind:5s} heads | {counts} | {sum(figures['heads'])} of {kv_heads * layers}")
+    for kind, metrics in choice.items():
+        counts = " | ".join(f"{count:11d}" for count in metrics["heads"])
+        print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in metrics["layer_loss"]))
+        print(f"{kind:5s} heads | {counts} | {sum(metrics['heads'])} of {kv_heads * layers}")
 
 
 def finish(args, started, model: dict, summary: dict) -> None:

@@ -170,7 +170,7 @@ class Source:
         pairs = zip(self.layers.model.model.layers, model.model.layers, strict=True)
         for original, merged in Progress(list(pairs), desc="refitting", unit="layer"):
             fit.layer(original, merged)
-        return fit.figures
+        return fit.metrics
 
 
 def cheapest_counts(costs: list[dict[int, float]], total: int) -> list[int]:
@@ -215,13 +215,13 @@ def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> t
     check_kv_heads(heads, kv_heads)
     by_layer = [energy_losses(source.grams_of(index), source.context) for index in range(layers)]
     losses = {kind: [loss[kind] for loss in by_layer] for kind in KINDS}
-    counts, figures = {kind: [kv_heads] * layers for kind in KINDS}, {}
+    counts, metrics = {kind: [kv_heads] * layers for kind in KINDS}, {}
     if args.counts == "measured":
         counts, costs = measure_counts(source, losses, 2 * kv_heads * layers, tokens)
-        figures = {"measured_kl": costs}
+        metrics = {"measured_kl": costs}
     elif args.counts == "search":
         counts = {kind: search["summary"][kind]["heads"] for kind in KINDS}
-    return {kind: energy_groups(losses[kind], counts[kind]) for kind in KINDS}, figures
+    return {kind: energy_groups(losses[kind], counts[kind]) for kind in KINDS}, metrics
 
 
 def averaged(args, path: str, search: dict, grams_of) -> tuple:
@@ -239,15 +239,15 @@ def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
     print(f"reads   {text}")
     layers = Layers(path, torch.float32, "cpu")
     source = Source(layers, grams_of, key_context(None, layers.config.max_position_embeddings))
-    groups, figures = choose_groups(args, source, search, tokens)
+    groups, metrics = choose_groups(args, source, search, tokens)
     model = source.merged(groups)
     if args.refit:
         more, _ = load_tokens(data["text"], tokenizer, args.refit_sequences, data["length"])
-        figures["refit"] = source.refit(model, more, args.refit == "attention")
-    figures["kl"] = mean_kl(all_logits(layers.model, tokens), all_logits(model, tokens))
-    print(f"KL      {figures['kl']:.4f} from {path} on {tokens.numel()} training tokens")
+        metrics["refit"] = source.refit(model, more, args.refit == "attention")
+    metrics["kl"] = mean_kl(all_logits(layers.model, tokens), all_logits(model, tokens))
+    print(f"KL      {metrics['kl']:.4f} from {path} on {tokens.numel()} training tokens")
     searched = "search" in (args.groups, args.counts)
-    return model, figures | {"steps_so_far": search["summary"]["steps_so_far"] if searched else 0}
+    return model, metrics | {"steps_so_far": search["summary"]["steps_so_far"] if searched else 0}
 
 
 def aligned(args, path: str, search: dict, grams_of) -> tuple:
@@ -283,9 +283,9 @@ def main():
         calibrated = Calibration(calibration)
         artifacts.check_same_model(calibration, describe(path), calibrated.model)
         grams_of = partial(calibrated.grams, "cpu")  # of a layer
-    model, figures = MERGES[args.merge](args, path, search, grams_of)
+    model, metrics = MERGES[args.merge](args, path, search, grams_of)
     heads = fusion.head_counts(model.config)
-    summary = figures | {"heads": heads, "stock": model.config.model_type == "llama"}
+    summary = metrics | {"heads": heads, "stock": model.config.model_type == "llama"}
     with write_directory(output) as aside:
         sidecars.save(model, aside, path)
         record = started.record(search["model"], summary)

@@ -116,21 +116,21 @@ def heldout_loss(job: Job, schedule: DecaySchedule, samples: list[Sample]) -> fl
 
 def take_step(step: Step, heldout: list[Sample]) -> None:
     """A step on the language-model loss; with a multiplier on L_lm + lambda max(L_fusion - t, 0), Eq. 8."""
-    figures, trainee, schedule = {}, step.job.trainee, step.schedule
+    metrics, trainee, schedule = {}, step.job.trainee, step.schedule
     if step.number % schedule.heldout_every == 0:
-        figures["heldout"] = heldout_loss(step.job, schedule, heldout)
+        metrics["heldout"] = heldout_loss(step.job, schedule, heldout)
     for row in step.rows:
         step.backward(language_model_loss(trainee, row))
     sum_over_ranks(trainee.replicated.values())
     if trainee.replicated:
         loss = fusion_loss(operators_in(trainee))
-        figures["fusion_loss"] = float(loss.detach())
+        metrics["fusion_loss"] = float(loss.detach())
     if MULTIPLIER in trainee.replicated:
         allowed = margin(step.number, schedule.margin_steps)
         multiplier = trainee.replicated[MULTIPLIER]  # its optimizer ascends
         (multiplier * (loss - allowed).clamp(min=0)).sum().backward()
-        figures |= {"margin": allowed, "lambda": float(multiplier.detach())}
-    step.update(**figures)
+        metrics |= {"margin": allowed, "lambda": float(multiplier.detach())}
+    step.update(**metrics)
 
 
 def is_fused(trainee) -> bool:

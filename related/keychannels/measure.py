@@ -264,16 +264,16 @@ def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
             "decode_ms_per_token": 1000 * times[PLAIN][1]}
 
 
-def tables(figures: dict) -> str:
+def tables(metrics: dict) -> str:
     """Markdown for one checkpoint: what the selectors chose, and what using the pruned cache does."""
-    model, rows, plain, chosen = figures["model"], figures["rows"], figures["cache_bytes"], []
-    used = [(0, "plain cache", f"{figures['perplexity']:.3f}", "", "", f"{plain / 1024:.1f} KiB", 1, 1, 1)]
+    model, rows, plain, chosen = metrics["model"], metrics["rows"], metrics["cache_bytes"], []
+    used = [(0, "plain cache", f"{metrics['perplexity']:.3f}", "", "", f"{plain / 1024:.1f} KiB", 1, 1, 1)]
     for row in rows:
         change = counts = lower = ""
         if row["select"] != "think":
             change = f"{row['change_to_think']:+.1%}"
             counts = f"{row['lower_than_think']} / {row['same_as_think']} / {row['higher_than_think']}"
-            lower = f"{row['texts_lower_than_think']} of {figures['texts']}"
+            lower = f"{row['texts_lower_than_think']} of {metrics['texts']}"
         chosen.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"],
                        f"{row['objective']:.5f}", change, counts, row["above_another"],
                        row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
@@ -281,14 +281,14 @@ def tables(figures: dict) -> str:
                      f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", lower,
                      f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / plain:.3f}",
                      f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
-    equal = "equal" if figures["same_bits_at_0"] else "DO NOT EQUAL"
+    equal = "equal" if metrics["same_bits_at_0"] else "DO NOT EQUAL"
     return "\n\n".join((
         f"### {model['path']}: {model['heads']} heads, {model['kv_heads']} key heads of {model['head_dim']} "
         f"channels",
         f"{rows[0]['heads']} choices (layers x key heads x texts); objective and output error are relative.",
         markdown_table(CHOICE_COLUMNS, chosen),
         f"At lambda = 0 the logits {equal} the plain cache's, bit for bit. "
-        f"The plain cache decodes a token in {figures['decode_ms_per_token']:.2f} ms.",
+        f"The plain cache decodes a token in {metrics['decode_ms_per_token']:.2f} ms.",
         markdown_table(USE_COLUMNS, used)))
 
 
@@ -300,15 +300,15 @@ def picture(plt, results: dict[str, dict], title: str):
     names = {"change_to_think": "objective relative to think",
              "output_error": "relative error of the attention output",
              "perplexity": "perplexity of the continuation"}
-    for line, (path, figures) in zip(axes, results.items(), strict=True):
+    for line, (path, metrics) in zip(axes, results.items(), strict=True):
         for axis, (name, title_of_axis) in zip(line, names.items(), strict=True):
-            for select in dict.fromkeys(row["select"] for row in figures["rows"]):
-                rows = [row for row in figures["rows"] if row["select"] == select]
+            for select in dict.fromkeys(row["select"] for row in metrics["rows"]):
+                rows = [row for row in metrics["rows"] if row["select"] == select]
                 values = [row[name] + (name == "change_to_think") for row in rows]
                 axis.plot([row["ratio"] for row in rows], values, "o-", markersize=3, label=select)
             axis.set(title=title_of_axis, xlabel="lambda, share of key channels removed")
         line[0].set_title(f"{path}\n{names['change_to_think']}")
-        line[2].axhline(figures["perplexity"], color="black", linewidth=0.8, label="plain cache")
+        line[2].axhline(metrics["perplexity"], color="black", linewidth=0.8, label="plain cache")
         line[2].legend(fontsize=8)
     figure.suptitle(title)
     return figure
@@ -316,10 +316,10 @@ def picture(plt, results: dict[str, dict], title: str):
 
 def closing_line(results: dict[str, dict], select: str) -> str:
     """One selector against the others over all checkpoints."""
-    rows = [row for figures in results.values() for row in figures["rows"] if row["select"] == select]
+    rows = [row for metrics in results.values() for row in metrics["rows"] if row["select"] == select]
     lower, higher, above, heads = (sum(row[name] for row in rows) for name in (
         "lower_than_think", "higher_than_think", "above_another", "heads"))
-    same = all(figures["same_bits_at_0"] for figures in results.values())
+    same = all(metrics["same_bits_at_0"] for metrics in results.values())
     return (f"{select} below think on {lower} of {heads} choices, above on {higher}, above any other on "
             f"{above}; lambda = 0 equals the plain cache bit for bit: {same}")
 
@@ -372,8 +372,8 @@ def premises(args, path: str, model, tokens: torch.Tensor) -> dict[str, dict[str
     everything = {name: {} for name in PREMISES}
 
     def note(queries, keys, values, output, scaling: float) -> None:
-        for name, figures in head_premises(args, queries[0], keys[0], scaling).items():
-            for column, numbers in figures.items():
+        for name, metrics in head_premises(args, queries[0], keys[0], scaling).items():
+            for column, numbers in metrics.items():
                 everything[name].setdefault(column, []).extend(numbers.tolist())
 
     for row in Progress(tokens, desc=os.path.basename(path), unit="text"):
@@ -386,7 +386,7 @@ def premises_table(results: dict[str, dict]) -> str:
     lines = []
     for name, title in PREMISES.items():
         for column in next(iter(results.values()))[name]:
-            numbers = [figures[name][column] for figures in results.values()]
+            numbers = [metrics[name][column] for metrics in results.values()]
             tenths = [statistics.quantiles(values, n=10) for values in numbers]
             shown = [f"{statistics.mean(values):.3f} ({low:.3f} to {high:.3f})"
                      for values, (low, *_, high) in zip(numbers, tenths, strict=True)]

@@ -181,14 +181,14 @@ def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> 
         lines.append(line)
         try:
             folded = fold.fold(model, letter, max_condition)
-            figures = differences(reference, folded, tokens)
-            if not figures["float64"] <= fold.LOGIT_TOLERANCE:
+            metrics = differences(reference, folded, tokens)
+            if not metrics["float64"] <= fold.LOGIT_TOLERANCE:
                 raise UserError(f"expected logits without {letter.upper()} to differ by at most "
-                                f"{fold.LOGIT_TOLERANCE:.0e}, found {figures['float64']:.1e}")
+                                f"{fold.LOGIT_TOLERANCE:.0e}, found {metrics['float64']:.1e}")
         except UserError as error:
             line["refused"] = str(error)
             continue
-        line |= figures | {"gone": folded.config.removed, "parameters": folded.num_parameters()}
+        line |= metrics | {"gone": folded.config.removed, "parameters": folded.num_parameters()}
         line["condition"] = None
         if fold.inverts(letter, parallel):
             line["condition"] = max(layer[letter] for layer in fold.conditions(model))

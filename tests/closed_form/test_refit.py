@@ -181,7 +181,7 @@ def refit_attention(model, merged, tokens) -> list[dict]:
     run = refit.Refit(partial(run_layer, model), *texts, attention=True)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):
         run.layer(*layers)
-    return run.figures
+    return run.metrics
 
 
 FAMILIES = [{"bias": True}, {"model_type": "mistral", "sliding_window": 16}, {"model_type": "qwen2"},

@@ -41,22 +41,22 @@ def test_a_perplexity_that_overflows_is_refused(model, scale):
 
 
 @torch.no_grad()
-def test_figures_on_text_against_a_reference(model):
+def test_metrics_on_text_against_a_reference(model):
     """From whole logits; a reference of another vocabulary says nothing."""
     other = tiny_model(seed=1)
-    figures, predictions = evaluate.text_figures(model, TOKENS, None)
+    figures, predictions = evaluate.text_metrics(model, TOKENS, None)
     assert figures == {"perplexity": evaluate.perplexity(model, TOKENS)}
     ours, theirs = (net(TOKENS).logits.double().log_softmax(-1) for net in (other, model))
-    figures, _ = evaluate.text_figures(other, TOKENS, predictions)
+    figures, _ = evaluate.text_metrics(other, TOKENS, predictions)
     assert figures["perplexity"] == evaluate.perplexity(other, TOKENS)
     divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     assert figures["kl"] == pytest.approx(float(divergence), rel=1e-5)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
     assert figures["agreement"] == pytest.approx(float(agreement))
-    itself, _ = evaluate.text_figures(tiny_model(), TOKENS, predictions)
+    itself, _ = evaluate.text_metrics(tiny_model(), TOKENS, predictions)
     assert (itself["kl"], itself["agreement"]) == (0, 1)
     small = tiny_model(vocab_size=300)
-    assert evaluate.text_figures(small, TOKENS, predictions)[0].keys() == {"perplexity"}
+    assert evaluate.text_metrics(small, TOKENS, predictions)[0].keys() == {"perplexity"}
 
 
 @pytest.mark.parametrize("template, prefix", [(None, ""), ("{{ messages[0]['content'] }}!", "!")])

@@ -97,7 +97,7 @@ def test_calibration_runs_in_the_dtype_asked_for(inputs, tmp_path):
         assert sample.equal(sample.bfloat16().float()) == (dtype == "bfloat16")
 
 
-def test_an_export_has_the_held_out_figures_of_its_step(finished_run, tmp_path):
+def test_an_export_has_the_held_out_metrics_of_its_step(finished_run, tmp_path):
     """The best checkpoint is not the last: here each step has figures of its own."""
     home = copy_run(finished_run, tmp_path / "run")
     train = home / "train"

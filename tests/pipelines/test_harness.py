@@ -199,7 +199,7 @@ def test_missing_answers_and_arguments_are_one_line(pair):
     record = json.loads((pair / "eval.json").read_text())
     del record["results"]["model"]["macro_likelihood"]
     (pair / "eval.json").write_text(json.dumps(record))
-    expect_error("eval.json: expected figures of 07_eval.py for model", COMPARE, pair, pair / "tasks")
+    expect_error("eval.json: expected metrics of 07_eval.py for model", COMPARE, pair, pair / "tasks")
 
 
 @pytest.mark.slow

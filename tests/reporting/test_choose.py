@@ -75,7 +75,7 @@ def test_the_picture_shows_each_series_by_the_size_of_the_cache():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_table_has_the_figures_of_the_checkpoints(chosen, inputs):
+def test_the_table_has_the_metrics_of_the_checkpoints(chosen, inputs):
     done = run("pipelines/choose.py", "--run", chosen)
     assert done.stdout.endswith((chosen / "choose.md").read_text())
     assert (chosen / "choose.png").read_bytes().startswith(b"\x89PNG")

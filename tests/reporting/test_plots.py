@@ -135,7 +135,7 @@ def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
     (True, ["heldout", "heldout_task"]), (False, ["heldout", "heldout_task"]), (True, ["heldout_task"]),
     (False, ["heldout"]),
 ])  # fmt: skip
-def test_curves_show_held_out_figures_on_panels_of_their_own(masked, prefixes):
+def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
     records = measured_records(prefixes, masked)
     axes = figure_of(plots.curves, records, "title").axes
     first = ["losses", "masks", "mean mask per layer"] if masked else ["losses"]

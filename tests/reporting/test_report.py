@@ -177,7 +177,7 @@ def test_scores_are_shown_by_task_and_checkpoint(whole):
     assert ["teacher", f"98.8{plus_minus}1.2%", "", "7.5", "4", "4,096"] in rows
 
 
-def test_figures_per_layer_are_rows(whole):
+def test_metrics_per_layer_are_rows(whole):
     rows = read(whole).rows
     assert ["layer", "score default", "score found", "groups"] in rows
     assert ["1", "-2", "-1.5", "0\u00a01 | 2\u00a03"] in rows

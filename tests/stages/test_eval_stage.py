@@ -51,7 +51,7 @@ def evaluation(inputs, tmp_path_factory):
     return home, arguments, done.stdout
 
 
-def test_figures_follow_from_the_answers(evaluation, inputs):
+def test_metrics_follow_from_the_answers(evaluation, inputs):
     home, _, output = evaluation
     written, outcomes = json.loads((home / "run" / "eval.json").read_text()), read_outcomes(home / "run")
     assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
@@ -203,7 +203,7 @@ def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs, t
             assert not home.exists()
 
 
-def test_layer_by_layer_figures_are_the_whole_models(evaluation):
+def test_layer_by_layer_metrics_are_the_whole_models(evaluation):
     home, arguments, _ = evaluation
     other, flags = home / "layerwise", [*arguments, "--layerwise"]
     del flags[flags.index("--tasks") : flags.index("--tasks") + 2]

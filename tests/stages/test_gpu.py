@@ -505,7 +505,7 @@ def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags, clos
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_model_spread_over_gpus_has_the_same_figures(inputs, tmp_path, monkeypatch):
+def test_a_model_spread_over_gpus_has_the_same_metrics(inputs, tmp_path, monkeypatch):
     results = []
     for share in (0.7, 0):  # of a GPU's free memory that weights may take
         monkeypatch.setattr(models, "WEIGHT_SHARE", share)

@@ -113,8 +113,8 @@ def test_a_step_sums_the_rows_of_all_ranks(monkeypatch):
     assert float(weight.grad) == 2 * 6
     assert all(total.dtype == torch.float64 for total in step.totals.values())
     step.update(own=torch.tensor([1.0, 2.0]), other=7)
-    assert step.figures["loss"] == 2 * 18 and step.figures["kl"] == pytest.approx(12e8 + 4, abs=65)
-    assert (step.figures["own"], step.figures["other"]) == ([1.0, 2.0], 7)
+    assert step.metrics["loss"] == 2 * 18 and step.metrics["kl"] == pytest.approx(12e8 + 4, abs=65)
+    assert (step.metrics["own"], step.metrics["other"]) == ([1.0, 2.0], 7)
     assert float(weight.detach()) == pytest.approx(3 - 0.1 * 12) and weight.grad is None
 
 
@@ -176,7 +176,7 @@ def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path
     step = Step(student.job, schedule_of(5), rows, SAMPLES)
     with Operations() as operations:
         student.take(step)
-    assert step.figures["loss"] > 0 and step.figures["tokens"] == 7
+    assert step.metrics["loss"] > 0 and step.metrics["tokens"] == 7
     norms = [number for number, name in enumerate(operations.names) if "_foreach_norm" in name]
     reads = [number for number, name in enumerate(operations.names) if "_local_scalar_dense" in name]
     assert norms and reads and reads[0] > norms[-1]
@@ -225,7 +225,7 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     step = Step(job, schedule_of(1), [], SAMPLES)
     step.backward(job.trainee.replicated["log_alpha"].sum())
     step.update()
-    assert step.figures["grad_norm"] == 0
+    assert step.metrics["grad_norm"] == 0
 
 
 def test_weights_that_are_not_finite_are_not_saved(job):

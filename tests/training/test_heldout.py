@@ -68,7 +68,7 @@ def head_products(monkeypatch) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def figures_by_sample(student, teacher) -> dict[str, float]:
+def metrics_by_sample(student, teacher) -> dict[str, float]:
     """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
     figures = {}
     for prefix, samples in HELDOUT.sets.items():
@@ -87,14 +87,14 @@ def figures_by_sample(student, teacher) -> dict[str, float]:
 
 
 def measured(student) -> dict[str, float]:
-    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE)
+    figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
     assert figures.pop("heldout_seconds") > 0
     return figures
 
 
-def test_figures_are_their_definition(group_of_one, tmp_path):
+def test_metrics_are_their_definition(group_of_one, tmp_path):
     student = gqa_student(group_of_one, tmp_path)
-    expected = figures_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
+    expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
     assert len(expected) == len(set(expected.values())) == 8
     assert measured(student) == pytest.approx(expected, rel=1e-5)
 
@@ -103,7 +103,7 @@ def test_seconds_are_those_of_measuring(group_of_one, tmp_path, monkeypatch):
     student = gqa_student(group_of_one, tmp_path)
     clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
     monkeypatch.setattr("common.training.heldout.time", clock)
-    figures = HELDOUT.figures(student.job, student.teacher, SCHEDULE)
+    figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
     assert figures["heldout_seconds"] == 2.5
 
 
@@ -130,7 +130,7 @@ def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
             reference.get_parameter(masks.blended_name(name)).data.copy_(tensor)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
-    expected = figures_by_sample(reference, tiny_model(seed=1))
+    expected = metrics_by_sample(reference, tiny_model(seed=1))
     assert measured(student) == pytest.approx(expected, rel=1e-5)
     for step in steps(student.job, SCHEDULE, SAMPLES, until=1):
         student.take(step)
@@ -214,7 +214,7 @@ with joined_ranks() as ranks:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_sharded_models_have_the_same_figures(group_of_one, tmp_path, processes):
+def test_sharded_models_have_the_same_metrics(group_of_one, tmp_path, processes):
     """Ranks have unequal shares of the samples."""
     alone = [measured(make(group_of_one, tmp_path)) for make in (gqa_student, half_masked_student)]
     run_script(ON_EVERY_RANK, tmp_path, processes, tmp_path)
@@ -243,8 +243,8 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
         step = Step(student.job, SCHEDULE, [], SAMPLES)
         step.number = number
         HELDOUT.measure_start(step, student.teacher)
-        assert step.began == step.figures.pop("start_heldout_seconds", 0.0)
-        assert step.figures == expected
+        assert step.began == step.metrics.pop("start_heldout_seconds", 0.0)
+        assert step.metrics == expected
 
 
 # what is held out

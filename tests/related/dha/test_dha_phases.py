@@ -36,7 +36,7 @@ def gradients(job, schedule, number: int, rows: list) -> dict:
     job.step = number
     step = Gradients(job, schedule, rows, [])
     training.take_step(step, random_samples(4))
-    return step.figures
+    return step.metrics
 
 
 def text_loss(model, samples) -> torch.Tensor:
