@@ -46,7 +46,7 @@ TOKEN = np.dtype("<i4")
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters tokenized at a time: some 50 MB
 OVERLAP = 2**14  # characters that neighbouring pieces share
-AROUND = 32  # tokens on either side of a joint that both pieces have
+AROUND = 32  # tokens on either side of a seam that both pieces have
 LINE = 2**16  # bytes of a .txt file in which a line's beginning is looked for, to cut it there
 
 
@@ -405,10 +405,10 @@ def token_lists(file, tokenizer) -> Iterator[list[int]]:
     while more:
         overlap, size = piece[-OVERLAP:], PIECE
         following = located_tokens(overlap + more, tokenizer)
-        joint = find_seam(tokens, following, len(piece) - len(overlap), overlap)
-        if joint:
-            yield [token for _, _, token in tokens[begin : joint[0]]]
-            piece, tokens, begin = overlap + more, following, joint[1]
+        seam = find_seam(tokens, following, len(piece) - len(overlap), overlap)
+        if seam:
+            yield [token for _, _, token in tokens[begin : seam[0]]]
+            piece, tokens, begin = overlap + more, following, seam[1]
         else:
             piece += more
             tokens, size = located_tokens(piece, tokenizer), len(piece)

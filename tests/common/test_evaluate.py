@@ -219,10 +219,15 @@ def test_speed_is_tokens_over_seconds(model, monkeypatch):
     seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58])  # prefill 2, 1, 4; decode 8, 20, 4
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
     shapes, forward = [], model.forward
-    monkeypatch.setattr(model, "forward", lambda input_ids, **options:
-                        shapes.append(tuple(input_ids.shape)) or forward(input_ids, **options))
+
+    def noted(input_ids, past_key_values=None, **options):
+        cached = past_key_values.get_seq_length() if past_key_values else 0
+        shapes.append((*input_ids.shape, cached))
+        return forward(input_ids, past_key_values=past_key_values, **options)
+
+    monkeypatch.setattr(model, "forward", noted)
     assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 1, "decode_tokens_per_s": 32 / 4}
-    assert shapes == [(1, 50), *[(1, 1)] * 32] * 3
+    assert shapes == [(1, 50, 0), *((1, 1, length) for length in range(50, 82))] * 3
 
 
 EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)

@@ -178,3 +178,12 @@ def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records)
     for unusable in ("[", 'license: "\\ud800"', "license: &endless [*endless]"):
         (source / "README.md").write_text(f"---\n{unusable}\n---\n")
         assert "which came without a card" in words(write(tmp_path, records))
+
+
+@pytest.mark.parametrize(("changes", "of_the_paper"), [
+    ({}, True), ({"by": "energy"}, False), ({"merge": "first"}, False), ({"refit": "output"}, False),
+])  # fmt: skip
+def test_the_card_says_where_the_method_is_not_the_papers(tmp_path, records, changes, of_the_paper):
+    records[0]["summary"] |= changes
+    card = words(write(tmp_path, records))
+    assert ("other groups, merges or refits than the paper's" in card) != of_the_paper

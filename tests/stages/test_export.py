@@ -75,6 +75,19 @@ def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monke
     refuse(home, "the export, loaded back, differs from the student")
 
 
+def test_rounding_is_allowed_in_proportion_to_the_logits(finished_run, tmp_path, monkeypatch):
+    home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
+
+    def rounded(self, tokens):
+        rows = logits(self, tokens)
+        largest = max(float(row.abs().max()) for row in rows)
+        assert largest > 1.5  # or the proportion would not show
+        return [row + 0.9 * importlib.import_module("06_export").LOGIT_TOLERANCE * largest for row in rows]
+
+    monkeypatch.setattr(Layers, "logits", rounded)
+    run("06_export.py", "--run", home, "--force")
+
+
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
     home = copy_run(finished_run, tmp_path / "run")
     shutil.rmtree(home / "gqa")
@@ -110,6 +123,8 @@ def test_what_is_beside_the_weights_is_the_sources(finished_run, inputs, name, k
 
 def test_the_record_in_an_export_has_no_path_of_this_machine(finished_run, inputs):
     record = (finished_run / "gqa" / "stage.json").read_text()
+    assert json.loads(record)["inputs"] == {
+        name: digest(str(finished_run / name)) for name in ("train", "aligned")}
     assert os.path.basename(inputs["model"]) in record and finished_run.name in record
     assert os.path.dirname(inputs["model"]) not in record and str(finished_run.parent) not in record
 

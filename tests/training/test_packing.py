@@ -47,6 +47,7 @@ def test_pack_holds_everything_once_and_within_capacity():
     assert all(sum(lengths[i] for i in row) <= 64 for row in rows)
     assert len(rows) <= 1.2 * sum(lengths) / 64 + 1
     assert pack([100, 5], 64) == [[0], [1]]  # longer than a row: a row of its own
+    assert pack([40, 24, 24, 40], 64) == [[0, 1], [3, 2]]  # what fits exactly fits
 
 
 def test_batches_are_shuffled_epochs():
