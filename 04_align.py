@@ -52,11 +52,11 @@ from common.errors import Complete, UserError
 from common.families import family, key_context, merged_parameters
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers, run_layer
-from common.method.merge import MERGES, fuse_layer, merge_layer, merged_config
+from common.method.merge import FUNCTIONS, fuse_layer, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.parts import Parts, remove_parts
 from common.progress import Progress
-from common.records import CRITERION, REFITS
+from common.records import CRITERION, MERGES, REFITS
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once
@@ -271,16 +271,16 @@ def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context
 
     Arguments: as for align_groups and closed_form_layer, for all layers.
     """
-    kind = MERGES[args.merge]
-    merge_of = kind.merge or partial(closed_form_layer, context=context)
+    whole_head = MERGES[args.merge].whole_head
+    merge_of = FUNCTIONS.get(args.merge, partial(closed_form_layer, context=context))
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
         grams = grams_of(index)
         merge = merge_of(grams, layer_groups, *rotation)
         if context:
             lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
         if grams.joint_norm:
-            merge = with_energies(merge, grams, layer_groups, rotation[1], kind.whole_head)
-        elif grams.head_norms and kind.whole_head:
+            merge = with_energies(merge, grams, layer_groups, rotation[1], whole_head)
+        elif grams.head_norms and whole_head:
             merge = before_norms(merge, grams, layer_groups, rotation[1])
         yield merge
 

@@ -9,8 +9,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-
-from common.method.merge import MERGES
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,14 @@ class Text:
         return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
 
 
+class MergeKind(NamedTuple):
+    """A way to merge. whole_head: it changes W_Q and W_O, too."""
+
+    help: str
+    card: str
+    whole_head: bool = False
+
+
 @dataclass(frozen=True)
 class Optional:
     """A field that may be absent or null."""
@@ -78,13 +85,22 @@ FIELDS = {
 }
 FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 CRITERION = ("cos", "dist")
-# values of flags, in words for the model card
+# kinds, by the values of flags, in words for --help or the model card
 BY = {
     "none": "adjacent heads",
     "key": "similarity of keys after alignment",
     "value": "similarity of values after alignment",
     "both": "similarity of keys and values after alignment",
     "energy": "least energy lost by closed-form merging",
+}
+
+MERGES = {
+    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group"),
+    "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
+                        "the mean of the {heads} of a group, scaled to their mean norm"),
+    "first": MergeKind("the first head of each group (an ablation of ours)",
+                       "the first of the {heads} of a group, retained"),
+    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form", True),
 }
 REFITS = {
     "output": "each W_O refitted by least squares",

@@ -4,11 +4,10 @@ All in float64, stored in the original dtype. A weight [heads * d, hidden] consi
 head; o_proj [hidden, heads * d] of blocks of columns. Rotations are per key/value head. In a GQA source, its
 query heads go along: their rows of q_proj and columns of o_proj are moved and rotated with it. `fuse_layer`
 leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged;
-`MERGES` has the ways to do it.
+`FUNCTIONS` has the ways to do it.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,27 +83,8 @@ def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, members / mean.where(mean > 0, 1), 1)[:, None, None, None]
 
 
-@dataclass(frozen=True)
-class MergeKind:
-    """A way to merge: a value of --merge, in words for --help and for the model card.
-
-    merge: as mean_merge; None: common/closed_form/layer.py. whole_head: it changes W_Q and W_O, too.
-    """
-
-    help: str
-    card: str
-    merge: Callable[..., Merge] | None = None
-    whole_head: bool = False
-
-
-MERGES = {
-    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", mean_merge),
-    "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
-                        "the mean of the {heads} of a group, scaled to their mean norm", scaled_merge),
-    "first": MergeKind("the first head of each group (an ablation of ours)",
-                       "the first of the {heads} of a group, retained", first_merge),
-    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form", whole_head=True),
-}
+# by the kinds of common/records.py, but for the closed form
+FUNCTIONS = {"mean": mean_merge, "scaled": scaled_merge, "first": first_merge}
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 
 from common.files import read_text
-from common.method.merge import MERGES
 from common.models import is_hub_name
-from common.records import BY, MASKS, REFITS, SOURCE
+from common.records import BY, MASKS, MERGES, REFITS, SOURCE
 from common.reporting.tables import markdown_text
 from common.training.heldout import START
 from common.training.metrics import heldout_kls

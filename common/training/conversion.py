@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
 from common.data.pool import Pool
 from common.families import merged_modules
-from common.method.merge import MERGES
 from common.models import load_config, source_model
+from common.records import MERGES
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks
 

@@ -4,12 +4,13 @@ import argparse
 
 import pytest
 
+from common import records
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.errors import UserError
-from common.method import masks
-from common.training import settings
+from common.method import masks, merge
+from common.training import mask_state, settings
 from common.training.conversion import Conversion
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from students import stage5
@@ -56,6 +57,8 @@ def test_published_numbers():
     assert WITHOUT_TASKS["kl_on"] == "all"  # everything is judged by KL there
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert settings.TEACHER_EPOCHS == 2
+    assert {*records.MASKS} == {*mask_state.MASKS, "off"}
+    assert {*records.MERGES} == {*merge.FUNCTIONS, "closed-form"}
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306
