@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from common import cli
 from common.data import pool
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
@@ -130,6 +131,16 @@ def test_what_is_too_short_to_hold_out_is_said(inputs, chats, tmp_path, group_of
     assert capsys.readouterr().out.splitlines() == [
         f"reads   {text}: 0 texts of 16 tokens, held out: its held-out part is too short",
         f"reads   {chat}: 0 chats, held out: its held-out part is too short"]
+
+
+def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, group_of_one):
+    """Zeros, as only their number matters."""
+    context = DataContext(chats[0], str(tmp_path), "cpu", group_of_one, plan=True)
+    samples = load_pool(Sources(text=["generated"], text_tokens=64, text_length=16), context)
+    assert len(samples) == 4 and list(tmp_path.rglob("*.npy"))
+    del samples
+    cli.cleanup.close()
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from common.data.tasks import TASKS
+from common.errors import UserError
 
 EVERY = {"run": "runs/demo", "force": False}
 LEFT_OUT = {  # stage -> the flags that are not None or False where they are left out
@@ -38,6 +39,13 @@ def test_flags_left_out(stage, monkeypatch):
     given = vars(importlib.import_module(stage).parse())
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
     assert chosen | {"force": False} == EVERY | LEFT_OUT[stage]
+
+
+@pytest.mark.parametrize("stage", [stage for stage, flags in LEFT_OUT.items() if "device" in flags])
+def test_a_device_that_is_not_there_is_refused(stage, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [stage, "--device", "tpu"])
+    with pytest.raises(UserError, match="--device: expected auto, cpu, cuda or cuda:N, found tpu"):
+        importlib.import_module(stage).parse()
 
 
 @pytest.mark.parametrize("stage", SECTIONS)

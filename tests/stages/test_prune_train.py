@@ -23,6 +23,7 @@ from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
 from common.training import checkpoints, sharding, teacher
 from common.training import plan as budget
+from common.training import settings as settings_of_stage
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from helpers import TRAINING, copy_run, expect_error, run, save_tiny, tiny_model
@@ -70,6 +71,38 @@ def test_layers_are_compiled_on_request(
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
     run(STAGE, *train_arguments(home, inputs, "--masks", "off", "--steps", "2", *flags))
     assert [len(model.model.layers) for model in asked] == [3, 3] * expected
+
+
+@pytest.mark.parametrize(("teacher", "force", "moved"), [
+    (None, True, ["train", "teacher", "teacher.train"]), ("shared", True, ["train"]), (None, False, []),
+])  # fmt: skip
+def test_force_moves_trainings_aside_but_no_teacher_that_is_given(
+    group_of_one, tmp_path, monkeypatch, teacher, force, moved
+):
+    monkeypatch.chdir(tmp_path)
+    called = []
+    run_of_stage = SimpleNamespace(directory="train", teacher=teacher or "teacher")
+    settings = SimpleNamespace(plan=None, force=force, teacher=teacher)
+    monkeypatch.setattr(stage5, "read_conversion", lambda *_: None)
+    monkeypatch.setattr(stage5, "settle", lambda *_: (settings, run_of_stage))
+    monkeypatch.setattr(stage5, "train", lambda *_: 0)
+    monkeypatch.setattr(checkpoints, "start_anew", lambda paths, ranks: called.extend(paths))
+    assert stage5.prune_train(SimpleNamespace(run="", student=None), None, None) == 0
+    assert called == moved
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_force_does_not_count_where_torchrun_restarts_the_ranks(
+    aligned_run, inputs, monkeypatch, tmp_path, restarts
+):
+    """They were started with it, and have trained since."""
+    forced, find = [], settings_of_stage.find_teacher
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    monkeypatch.setattr(settings_of_stage, "find_teacher",
+                        lambda run, given, force: forced.append(force) or find(run, given, force))
+    home = copy_run(aligned_run, tmp_path / "run")
+    run(STAGE, *train_arguments(home, inputs, "--force", "--plan", "1xCPU"))
+    assert forced == [not restarts]
 
 
 TEACHING = SimpleNamespace(teacher=None, teacher_schedule="of the teacher", teacher_rates="its own")
