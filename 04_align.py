@@ -74,7 +74,7 @@ def parse():
     parser.add_argument("--merge", choices=tuple(MERGES), default="mean",
                         help="; ".join(f"{name}: {kind.help}" for name, kind in MERGES.items()))
     parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
-                        help="closed-form: with RoPE in mind, or RoPE pair by RoPE pair")
+                        help="closed-form: RoPE-aware, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive, default=None,
                         help="--merge-keys rope: length of context, in tokens, to preserve scores over "
                              "(default: the model's maximum, 4096 at most)")
@@ -115,7 +115,7 @@ class Inputs:
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
     dtype: torch.dtype  # of the checkpoints to write
-    context: int | None  # tokens that keys are merged for, where they are merged with RoPE in mind
+    context: int | None  # tokens that RoPE-aware key merging is for; None without it
 
 
 def evenly(tokens: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,7 +7,7 @@
 
 Stages 1 to 4 make each merged model, OUT/KV_HEADS/NAME/merged: mean-pool; paper (values by distance,
 rotations, mean); pairs, the closed form with keys merged RoPE pair by RoPE pair; closed-form, keys merged
-with RoPE in mind, on adjacent, value and energy groups; with the output projection or the entire attention
+RoPE-aware, on adjacent, value and energy groups; with the output projection or the entire attention
 layer refitted. Writes OUT/merging.md, and OUT/KV_HEADS/starts.json for bench/recovery.py. Existing models are
 kept.
 """

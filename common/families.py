@@ -41,7 +41,7 @@ LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality 
 
 
 def family(config) -> Family:
-    """That of a model with this config; a model of related/ is like a Llama."""
+    """The family of a config; a model of related/ is like a Llama."""
     return FAMILIES.get(config.model_type, Family())
 
 

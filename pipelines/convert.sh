@@ -73,13 +73,8 @@ TRAIN=(--run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS"
   ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} "${FLAGS[@]}")
 EVALUATE=(--run "$RUN" --update --tasks "$TASKS" ${ONLY[0]:+--only "${ONLY[@]}"} --prompts "$PROMPTS")
 
-parsed() {  # a stage's flags, by its own parser
-  "$PYTHON" -c "import importlib, sys; from common.cli import run_stage; \
-stage = importlib.import_module(sys.argv.pop(1)); run_stage(lambda: stage.parse() and 0)" "$@"
-}
 [ "${PLAN:-choose}" = choose ] && PLANNED=() || PLANNED=(--plan "$PLAN")
-parsed 05_prune_train "${TRAIN[@]}" "${PLANNED[@]}"
-parsed 07_eval "${EVALUATE[@]}"
+"$PYTHON" -m pipelines.flags 05_prune_train "${TRAIN[@]}" "${PLANNED[@]}" ::: 07_eval "${EVALUATE[@]}" :::
 
 train() {
   local launcher=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600)

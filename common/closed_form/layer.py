@@ -33,7 +33,7 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: t
     """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
 
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
-    tokens over which keys are merged with RoPE in mind; None merges them pair by pair.
+    tokens over which RoPE-aware merging preserves scores; None merges keys pair by pair.
     """
     rotation = to_matrix(key_rotation)
     if context is not None:
@@ -127,7 +127,7 @@ def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | No
 def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
     """What merging heads i and j loses of their values and keys, each as a share of the layer's: [H, H].
 
-    Keys are merged with RoPE in mind, by SCORING_ROUNDS of the alternation.
+    Keys are merged RoPE-aware, by SCORING_ROUNDS of the alternation.
     """
     kv_heads = grams.source_kv_heads
     every_head = key_fit(grams, torch.arange(kv_heads)[:, None], None, context)

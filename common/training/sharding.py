@@ -64,7 +64,7 @@ class Ranks:
         dist.barrier(group)
 
     def say(self, text: str) -> None:
-        """Print once, from the first rank. Output that is closed or full is as a terminal that hangs up."""
+        """Print once, from the first rank. A closed or full stdout is treated like SIGHUP."""
         if not self.first:
             return
         try:

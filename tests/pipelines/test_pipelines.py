@@ -230,9 +230,9 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     prompts.touch()
     settings = CONVERTED | {"TASKS": tasks, "ONLY": "piqa siqa", "PROMPTS": prompts}
     commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
-    _, flags, more, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
-    assert flags[2:] == ["05_prune_train", *train[train.index("--run-dir") :]]  # as they are parsed at first
-    assert more[2:] == ["07_eval", *evaluation[1 : evaluation.index("--text")]]
+    _, parsed, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
+    of_training, of_evaluation = train[train.index("--run-dir") :], evaluation[1 : evaluation.index("--text")]
+    assert parsed[2:] == ["05_prune_train", *of_training, ":::", "07_eval", *of_evaluation, ":::"]
     assert "--model=a model.gguf" in calibration and after("--length", calibration) == "128"
     assert "--update" in export and "--update" in evaluation  # after another training
     assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
@@ -257,7 +257,7 @@ def test_what_convert_takes_where_nothing_is_said(recorded, tmp_path):
     """On a CPU; a recorder in the place of Python names no GPUs."""
     text = tmp_path / "my text.txt"
     text.touch()
-    _, _, _, calibration, _, grouping, _, train, _, evaluation, _, = recorded(
+    _, _, calibration, _, grouping, _, train, _, evaluation, _, = recorded(
         "convert.sh", MODEL="-odd/model", RUN=finished(tmp_path / "run"), TEXT=text)
     assert [after(flag, calibration) for flag in ("--sequences", "--length")] == ["128", "512"]
     assert after("--text", calibration) == after("--text", train) == str(text)
@@ -298,7 +298,7 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     run = f"{tmp_path}/it's a [1] run *"
     settings = CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
-    _, _, _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
+    _, _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
     assert all(after("--run", words) == run for words in (calibration, similarity, table))
     assert "--energy" in similarity and "pipelines/choose.py" in table
     inputs = ["--similarity", f"{run}/similarity.safetensors"], ["--calibration", f"{run}/calibration"]

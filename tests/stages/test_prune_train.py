@@ -366,17 +366,18 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
 
 
 @pytest.mark.slow
-def test_force_starts_over_once(aligned_run, inputs, tmp_path):
-    """Stopped in the teacher's training and in the student's, it goes on; complete, it starts over."""
+def test_force_starts_over_and_the_command_without_it_goes_on(aligned_run, inputs, tmp_path):
+    """Stopped in the teacher's training and in the student's."""
     home = copy_run(aligned_run, tmp_path / "run")
     short = ["--masks", "off", "--steps", "3", "--teacher-steps", "3", "--save-steps", "1"]
-    command = train_arguments(home, inputs, *short, "--force")
-    run(STAGE, *train_arguments(home, inputs, *short))
-    stop(1, *command)  # the teacher's second step
+    command = train_arguments(home, inputs, *short)
+    run(STAGE, *command)
+    stop(1, *command, "--force")  # the teacher's second step
     stop(0, *command)  # of a teacher that goes on after its second step, so the student's first
     assert f"resumes {home / 'train'} after step 1\n" in run(STAGE, *command).stdout
     assert not list(home.glob("*.old-2"))
-    assert "moved" in run(STAGE, *command).stdout and (home / "train.old-2" / "stage.json").exists()
+    assert "moved" in run(STAGE, *command, "--force").stdout
+    assert (home / "train.old-2" / "stage.json").exists()
 
 
 @pytest.mark.slow

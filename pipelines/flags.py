@@ -1,0 +1,21 @@
+"""Parse the flags of several stages, each by its own parser, before any of them runs.
+
+    python -m pipelines.flags 05_prune_train --lr 1e-4 ::: 07_eval --only piqa :::
+"""
+
+import importlib
+import sys
+
+from common.cli import run_stage
+
+
+def main():
+    words = sys.argv[1:]
+    while words:
+        end = words.index(":::")
+        sys.argv, words = words[:end], words[end + 1 :]
+        importlib.import_module(sys.argv[0]).parse()
+
+
+if __name__ == "__main__":
+    run_stage(main)
