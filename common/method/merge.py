@@ -78,9 +78,9 @@ def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
 
     1 where the mean is zero.
     """
-    members = torch.diagonal(overlap, dim1=-2, dim2=-1).clamp(min=0).sqrt().mean(-1)
-    mean = overlap.mean((-2, -1)).clamp(min=0).sqrt()
-    return torch.where(mean > 0, members / mean.where(mean > 0, 1), 1)[:, None, None, None]
+    members = torch.diagonal(overlap, dim1=1, dim2=2).sqrt().mean(1)
+    mean = overlap.mean((1, 2)).clamp(min=0).sqrt()  # of opposite heads below 0 by rounding
+    return torch.where(mean > 0, members / mean, 1)[:, None, None, None]
 
 
 # by the kinds of common/records.py, but for the closed form
