@@ -78,8 +78,8 @@ def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
 
     1 where the mean is zero.
     """
-    members = torch.diagonal(overlap, dim1=1, dim2=2).sqrt().mean(1)
-    mean = overlap.mean((1, 2)).clamp(min=0).sqrt()  # of opposite heads below 0 by rounding
+    members = torch.diagonal(overlap, dim1=1, dim2=2).clamp(min=0).sqrt().mean(1)
+    mean = overlap.mean((1, 2)).clamp(min=0).sqrt()  # below 0 by rounding
     return torch.where(mean > 0, members / mean, 1)[:, None, None, None]
 
 
