@@ -9,7 +9,6 @@ import signal
 import sys
 import weakref
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import filelock
 import pytest
@@ -21,14 +20,13 @@ from common.cli import run_stage
 from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
-from common.training import checkpoints, sharding, teacher
+from common.training import checkpoints, sharding
 from common.training import plan as budget
 from common.training import settings as settings_of_stage
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from helpers import TRAINING, copy_run, expect_error, run, save_tiny, tiny_model
+from helpers import TRAINING, copy_run, expect_error, run
 from students import stage5
-from test_layers import Tensors
 from training_runs import STAGE, assert_same_bits, flip, stop, train_arguments, with_teacher
 
 
@@ -153,30 +151,6 @@ def test_a_teacher_learns_by_its_own_schedule_and_rates(monkeypatch):
     monkeypatch.setattr(stage5, "train_teacher", lambda run, *given: asked.append(given))
     assert stage5.train(None, TEACHING) == STOPPED
     assert asked == [("of the teacher", "its own")]
-
-
-def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
-    """From float32 weights of the last checkpoint, a layer at a time."""
-    source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
-    trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
-    monkeypatch.setattr(checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
-    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
-    monkeypatch.setattr(teacher, "write_record", lambda *_: None)
-    directory = tmp_path / "teacher.train"
-    directory.mkdir()
-    (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
-    monkeypatch.setattr(teacher, "summarize", lambda lines: {})
-    run_of_stage = SimpleNamespace(conversion=SimpleNamespace(model={"path": source}), started=MagicMock(),
-                                   teacher=str(tmp_path / "teacher"))
-    teacher.write_teacher(run_of_stage, str(directory), {})
-    stored = load_file(tmp_path / "teacher" / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    written = load_model(run_of_stage.teacher, torch.bfloat16)
-    assert written.config.dtype == torch.bfloat16
-    assert written.lm_head.weight is written.model.embed_tokens.weight
-    assert written.state_dict().keys() == trained.keys()
-    for name, tensor in written.state_dict().items():
-        assert torch.equal(tensor, trained[name].bfloat16()), name
 
 
 def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs, tmp_path):

@@ -13,6 +13,7 @@ from common.method import masks, merge
 from common.training import mask_state, settings
 from common.training.conversion import Conversion
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
+from common.training.heldout import QUESTIONS
 from students import stage5
 from training_runs import flags
 
@@ -57,6 +58,7 @@ def test_published_numbers():
     assert WITHOUT_TASKS["kl_on"] == "all"  # everything is judged by KL there
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert settings.TEACHER_EPOCHS == 2
+    assert (settings.TEXT_LENGTH, QUESTIONS) == (512, 16)  # ours
     assert {*records.MASKS} == {*mask_state.MASKS, "off"}
     assert {*records.MERGES} == {*merge.FUNCTIONS, "closed-form"}
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]

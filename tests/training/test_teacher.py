@@ -1,0 +1,36 @@
+"""The teacher: how it is written."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import torch
+from safetensors.torch import load_file
+
+from common.models import load_model
+from common.training import checkpoints, teacher
+from helpers import save_tiny, tiny_model
+from test_layers import Tensors
+
+
+def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):
+    """From float32 weights of the last checkpoint, a layer at a time."""
+    source = save_tiny(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
+    trained = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
+    monkeypatch.setattr(checkpoints, "TrainedWeights", {"last": Tensors(trained)}.get)
+    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: ["first", "last"])
+    monkeypatch.setattr(teacher, "write_record", lambda *_: None)
+    directory = tmp_path / "teacher.train"
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    monkeypatch.setattr(teacher, "summarize", lambda lines: {})
+    run_of_stage = SimpleNamespace(conversion=SimpleNamespace(model={"path": source}), started=MagicMock(),
+                                   teacher=str(tmp_path / "teacher"))
+    teacher.write_teacher(run_of_stage, str(directory), {})
+    stored = load_file(tmp_path / "teacher" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    written = load_model(run_of_stage.teacher, torch.bfloat16)
+    assert written.config.dtype == torch.bfloat16
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    assert written.state_dict().keys() == trained.keys()
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16()), name
