@@ -182,6 +182,8 @@ FLAGS = {
              f"1x{hardware.CPU}, on this machine's", metavar="[NODESx]COUNTxDEVICE"),
     ],
 }
+
+
 def parse():
     parser = stage_parser(__doc__)
     for title, flags in FLAGS.items():
@@ -221,7 +223,7 @@ def masked_step(step: Step, masks: Masks, teacher, loss: Loss) -> None:
     l0 = l0_loss(size.mean(), target)  # Eq. 29
     torch.autograd.backward([drawn, loss.l0_weight * l0], [z.grad, None])  # into log_alpha
     step.update(l0=l0.detach(), mask_target=target, **mask_metrics(size, z))  # clip, then AdamW
-    masks.settle(step.number)
+    masks.after_update(step.number)
     set_masks(student.net, masks.noiseless())  # for the held-out measurement
 
 

@@ -344,4 +344,3 @@ def main() -> int:
     print(f"{text}\nwrote   {path}")
     print(f"paper: {len(rows)} rows, {len(layers)} layers, {clock()} s, off: {'; '.join(off) or 'none'}")
     return 1 if off else 0
-

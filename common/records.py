@@ -45,19 +45,19 @@ class Text:
         return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
 
 
+@dataclass(frozen=True)
+class Optional:
+    """A field that may be absent or null."""
+
+    field: object
+
+
 class MergeKind(NamedTuple):
     """A way to merge. whole_head: it changes W_Q and W_O, too."""
 
     help: str
     card: str
     whole_head: bool = False
-
-
-@dataclass(frozen=True)
-class Optional:
-    """A field that may be absent or null."""
-
-    field: object
 
 
 COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
@@ -93,7 +93,6 @@ BY = {
     "both": "similarity of keys and values after alignment",
     "energy": "least energy lost by closed-form merging",
 }
-
 MERGES = {
     "mean": MergeKind("as in the paper", "the mean of the {heads} of a group"),
     "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",

@@ -100,7 +100,7 @@ FAULTS = [  # row, where the stages have a function, its name, what makes it a w
     ("Appendix A", mask_state, "SWITCH", lambda real: 0.5),
     ("Eq. 27, 28: log alpha after the step, --masks l0", mask_state.Masks, "ADAM",
      lambda real: real | {"betas": (0.9, 0.999)}),
-    ("Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "settle",
+    ("Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "after_update",
      lambda real: lambda log_alpha, copy, *place: real(log_alpha.clone(), copy, *place)),
     ("Eq. 27, 28: samples of the masks, --masks l0-released", released_masks, "pulled",
      lambda real: lambda log_alpha, *_: log_alpha.clone()),

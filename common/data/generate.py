@@ -253,5 +253,3 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
         raise TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens{PARTS[split]}, "
                        "found none")
     return chosen
-
-

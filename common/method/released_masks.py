@@ -7,10 +7,10 @@ Masks are also moved towards the target T of Eq. 29 directly. Before a step, `pu
 pulls the copy: those with the least log_alpha towards 0 and the others towards 1, as many as T asks for. The
 step draws its masks from the copy and its gradient is taken there, but AdamW applies it to log_alpha, which
 is not pulled: in the released code the copy is the module's parameter, log_alpha DeepSpeed's float32 master.
-After the step `settle` averages the two, with weight w = max(0.002, progress^5 / 2, |size - T|) on the copy.
-So the pull reaches log_alpha damped by w. Alone it leads z along T, somewhat behind; over thousands of steps
-Eq. 29's gradient is the stronger: it brings `expected` to T, and z, which is below it, far ahead
-(bench/RESULTS.md). ReleasedMasks of common/training/students.py calls them in this order.
+After the step `after_update` averages the two, with weight w = max(0.002, progress^5 / 2, |size - T|) on the
+copy. So the pull reaches log_alpha damped by w. Alone it leads z along T, somewhat behind; over thousands of
+steps Eq. 29's gradient is the stronger: it brings `expected` to T, and z, which is below it, far ahead
+(bench/RESULTS.md). ReleasedMasks of common/training/mask_state.py calls them in this order.
 
 `size` is state, which a resumed run has to restore with log_alpha. Three things are simplified: the copy is
 not rounded to bfloat16; log_alpha itself is kept within +-LIMIT, not its copy alone; and the gradient of a
@@ -78,10 +78,10 @@ def expected(log_alpha: torch.Tensor) -> torch.Tensor:
 def pulled(log_alpha: torch.Tensor, size: torch.Tensor, goal: float, progress: float) -> torch.Tensor:
     """A copy of log_alpha, pulled towards the target T (`goal`); its gradient is log_alpha's.
 
-    size: what `settle` returned after the step before, a scalar; unused before the first. progress: share of
-    the masked steps done. The N (1 - T) masks with the least log_alpha are pulled towards 0, the more the
-    further size is above T, and not at all where it is below; then the others are pulled towards 1, slightly,
-    or by as much as size is below T.
+    size: what `after_update` returned after the step before, a scalar; unused before the first. progress:
+    share of the masked steps done. The N (1 - T) masks with the least log_alpha are pulled towards 0, the
+    more the further size is above T, and not at all where it is below; then the others are pulled towards 1,
+    slightly, or by as much as size is below T.
     """
     if progress == 0:
         return log_alpha.clone()
@@ -101,7 +101,7 @@ def pulled(log_alpha: torch.Tensor, size: torch.Tensor, goal: float, progress: f
 
 
 @torch.no_grad()
-def settle(log_alpha: torch.Tensor, copy: torch.Tensor, goal: float, progress: float) -> torch.Tensor:
+def after_update(log_alpha: torch.Tensor, copy: torch.Tensor, goal: float, progress: float) -> torch.Tensor:
     """After AdamW's step: average log_alpha in place with the copy that the masks were drawn from.
 
     goal, progress: T and the share of the masked steps done, both of the next step. The weight of the copy is

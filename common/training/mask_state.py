@@ -50,7 +50,7 @@ class Masks:
         return self.kind.deterministic(self.log_alpha)
 
     @torch.no_grad()
-    def settle(self, step: int) -> None:
+    def after_update(self, step: int) -> None:
         """After the update of a step: keep log_alpha within its bounds."""
         self.log_alpha.clamp_(-masks.LIMIT, masks.LIMIT)
 
@@ -73,15 +73,16 @@ class ReleasedMasks(Masks):
 
     def draw(self, step: int) -> torch.Tensor:
         """Pull the copy, then sample from it."""
-        self.current = released_masks.pulled(self.log_alpha, self.size, *self.place(step))
+        self.current = released_masks.pulled(self.log_alpha, self.size, *self.schedule_at(step))
         return super().draw(step)
 
     @torch.no_grad()
-    def settle(self, step: int) -> None:
+    def after_update(self, step: int) -> None:
         """After the update of a step: average log_alpha with the copy."""
-        self.size.copy_(released_masks.settle(self.log_alpha, self.current, *self.place(step + 1)))
+        schedule = self.schedule_at(step + 1)
+        self.size.copy_(released_masks.after_update(self.log_alpha, self.current, *schedule))
 
-    def place(self, step: int) -> tuple[float, float]:
+    def schedule_at(self, step: int) -> tuple[float, float]:
         """T at a step, and the share of the masked steps before it."""
         return self.target(step), step / switch_step(self.steps)
 

@@ -108,5 +108,3 @@ def masked_optimizer(student: Trainee, rates: Rates, kind: str, mask_lr: float):
     """AdamW with separate learning rates for the weights, the shared projections and the masks."""
     masks_alone = {"initial_lr": mask_lr, **MASKS[kind].ADAM}
     return student_optimizer(student, rates, ("merged",), {r"^replicated\.log_alpha$": masks_alone})
-
-

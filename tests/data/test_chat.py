@@ -223,6 +223,8 @@ def test_the_date_is_fixed(tmp_path):
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
+
+
 @pytest.mark.parametrize(("row", "message"), [
     ({"text": "x"}, r"column 'messages' is missing; found columns \['text'\]"),
     ({"messages": "x"}, r"column 'messages': expected a list, found \"x\""),

@@ -130,7 +130,7 @@ def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, n
 def test_clamp_keeps_log_alpha_where_a_mask_can_come_back():
     """Within +-7.5, where the expected mask still has a gradient above 1e-4; and the start is inside."""
     log_alpha = torch.tensor([-100.0, -7.4, 0.0, 7.4, 100.0])
-    Masks({"log_alpha": log_alpha}, 10, 0).settle(0)
+    Masks({"log_alpha": log_alpha}, 10, 0).after_update(0)
     assert log_alpha.tolist() == pytest.approx([-7.5, -7.4, 0, 7.4, 7.5])
     log_alpha.requires_grad_()
     masks.expected(log_alpha).sum().backward()

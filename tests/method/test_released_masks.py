@@ -64,7 +64,7 @@ def test_masks_settle_as_released():
     for goal, progress, weight in ((size, 0.1, 0.002), (size, 0.8, 0.8**5 / 2), (size, 1.0, 0.5),
                                    (size - 0.25, 0.1, 0.25), (size + 0.25, 0.1, 0.25)):
         log_alpha = after.clone()
-        assert float(released_masks.settle(log_alpha, copy, goal, progress)) == pytest.approx(size)
+        assert float(released_masks.after_update(log_alpha, copy, goal, progress)) == pytest.approx(size)
         expected = (weight * copy + (1 - weight) * after).clamp(-8, 8)
         torch.testing.assert_close(log_alpha, expected, rtol=1e-5, atol=1e-6)
 
@@ -118,7 +118,7 @@ def trained(start: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
         (loss + masks.l0_loss(held.expected().mean(), held.target(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        held.settle(step)
+        held.after_update(step)
         passed.append(log_alpha.detach().clone())
     return torch.stack(passed)
 
@@ -139,7 +139,7 @@ def test_masks_follow_the_target_without_any_gradient():
         goal, next_goal = masks.target(step, 400), masks.target(step + 1, 400)
         copy = released_masks.pulled(log_alpha, size, goal, step / masked)
         behind.append(abs(float(released_masks.deterministic(copy).mean()) - goal))
-        size = released_masks.settle(log_alpha, copy, next_goal, (step + 1) / masked)
+        size = released_masks.after_update(log_alpha, copy, next_goal, (step + 1) / masked)
     assert max(behind) == pytest.approx(0.117, abs=0.005)
     assert float(released_masks.deterministic(copy).max()) < 0.01
 

@@ -366,6 +366,8 @@ def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, check
         name = "model" if path.parent == checkpoint else path.name
         expect_error(f"eval.json already exists, made from another {name}", "07_eval.py", *arguments)
         path.write_bytes(content)
+
+
 @pytest.mark.parametrize("flags", [[], ["--layerwise"]])
 def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags):
     """Tokens may be the same by chance; tokens of a file mean the same to one tokenizer only."""

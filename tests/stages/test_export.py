@@ -70,7 +70,10 @@ def refuse(home, message: str, *flags: str) -> None:
 def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch, error):
     """Logits of the checkpoint loaded back; float32 stores what was computed."""
     home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
-    wrong = lambda self, tokens: [rows + error for rows in logits(self, tokens)]  # noqa: E731
+
+    def wrong(self, tokens):
+        return [rows + error for rows in logits(self, tokens)]
+
     monkeypatch.setattr(Layers, "logits", wrong)
     refuse(home, "the export, loaded back, differs from the student")
 

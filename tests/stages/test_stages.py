@@ -366,5 +366,3 @@ def test_heads_that_are_functions_of_another_are_grouped_and_merged_without_loss
         run("04_align.py", "--run", home, "--merge", merge, "--force")
         merged = AutoModelForCausalLM.from_pretrained(home / "merged")
         assert allowed[0] < (merged(tokens).logits - logits).abs().max() < allowed[1]
-
-

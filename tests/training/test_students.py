@@ -48,7 +48,7 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections(rest):
 
 def test_log_alpha_stays_within_its_bounds():
     log_alpha = torch.tensor([[-2 * masks.LIMIT, 0.5, 2 * masks.LIMIT]])
-    Masks({"log_alpha": log_alpha}, 10, seed=0).settle(3)
+    Masks({"log_alpha": log_alpha}, 10, seed=0).after_update(3)
     assert log_alpha.tolist() == [[-masks.LIMIT, 0.5, masks.LIMIT]]
 
 
