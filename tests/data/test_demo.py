@@ -11,56 +11,42 @@ from common.data import demo
 from helpers import recipe
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """The demo's home: model, text and tasks."""
-    home = tmp_path_factory.mktemp("demo") / "made"
-    demo.build_demo(home)
-    return home
-
-
 def digests(directory: Path) -> dict[str, str]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_the_model_is_the_one_in_the_repository(made):
-    """Its figures in the docs are those of these bytes."""
-    model = digests(made / "model")
+def test_the_demo_is_the_same_bytes_everywhere(tmp_path):
+    """Figures in the docs are those of this model, this text and these tasks."""
+    demo.build_demo(tmp_path)
+    model = digests(tmp_path / "model")
     assert model.items() <= digests(demo.SHIPPED).items()
     assert len(model) == 6 and f"`{model['model.safetensors']}`" in (demo.SHIPPED / "README.md").read_text()
-    assert len({path.stat().st_mode for path in made.rglob("*") if path.is_file()}) == 1
-
-
-def test_text_and_tasks_are_the_same_bytes_everywhere(made):
-    """Perplexities and accuracies are comparable on these bytes only."""
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1
     digest = hashlib.sha256()
-    for part, files in (("text", 2), ("tasks", 16)):
-        assert len(digests(made / part)) == files
-        for name, content in digests(made / part).items():
+    for part in ("text", "tasks"):
+        for name, content in digests(tmp_path / part).items():
             digest.update(f"{part}/{name} {content}\n".encode())
     assert digest.hexdigest() == "0b59706e516666779b4c669238d3975edeae1221f9639c34ee2cae8aa72581f9"
 
 
 def test_the_demo_is_made_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
-    made = []
-    monkeypatch.setattr(demo, "build_demo", lambda home: made.append(home) or os.makedirs(f"{home}/model"))
-    assert demo.resolve_model("demo") == demo.resolve_model("demo") == str(tmp_path / "demo" / "model")
-    assert made == [str(tmp_path / "demo")]
-    assert demo.resolve_model(str(tmp_path)) == str(tmp_path)
+    """An interruption leaves nothing."""
 
-
-def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(data):
         assert list(tmp_path.glob(".demo.*.unfinished/demo/*"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
-    monkeypatch.setattr(demo.gzip, "decompress", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(demo.gzip, "decompress", interrupt)
         demo.resolve_model("demo")
     assert os.listdir(tmp_path) == []
+    model = demo.resolve_model("demo")
+    (tmp_path / "demo" / "mine").touch()
+    assert demo.resolve_model("demo") == model == str(tmp_path / "demo" / "model")
+    assert os.listdir(tmp_path) == ["demo"] and (tmp_path / "demo" / "mine").exists()
+    assert demo.resolve_model(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.mark.release

@@ -16,7 +16,7 @@ from common.data.chat import load_chats
 from common.data.generate import chat_form, chat_row, text_row
 from common.data.rows import as_samples
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
-from common.data.text import EVALUATION, HELDOUT, load_tokens, write_array
+from common.data.text import EVALUATION, HELDOUT, load_tokens
 from common.errors import UserError
 from common.families import geometry
 from common.models import load_config, load_tokenizer
@@ -166,13 +166,15 @@ def origin(model: str, home, **changes) -> DataContext:
 @pytest.mark.parametrize(("chats", "length"), [(False, 30), (True, 60)])
 def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats, length):
     monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
-    arguments = {"sequences": 5, "length": length, "chats": chats}
-    expected = generated("generated", origin(model, tmp_path / "a"), **arguments)
+
+    def tokens(name: str, **changes) -> np.ndarray:
+        return generated("generated", origin(model, tmp_path / name, **changes), 5, length, chats=chats)
+
+    expected = tokens("whole")
     assert expected.shape == (5, length) and len(np.unique(expected[:, -20:], axis=0)) == 5
-    records = [json.loads(path.read_text()) for path in (tmp_path / "a").glob("tokens/*/*.json")]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "whole").glob("tokens/*/*.json")]
     assert sorted(record["shape"] for record in records) == [[1, length], [2, length], [2, length]]
     assert all(bool(record["chats"]) == chats == ("begin" not in record) for record in records)
-    assert (generated("generated", origin(model, tmp_path / "b"), **arguments) == expected).all()
 
     calls, through = [], generate.sample
 
@@ -184,18 +186,16 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
 
     monkeypatch.setattr(generate, "sample", killed)
     with pytest.raises(KeyboardInterrupt):
-        generated("generated", origin(model, tmp_path / "c"), **arguments)
-    assert (generated("generated", origin(model, tmp_path / "c"), **arguments) == expected).all()
-    assert len(calls) == 4  # three pieces, and the killed one again
-    assert generated("generated", origin(model, tmp_path / "c"), **arguments).shape == (5, length)
-    assert len(calls) == 4
+        tokens("killed")
+    for _ in range(2):
+        assert (tokens("killed") == expected).all() and len(calls) == 4  # the killed piece again, once
 
     for rank in (1, 0):  # as ranks without the others: the last one finds all pieces
         ranks = SimpleNamespace(rank=rank, world=2, waiting=contextlib.nullcontext)
         with contextlib.suppress(UserError) if rank else contextlib.nullcontext():
-            tokens = generated("generated", origin(model, tmp_path / "d", ranks=ranks), **arguments)
+            of_ranks = tokens("ranks", ranks=ranks)
         assert len(calls) == (5 if rank else 7)  # pieces of 2 rows; of 2 and of 1
-    assert (tokens == expected).all()
+    assert (of_ranks == expected).all()
 
 
 def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
@@ -209,8 +209,7 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     assert (longer[:4] == train).all() and not (heldout == train).all(1).any()
     records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/*.json")]
     assert sorted(record["seed"] for record in records) == [0] * 3 + [1] * 2
-    assert all(record["temperature"] == 1 and record["length"] == 30 for record in records)
-    assert all(record["rows_at_once"] == 2 for record in records)
+    assert all((record["temperature"], record["rows_at_once"]) == (1, 2) for record in records)
     monkeypatch.setattr(generate, "CACHE", {"cpu": 1})
     assert (generated("generated", place, 2, 30)[0] != longer[0]).any()  # a row at a time, of other seeds
 
@@ -242,29 +241,21 @@ def test_documents_are_continued(model, tmp_path):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
 
 
-def test_models_that_cannot_generate_are_one_line(model, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="generated: expected no --layerwise"):
-        generated("generated", origin(model, tmp_path, layerwise=True), 2, 10)
+def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "product", lambda left, right: left.float() @ right.float() * math.inf)
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)
 
 
 def test_a_piece_that_its_record_does_not_describe_is_one_line(model, tmp_path):
-    """Other tokens, fewer rows, another width, a cut file; another seed's piece, with its record, too, and
-    without any.
-    """
+    """Other tokens, a cut file; another seed's piece, with its record, too, and without any."""
     expected = generated("generated", origin(model, tmp_path), 2, 10)
     generated("generated", origin(model, tmp_path), 2, 10, HELDOUT)
     piece, other = sorted(tmp_path.glob("**/0-2.npy"), key=lambda path: (np.load(path) != expected).any())
     record, whole = piece.with_suffix(".json"), piece.read_bytes()
     described, of_other = record.read_bytes(), other.with_suffix(".json").read_bytes()
-    fakes = [(whole[:-1], described), (b"", described), (other.read_bytes(), described),
-             (other.read_bytes(), of_other), (whole, of_other), (whole, b"[]"), (whole, b"")]
-    for tokens in (expected[::-1], expected[:1], expected[:, :9], expected.reshape(1, 20)):
-        write_array(str(piece), np.ascontiguousarray(tokens))
-        fakes.append((piece.read_bytes(), described))
-    for content, says in fakes:
+    for content, says in ((whole[:-1], described), (other.read_bytes(), described), (whole, b"[]"),
+                          (other.read_bytes(), of_other), (whole, of_other), (whole, b"")):
         piece.write_bytes(content)
         record.write_bytes(says)
         with pytest.raises(UserError, match="0-2.npy: expected the generated tokens that 0-2.json describes"):
