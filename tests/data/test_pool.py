@@ -14,7 +14,6 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import cli
-from common.data import pool
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -39,24 +38,30 @@ def text_arguments(home, inputs, *arguments) -> list:
     return ["--run-dir", home, "--text", inputs["text"], *TEXT_FLAGS, *arguments]
 
 
+def context_of(run, model: str, ranks, **changes) -> DataContext:
+    return DataContext(model, str(run), ranks.device, ranks, **changes)
+
+
 def pool_of(run, model: str, ranks, **sources) -> Pool:
     """What these sources have to train on."""
-    context = DataContext(model, str(run), ranks.device, ranks)
-    return load_pool(Sources(**{"text_length": 16} | sources), context)
+    return load_pool(Sources(**{"text_length": 16} | sources), context_of(run, model, ranks))
 
 
 @pytest.fixture
 def chats(inputs, tmp_path) -> tuple[str, str]:
-    """A model whose tokenizer has a chat template, and a file of chats."""
+    """A model whose tokenizer has a chat template and an odd begin-of-sequence token, and a file of chats."""
     model = tmp_path / "model"
     shutil.copytree(inputs["model"], model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template, tokenizer.bos_token = CHATML, "\x1b[2J"
     tokenizer.save_pretrained(model)
-    turns = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"))]
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": turns + turns}) + "\n")
+    path.write_text(json.dumps({"messages": chat_of("yes") + chat_of("yes")}) + "\n")
     return str(model), str(path)
+
+
+def chat_of(answer: str) -> list[dict]:
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
 
 
 def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_one):
@@ -72,60 +77,54 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
     assert all(len(sample) == 16 and not sample.answer_tokens for sample in pool.texts)
 
 
-def test_generated_chats_are_of_the_pool(chats, tmp_path, group_of_one):
-    pool = pool_of(tmp_path / "run", chats[0], group_of_one, chat=["generated"], text_length=100,
-                   text_tokens=4000)
-    assert 0 < len(pool) <= 40 and all(sample.answer_tokens and len(sample) == 100 for sample in pool)
-
-
 def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_of_one):
     """Of each source as many texts and chats, in its order; every second text is measured."""
     (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
-    turns = [[("user", "hi"), ("assistant", f"chat {number}")] for number in range(60)]
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]})
-             for chat in turns]
-    Path(path).write_text("\n".join(lines) + "\n")
+    answers = {part: [] for part in (TRAIN, HELDOUT)}
+    rows = [chat_of(f"chat {number}") for number in range(60)]
+    Path(path).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    for user, answer in rows:
+        content = json.dumps([[message["role"], message["content"]] for message in (user, answer)])
+        answers[TRAIN if in_part(content, TRAIN) else HELDOUT].append(answer["content"])
     text = Path(inputs["text"]).read_bytes()
     begin = text.index(b"\n", len(text) - len(text) // 10 - 1) + 1
     documents = [f"document {number}" for number in range(99)]
     table = tmp_path / "t.jsonl"
     table.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    split = {"text": [inputs["text"], str(table), inputs["text"]], "chat": [path], "heldout_text": "split",
-             "heldout_sequences": 3, "text_length": 16}
-    origin = DataContext(model, str(tmp_path), "cpu", group_of_one)
-    sources = Sources(**split, heldout_chats=2)
-    texts = heldout_texts(sources, origin)
-    held_out = [[document for document in documents if in_part(document, part)] for part in (TRAIN, HELDOUT)]
-    expected = tokenizer(text[begin : begin + 48].decode())["input_ids"]
-    expected += [token for document in held_out[1] for token in [*tokenizer(document)["input_ids"], 256]][:48]
-    assert [token for sample in texts for token in sample.prompt] == expected and len(texts) == 6
-    heldout = load_heldout(sources, origin, texts, every=5)
-    contents = [[answered for _, (_, answered) in turns
-                 if in_part(json.dumps([["user", "hi"], ["assistant", answered]]), part)]
-                for part in (TRAIN, HELDOUT)]
 
-    def answers(samples) -> list[str]:
+    def tokens_of_table(part: str) -> list[int]:
+        chosen = [document for document in documents if in_part(document, part)]
+        return [token for document in chosen for token in [*tokenizer(document)["input_ids"], 256]]
+
+    def answers_of(samples) -> list[str]:
         return [tokenizer.decode(sample.answer).strip() for sample in samples]
 
+    sources = Sources(text=[inputs["text"], str(table), inputs["text"]], chat=[path], heldout_text="split",
+                      heldout_sequences=3, text_length=16, heldout_chats=2)
+    origin = context_of(tmp_path, model, group_of_one)
+    texts = heldout_texts(sources, origin)
+    expected = tokenizer(text[begin : begin + 48].decode())["input_ids"] + tokens_of_table(HELDOUT)[:48]
+    assert [token for sample in texts for token in sample.prompt] == expected and len(texts) == 6
+    heldout = load_heldout(sources, origin, texts, every=5)
     assert heldout.sets[TEXT_SET] == texts[::2] and heldout.unmeasured == texts[1::2]
-    assert answers(heldout.sets[CHAT_SET]) == contents[1][:2] and len(contents[1]) > 2
+    assert answers_of(heldout.sets[CHAT_SET]) == answers[HELDOUT][:2] and len(answers[HELDOUT]) > 2
     pool = load_pool(sources, origin)
-    trained = [token for sample in pool.texts for token in sample.prompt]
     of_text = [*tokenizer(text[:begin].decode())["input_ids"], 256]
-    of_table = [token for document in held_out[0] for token in [*tokenizer(document)["input_ids"], 256]]
-    together = of_text + of_table + of_text
+    together = of_text + tokens_of_table(TRAIN) + of_text
+    trained = [token for sample in pool.texts for token in sample.prompt]
     assert trained == together[: len(together) // 16 * 16]
-    assert answers(pool.answered) == contents[0] and len(contents[0]) + len(contents[1]) == 60
+    assert answers_of(pool.answered) == answers[TRAIN]
     assert not load_heldout(replace(sources, heldout_chats=0), origin, [], every=5).sets
 
 
-def test_what_is_too_short_to_hold_out_is_said(inputs, chats, tmp_path, group_of_one, capsys):
+def test_what_is_too_short_to_hold_out_is_said(chats, tmp_path, group_of_one, capsys):
     """One chat; a text whose last tenth has no sample."""
-    (tmp_path / "text.txt").write_text("x" * 100)
-    text, chat = str(tmp_path / "text.txt"), chats[1]
-    sources = Sources(text=[text], chat=[chat], heldout_text="split", heldout_sequences=3, heldout_chats=3,
-                      text_length=16)
-    origin = DataContext(chats[0], str(tmp_path), "cpu", group_of_one)
+    model, chat = chats
+    text = tmp_path / "text.txt"
+    text.write_text("x" * 100)
+    sources = Sources(text=[str(text)], chat=[chat], heldout_text="split", heldout_sequences=3,
+                      heldout_chats=3, text_length=16)
+    origin = context_of(tmp_path, model, group_of_one)
     assert not heldout_texts(sources, origin)
     assert not load_heldout(sources, origin, [], every=5).sets
     assert capsys.readouterr().out.splitlines() == [
@@ -135,10 +134,9 @@ def test_what_is_too_short_to_hold_out_is_said(inputs, chats, tmp_path, group_of
 
 def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, group_of_one):
     """Zeros, as only their number matters."""
-    context = DataContext(chats[0], str(tmp_path), "cpu", group_of_one, plan=True)
+    context = context_of(tmp_path, chats[0], group_of_one, plan=True)
     samples = load_pool(Sources(text=["generated"], text_tokens=64, text_length=16), context)
     assert len(samples) == 4 and list(tmp_path.rglob("*.npy"))
-    del samples
     cli.cleanup.close()
     assert not list(tmp_path.rglob("*.npy"))
 
@@ -146,10 +144,10 @@ def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, gro
 def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
     """But two samples, of another seed; documents to continue are held out, too, and may be too few."""
     (tmp_path / "text.txt").write_text("word " * 100)
-    source = f"generated:{tmp_path / 'text.txt'}"
-    origin = DataContext(chats[0], str(tmp_path), "cpu", group_of_one)
-    sources = Sources(text=["generated", source], chat=["generated"], heldout_text="split",
-                      heldout_sequences=5, heldout_chats=4, text_length=100, text_tokens=3000)
+    origin = context_of(tmp_path, chats[0], group_of_one)
+    sources = Sources(text=["generated", f"generated:{tmp_path / 'text.txt'}"], chat=["generated"],
+                      heldout_text="split", heldout_sequences=5, heldout_chats=4, text_length=100,
+                      text_tokens=3000)
     for changes, count in (({}, 3), ({"text_tokens": 500}, 2), ({"heldout_sequences": 1}, 1),
                            ({"heldout_sequences": 2, "text_tokens": 5000}, 2)):
         changed = replace(sources, **changes)
@@ -161,16 +159,21 @@ def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
             "generated", origin, changed.text_tokens // 100, 100).tolist()
     found = load_heldout(sources, origin, [], every=5).sets.get(CHAT_SET, [])
     assert found == as_samples(generated("generated", origin, 3, 100, HELDOUT, chats=True))
+    pool = load_pool(replace(sources, text=()), origin)
+    assert list(pool) == as_samples(generated("generated", origin, 30, 100, chats=True))
 
 
-def test_the_description_of_a_pool_sees_its_texts(inputs, tmp_path, group_of_one):
+def test_the_description_of_a_pool_sees_its_texts(chats, inputs, tmp_path, group_of_one, capsys):
+    """A beginning that a terminal would act on is printed with escapes."""
     described = []
-    for length, tokens in ((16, 320), (16, 336), (20, 320)):
-        pool = pool_of(tmp_path, inputs["model"], group_of_one, text=[inputs["text"]], text_length=length,
-                       text_tokens=tokens)
+    for length, tokens, bos in ((16, 320, None), (16, 336, None), (20, 320, None), (16, 320, True)):
+        pool = pool_of(tmp_path, chats[0], group_of_one, text=[inputs["text"]], text_length=length,
+                       text_tokens=tokens, bos=bos)
         described.append(pool.description())
-    assert [figures["texts"] for figures in described] == [20, 21, 16]
-    assert len({figures["samples_sha256"] for figures in described}) == 3
+    assert [figures["texts"] for figures in described] == [20, 21, 16, 21]
+    assert len({figures["samples_sha256"] for figures in described}) == 4
+    printed = capsys.readouterr().out
+    assert " samples of 16 tokens, \\x1b[2J first" in printed and "\x1b" not in printed
 
 
 def test_the_digest_of_samples_sees_every_token_and_boundary():
@@ -181,45 +184,36 @@ def test_the_digest_of_samples_sees_every_token_and_boundary():
     assert samples_digest(list(samples)) == samples_digest(samples)
 
 
-def test_tokens_are_written_once_and_again_when_the_text_changes(
-    inputs, tmp_path, group_of_one, monkeypatch
-):
-    text, written, write = tmp_path / "text.txt", [], pool.write_text_tokens
-
-    def counted(*arguments):
-        written.append(arguments[-1])
-        return write(*arguments)
-
-    monkeypatch.setattr(pool, "write_text_tokens", counted)
+def test_tokens_are_written_once_and_again_when_the_text_changes(inputs, tmp_path, group_of_one):
+    text, model = tmp_path / "text.txt", str(tmp_path / "model")
     shutil.copy(inputs["text"], text)
-    source = tmp_path / "run", inputs["model"], group_of_one
-    first = pool_of(*source, text=[str(text)])
-    assert pool_of(*source, text=[str(text)]).description() == first.description()
-    assert len(written) == 1
+    shutil.copytree(inputs["model"], model)
+
+    def written(*sources) -> tuple:
+        """What the pool has, and the file of its tokens, which is the only one."""
+        pool = pool_of(tmp_path / "run", model, group_of_one, text=list(map(str, sources)))
+        (path,) = (tmp_path / "run" / "tokens").glob("*.npy")
+        return pool.description()["samples_sha256"], path.name, path.stat().st_mtime_ns
+
+    each = [written(text)]
+    assert written(text) == each[0]
     text.write_text("x" + text.read_text())
-    other = pool_of(*source, text=[str(text)])
-    assert other.description() != first.description() and len(written) == 2
-    assert sorted(os.listdir(tmp_path / "run" / "tokens")) == [os.path.basename(written[1]), "written.json"]
-    assert len(pool_of(*source, text=[str(text)] * 2)) > len(other) and len(written) == 3
-    model = shutil.copytree(inputs["model"], tmp_path / "model")
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    each += [written(text), written(text, text)]
+    tokenizer = json.loads(Path(model, "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 259, "content": "the"})
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    pool_of(tmp_path / "run", str(model), group_of_one, text=[str(text)] * 2)
-    assert len(written) == 4
+    Path(model, "tokenizer.json").write_text(json.dumps(tokenizer))
+    each.append(written(text, text))
+    assert [len(set(values)) for values in zip(*each, strict=True)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("change", [
     lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens.reshape(-1, 16)])
 def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, change):
     source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
-    pool = pool_of(*source, text=text)
-    path = pool.texts.path
-    written = json.loads((tmp_path / "tokens" / "written.json").read_text())
-    tokens = np.load(path)
+    path = pool_of(*source, text=text).texts.path
+    written, tokens = json.loads((tmp_path / "tokens" / "written.json").read_text()), np.load(path)
     assert written == {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32",
                        "shape": [len(tokens)], "range": [tokens.min(), tokens.max()]}
-    assert pool_of(*source, text=text).description() == pool.description()
     np.save(path, change(tokens))
     with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
         pool_of(*source, text=text)
@@ -237,22 +231,10 @@ def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_on
         assert record.read_text() == written
 
 
-def test_a_beginning_that_a_terminal_would_act_on_is_printed_with_escapes(
-    inputs, tmp_path, group_of_one, capsys
-):
-    model = shutil.copytree(inputs["model"], tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.bos_token = "\x1b[2J"
-    tokenizer.save_pretrained(model)
-    pool_of(tmp_path, str(model), group_of_one, text=[inputs["text"]], bos=True)
-    printed = capsys.readouterr().out
-    assert " samples of 16 tokens, \\x1b[2J first" in printed and "\x1b" not in printed
-
-
 @pytest.mark.parametrize("record", [
-    None, "[", '{"tokens": "../text.txt", "sha256": "DIGEST"}', '{"tokens": "gone", "sha256": "DIGEST"}',
-    '{"tokens": "HOME/my.txt", "sha256": "DIGEST"}', '{"tokens": "..", "sha256": "DIGEST"}',
-    '{"tokens": "my.txt", "sha256": "0"}', '{"tokens": "my.txt"}', '{"tokens": 5, "sha256": "DIGEST"}',
+    None, "[", '{"tokens": "../text.txt", "sha256": "DIGEST"}', '{"tokens": "..", "sha256": "DIGEST"}',
+    '{"tokens": "HOME/my.txt", "sha256": "DIGEST"}', '{"tokens": "my.txt", "sha256": "0"}',
+    '{"tokens": "my.txt"}', '{"tokens": 5, "sha256": "DIGEST"}',
     '{"tokens": "my\\u0000", "sha256": "DIGEST"}', '{"tokens": "fifo", "sha256": "DIGEST"}'])
 def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one, record):
     home = tmp_path / "run" / "tokens"
@@ -264,11 +246,10 @@ def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_on
     if record:
         record = record.replace("DIGEST", sha256(inputs["text"])).replace("HOME", str(home))
         (home / "written.json").write_text(record)
-    for text in ([str(mine[0])], [str(mine[1].with_name("my.txt")), inputs["text"]]):
+    for text in ([str(mine[0])], [str(mine[0]), inputs["text"]]):
         pool_of(tmp_path / "run", inputs["model"], group_of_one, text=text)
-    for path in mine:
-        assert path.read_text() == Path(inputs["text"]).read_text()
-    assert len(os.listdir(home)) == 5  # these three, the last tokens and their record
+    assert {path.read_text() for path in mine} == {Path(inputs["text"]).read_text()}
+    assert len(os.listdir(home)) == 5  # two of these three, the FIFO, the last tokens and their record
 
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
@@ -327,24 +308,20 @@ def test_two_ranks_train_on_text_like_one(aligned_run, inputs, tmp_path):
 
 
 def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
+    home, missing = copy_run(aligned_run, tmp_path / "run"), str(tmp_path / "teacher")
+    shutil.rmtree(home / "tokens", ignore_errors=True)
     before = sorted(os.listdir(home))
-    base = ["--run", home, "--tasks", "none"]
+    base, steps = ["--run", home, "--tasks", "none"], ["--steps", "4"]
     expect_error("--tasks none: expected --text or --chat with it, found neither", STAGE, *base)
-    missing = str(tmp_path / "teacher")
-    message = f"--teacher {missing}: expected one that exists, or source, as text has no answers"
-    short = [*base, "--text", inputs["text"], "--text-length", "40", "--steps", "4"]
-    expect_error(message, STAGE, *short, "--teacher", missing)
-    shutil.rmtree(home / "tokens")
     for flag, source in (("--text", "c4"), ("--text", "generated"), ("--chat", "generated:FILE")):
-        expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, "--steps", "4")
-    expect_error("nothing.txt: not found", STAGE, *base, "--text", "nothing.txt", "--steps", "4")
-    missing_text = ["--text", "generated", "nothing.txt", "--text-tokens", "400"]
-    expect_error("nothing.txt: not found", STAGE, *base, *missing_text, "--steps", "4")  # before generating
-    expect_error("expected a tokenizer with a chat template", STAGE, *base, "--chat", inputs["tasks"] +
-                 "/piqa.train.jsonl", "--steps", "4")
+        expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, *steps)
+    expect_error("nothing.txt: not found", STAGE, *base, "--text", "generated", "nothing.txt",
+                 "--text-tokens", "400", *steps)  # before generating
     expect_error("--text-length: expected 2 to 256 tokens", STAGE, *base, "--text-length", "257")
     assert [name for name in sorted(os.listdir(home)) if name != "tokens"] == before
+    message = f"--teacher {missing}: expected one that exists, or source, as text has no answers"
+    expect_error(message, STAGE, *base, "--text", inputs["text"], "--text-length", "40", *steps, "--teacher",
+                 missing)
     assert not os.path.exists(missing)
 
 

@@ -28,44 +28,42 @@ def documents(request, tmp_path):
     if request.param == "parquet":
         datasets.Dataset.from_dict({"text": DOCUMENTS, "url": DOCUMENTS}).to_parquet(path)
         return str(path)
-    lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS).encode()
+    lines = Path(save_lines(path, DOCUMENTS)).read_bytes()
     path.write_bytes(gzip.compress(lines) if request.param.endswith("gz") else lines)
     return str(path)
 
 
+def save_lines(path, documents) -> str:
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return str(path)
+
+
+def read(source, sequences: int, length: int, tokenizer=None, **part) -> list[str]:
+    """What load_tokens takes from a source, as text."""
+    tokenizer = tokenizer or byte_tokenizer()
+    return tokenizer.batch_decode(load_tokens(str(source), tokenizer, sequences, length, **part)[0])
+
+
 def test_first_documents_that_are_long_enough(documents, tmp_path):
-    source = save_lines(tmp_path / "t.jsonl", ["uvwxyz", "ab", "cdefg"])
-    tokens, _ = load_tokens(source, byte_tokenizer(), sequences=2, length=3)
-    assert byte_tokenizer().batch_decode(tokens) == ["uvw", "cde"]
+    assert read(save_lines(tmp_path / "t.jsonl", ["uvwxyz", "ab", "cdefg"]), 2, 3) == ["uvw", "cde"]
+    assert read(documents, 2, 30) == ["b" * 30, "d" * 30]  # "d" has exactly 30
     tokens, description = load_tokens(documents, byte_tokenizer(), sequences=2, length=25)
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25]
     assert description == f"{documents}: first 2 documents of at least 25 tokens"
-    tokens, _ = load_tokens(documents, byte_tokenizer(), sequences=2, length=30)  # "d" has exactly 30
-    assert byte_tokenizer().batch_decode(tokens) == ["b" * 30, "d" * 30]
 
 
 def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "^"
-    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=31, bos=True)  # "d" has 30 characters
-    assert tokenizer.batch_decode(tokens) == ["^" + "b" * 30, "^" + "d" * 30]
-    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=40, bos=True)
+    begun = ["^" + "b" * 30, "^" + "d" * 30]  # "d" has 30 characters
+    assert read(documents, 2, 31, tokenizer, bos=True) == begun
     packed = ["^" + "a" * 20 + "<eos>" + "b" * 18, "^" + "b" * 32 + "<eos>" + "c" * 6]
-    assert tokenizer.batch_decode(tokens) == packed
+    assert read(documents, 2, 40, tokenizer, bos=True) == packed
     for bos in (None, False):  # the tokenizer does not add it itself
-        tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=30, bos=bos)
-        assert tokenizer.batch_decode(tokens) == ["b" * 30, "d" * 30]
+        assert read(documents, 2, 30, tokenizer, bos=bos) == ["b" * 30, "d" * 30]
     begins = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begins
-    tokens, _ = load_tokens(documents, tokenizer, sequences=2, length=31)
-    assert tokenizer.batch_decode(tokens) == ["^" + "b" * 30, "^" + "d" * 30]
-
-
-def test_blank_lines_are_skipped(tmp_path):
-    path = tmp_path / "text.jsonl"
-    path.write_text('\n{"text": "xy"}\n\n \t\r\n{"text": ""}\n{"text": "zw"}\n\n')
-    tokens, _ = load_tokens(str(path), byte_tokenizer(), sequences=1, length=6)
-    assert byte_tokenizer().decode(tokens[0]) == "xy<eos><eos>zw"
+    assert read(documents, 2, 31, tokenizer) == begun
 
 
 ROW = b'{"text": "x"}\n'
@@ -75,6 +73,7 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("t.txt", codecs.BOM_UTF8 + b"\r\n" * 9000 + b"\xff.", r"t.txt: not UTF-8: .* at byte 18004"),
     ("t.txt", "é".encode() * 9000 + b"\xc3", r"t.txt: not UTF-8: .* at byte 18001"),
+    ("t.npy", None, "t.npy: expected a file, found a FIFO or a device"),
     ("t.jsonl", ROW + b'{"text": "\xff"}\n', r"t.jsonl line 2: not UTF-8: .* at byte 11"),
     ("t.jsonl", ROW + b'{"txt": "y"}\n', r"line 2: column 'text' is missing; found columns \['txt'\]"),
     ("t.jsonl", ROW + b'{"text": 5}\n', r"t.jsonl line 2: column 'text': expected text, found 5"),
@@ -86,53 +85,49 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
     ("t.bin", ROW, r"text .*t.bin: expected c4, demo, or a .txt"),
 ])
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content) if content else os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=message) as error:
-        load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 4000, EVALUATION)
+        read(tmp_path / name, 1, 4000, split=EVALUATION)
     assert "\n" not in str(error.value)
 
 
-def test_parquet_without_text_names_file_and_row(tmp_path):
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"txt": ["x"]}, r" row 0: column 'text' is missing; .* \['txt'\]"),
+    ({"text": ["x", None], "txt": ["y", "z"]}, r" row 1: column 'text' is null; found columns \['txt'\]"),
+    ({"text": []}, ": expected at least one row, found none"),
+])
+def test_parquet_without_text_names_file_and_row(tmp_path, columns, message):
     path = tmp_path / "t[1].parquet"  # no pattern
-    null = {"text": ["x", None], "txt": ["y", "z"]}
-    for columns, message in (({"txt": ["x"]}, r" row 0: column 'text' is missing; .* \['txt'\]"),
-                             (null, r" row 1: column 'text' is null; found columns \['txt'\]"),
-                             ({"text": []}, ": expected at least one row, found none")):
-        datasets.Dataset.from_dict(columns).to_parquet(path)
-        with pytest.raises(UserError, match=f"parquet{message}"):
-            load_tokens(str(path), byte_tokenizer(), 1, 40)
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+    with pytest.raises(UserError, match=f"parquet{message}"):
+        read(path, 1, 40)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    rows = "".join(json.dumps({"text": document}) + "\n" for document in ("one", "two"))
-    for name, content in (("t.txt", "one"), ("t.jsonl", rows), ("t.json.gz", rows)):
+def test_byte_order_marks_and_blank_lines_are_no_text(tmp_path):
+    rows = '\n{"text": "xy"}\n\n \t\r\n{"text": ""}\n{"text": "zw"}\n\n'
+    for name, content, expected in (("t.txt", "one", "one"), ("t.jsonl", rows, "xy<eos><eos>zw<eos>"),
+                                    ("t.json.gz", rows, "xy<eos><eos>zw<eos>")):
         content = codecs.BOM_UTF8 + content.encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-        tokens, _ = load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 3)
-        assert byte_tokenizer().decode(tokens[0]) == "one"
-        write_text_tokens([str(tmp_path / name)], byte_tokenizer(), 4, 4, str(tmp_path / "tokens.npy"))
-        assert flat(TextSamples(str(tmp_path / "tokens.npy"), 4)) == expected_tokens("one")
+        length = len(byte_tokenizer()(expected)["input_ids"])
+        assert read(tmp_path / name, 1, length, split=EVALUATION) == [expected]
 
 
 def test_sequence_length():
     assert text.sequence_length(None, 512, 256) == text.sequence_length(256, 512, 256) == 256
-    assert text.sequence_length(None, 512, 4096) == 512
-    assert text.sequence_length(1, 512, 256) == 1
+    assert text.sequence_length(None, 512, 4096) == 512 and text.sequence_length(1, 512, 256) == 1
     for requested, least in ((257, 1), (1, 2), (0, 1)):
-        message = rf"--length: expected {least} to 256 tokens \(the model's .*\), found {requested}"
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"--length: expected {least} to 256 tokens .*found {requested}"):
             text.sequence_length(requested, 512, 256, least)
 
 
 def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "train.txt").write_text("train")
-    (tmp_path / "text" / "heldout.txt").write_text("apart")
+    for name, content in (("train", "train"), ("heldout", "apart")):
+        (tmp_path / "text" / f"{name}.txt").write_text(content)
     monkeypatch.setattr(text, "DEMO_HOME", str(tmp_path))
-    for split, expected, name in ((TRAIN, "train", "train"), (HELDOUT, "apart", "heldout"),
-                                  (EVALUATION, "apart", "heldout")):
-        tokens, description = load_tokens("demo", byte_tokenizer(), 1, 5, split)
-        assert byte_tokenizer().decode(tokens[0]) == expected and f"{name}.txt" in description
+    for split, expected in ((TRAIN, "train"), (HELDOUT, "apart"), (EVALUATION, "apart")):
+        assert read("demo", 1, 5, split=split) == [expected]
 
 
 def save_c4(home, monkeypatch):
@@ -153,16 +148,7 @@ def test_c4_is_streamed_from_its_files_on_the_hub(tmp_path, monkeypatch):
     assert byte_tokenizer().batch_decode(tokens) == ["b" * 25, "d" * 25, "e" * 25]
     assert description == "c4: first 3 documents of at least 25 tokens"
     for split in (HELDOUT, EVALUATION):
-        heldout, _ = load_tokens("c4", byte_tokenizer(), sequences=1, length=25, split=split)
-        assert byte_tokenizer().batch_decode(heldout) == ["f" * 25]
-    monkeypatch.setattr(text, "C4", str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="cannot stream .*nowhere from the hub"):
-        load_tokens("c4", byte_tokenizer(), sequences=2, length=25)
-
-
-def save_lines(path, documents) -> str:
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return str(path)
+        assert read("c4", 1, 25, split=split) == ["f" * 25]
 
 
 def expected_tokens(*documents: str) -> list[int]:
@@ -188,8 +174,8 @@ def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
     lines = write_text_tokens([documents, str(plain)], tokenizer, 16, None, path)
     expected = expected_tokens(*DOCUMENTS, "one document\nof two lines\n")
     samples = TextSamples(path, 16)
-    assert len(expected) % 16 and flat(samples) == expected[: len(expected) // 16 * 16]
-    assert len(samples) == len(expected) // 16 and {len(sample) for sample in samples} == {16}
+    assert flat(samples) == expected[:128] and len(expected) == 141
+    assert len(samples) == 8 and {len(sample) for sample in samples} == {16}
     assert lines == [f"{documents}: 114 tokens", f"{plain}: 27 tokens"]
     assert os.listdir(tmp_path / "new") == ["tokens.npy"]
     np.save(tmp_path / "plain.npy", np.array(expected[:128], dtype=np.int32))
@@ -220,14 +206,14 @@ def test_the_last_tenth_of_a_text_file_is_held_out(tmp_path, content, train):
                      EVALUATION: content.removeprefix(BOM)}
 
 
-@pytest.mark.parametrize("split", [TRAIN, HELDOUT])
-def test_bytes_that_are_no_text_are_placed_in_the_file(tmp_path, split):
-    for at in {TRAIN: (0, 30_000, 89_999), HELDOUT: (90_000, 99_999)}[split]:
-        (tmp_path / "t.txt").write_bytes(b"x" * at + b"\xff" + b"x" * (99_999 - at))
-        with text.open_part(str(tmp_path / "t.txt"), HELDOUT if split == TRAIN else TRAIN) as file:
-            assert set(file.read()) == {"x"}
-        with pytest.raises(UserError, match=f"t.txt: not UTF-8: .* at byte {at + 1}"):
-            load_tokens(str(tmp_path / "t.txt"), byte_tokenizer(), 1, 90_000, split)
+@pytest.mark.parametrize(("split", "other", "at"), [
+    (TRAIN, HELDOUT, 0), (TRAIN, HELDOUT, 89_999), (HELDOUT, TRAIN, 90_000), (HELDOUT, TRAIN, 99_999)])
+def test_bytes_that_are_no_text_are_placed_in_the_file(tmp_path, split, other, at):
+    (tmp_path / "t.txt").write_bytes(b"x" * at + b"\xff" + b"x" * (99_999 - at))
+    with text.open_part(str(tmp_path / "t.txt"), other) as file:
+        assert set(file.read()) == {"x"}
+    with pytest.raises(UserError, match=f"t.txt: not UTF-8: .* at byte {at + 1}"):
+        read(tmp_path / "t.txt", 1, 90_000, split=split)
 
 
 def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
@@ -240,29 +226,22 @@ def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
     assert 70 < len(held_out) / 2 < 130
     for split, expected in ((TRAIN, others), (HELDOUT, held_out), (EVALUATION, documents)):
         assert list(text.read_documents(path, split)) == expected
-        tokens, _ = load_tokens(path, byte_tokenizer(), len(expected), 13, split)
-        assert byte_tokenizer().batch_decode(tokens) == expected
+        assert read(path, len(expected), 13, split=split) == expected
     write_text_tokens([path], byte_tokenizer(), 14, None, str(tmp_path / "tokens.npy"))
     assert flat(TextSamples(str(tmp_path / "tokens.npy"), 14)) == expected_tokens(*others)
     rows = text.packed_rows(path, byte_tokenizer(), 9, 14, HELDOUT)
     assert sum(rows, []) == expected_tokens(*held_out[:9])
     rows = text.packed_rows(path, byte_tokenizer(), 10**6, 1000, HELDOUT)
     assert sum(rows, []) == expected_tokens(*held_out)[: len(held_out) * 14 // 1000 * 1000]
-    (tmp_path / "t.txt").write_text("".join(f"{number}\u2028\n" for number in range(200)))
-    assert list(text.read_documents(str(tmp_path / "t.txt"), EVALUATION))[-1] == "199\u2028"
-    heldout = list(text.read_documents(str(tmp_path / "t.txt"), HELDOUT))
-    assert heldout == [f"{number}\u2028" for number in range(200 - len(heldout), 200)] and len(heldout) > 15
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.npy"])
 def test_a_part_that_is_too_short_is_one_line(tmp_path, name):
-    path = str(tmp_path / name)
-    if name == "t.npy":
-        text.write_array(path, np.arange(18, dtype="<i4").reshape(9, 2))
-    else:
-        save_lines(tmp_path / name, ["xy"])
+    save_lines(tmp_path / "t.txt", ["xy"])
+    save_lines(tmp_path / "t.jsonl", ["xy"])
+    np.save(tmp_path / "t.npy", np.arange(18, dtype="<i4").reshape(9, 2))
     with pytest.raises(TooShort, match=f"{name}: expected .* in its held-out part.*, found"):
-        load_tokens(path, byte_tokenizer(), 1, 30, HELDOUT)
+        read(tmp_path / name, 1, 30, split=HELDOUT)
 
 
 def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
@@ -270,13 +249,6 @@ def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
     text.write_array(path, rows)
     for split, expected in ((TRAIN, rows[:23]), (HELDOUT, rows[23:]), (EVALUATION, rows)):
         assert load_tokens(path, byte_tokenizer(), 25, 2, split)[0].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.parquet", "t.npy"])
-def test_a_fifo_is_no_text(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name}: expected a file, found a FIFO or a device"):
-        load_tokens(str(tmp_path / name), byte_tokenizer(), 1, 1)
 
 
 def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
@@ -308,46 +280,33 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
     assert description == f"{tmp_path / 't.txt'}: packed (1 of 1 documents have 7 tokens, 2 needed)"
 
 
-def test_a_text_file_is_one_document_however_many_pieces_it_has(tmp_path, monkeypatch):
-    """Of samples and of a sequence; nothing of it is in memory longer than its piece."""
-    monkeypatch.setattr(text, "PIECE", 4096)
-    monkeypatch.setattr(text, "OVERLAP", 512)
-    source, path, peaks = tmp_path / "t.txt", str(tmp_path / "tokens.npy"), []
-    for lines in (2000, 6000):
-        content = "".join(f"line {number}\n" for number in range(lines))
-        source.write_text(content)
-        cut = len(content) - len(content) // 10
-        expected = expected_tokens(content[: content.index("\n", cut - 1) + 1])
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
+def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch, name):
+    """The peak of memory does not grow with the text; a text file is one document, whatever its pieces."""
+    for limit, value in (("PIECE", 4096), ("OVERLAP", 512), ("BATCH", 2000)):
+        monkeypatch.setattr(text, limit, value)
+    source, path, peaks = str(tmp_path / name), str(tmp_path / "tokens.npy"), []
+    for count in (2000, 6000):
+        documents = [f"line {number}" for number in range(count)]
+        if name == "t.txt":
+            content = "".join(f"{line}\n" for line in documents)
+            Path(source).write_text(content)
+            cut = len(content) - len(content) // 10
+            expected = expected_tokens(content[: content.index("\n", cut - 1) + 1])
+        else:
+            save_lines(Path(source), documents)
+            expected = expected_tokens(*(line for line in documents if text.in_part(line, TRAIN)))
         tracemalloc.start()
-        assert write_text_tokens([str(source)], byte_tokenizer(), 1, None, path) == [
+        assert write_text_tokens([source], byte_tokenizer(), 1, None, path) == [
             f"{source}: {len(expected)} tokens"]
-        peaks.append(tracemalloc.get_traced_memory()[1])
+        peaks.append([tracemalloc.get_traced_memory()[1]])
+        tracemalloc.reset_peak()
+        assert TextSamples(path, 1).digest
+        peaks[-1].append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert flat(TextSamples(path, 1)) == expected
-        assert load_tokens(str(source), byte_tokenizer(), 1, len(expected) - 1)[0].tolist() == [expected[:-1]]
-    assert peaks[1] < 1.2 * peaks[0]
-
-
-def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    """Neither the largest batch nor the peak of memory grows with the text."""
-    monkeypatch.setattr(text, "BATCH", 2000)
-    tokenizer, batches, peaks = byte_tokenizer(), [], []
-
-    def counting(documents, **options):
-        batches.append(sum(map(len, documents)))
-        return tokenizer(documents, **options)
-
-    counting.eos_token_id = END
-    for documents in (250, 2500):
-        source = save_lines(tmp_path / "t.jsonl", ["x" * 90] * documents)
-        tracemalloc.start()
-        write_text_tokens([source], counting, 50, None, str(tmp_path / "tokens.npy"))
-        samples = TextSamples(str(tmp_path / "tokens.npy"), 50)
-        assert samples.digest and sum(map(len, samples)) == documents * 91
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert max(batches) <= 2000 + 90
-    assert peaks[1] < 1.2 * peaks[0] < 2500 * 91
+        assert np.load(path).tolist() == expected
+        assert load_tokens(source, byte_tokenizer(), 1, len(expected) - 1)[0].tolist() == [expected[:-1]]
+    assert all(last < 1.2 * first for first, last in zip(*peaks, strict=True))
 
 
 @pytest.mark.parametrize(("sources", "tokens", "message"), [
@@ -369,13 +328,13 @@ def test_training_text_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, 
 
 
 def test_tokens_are_read_as_they_were_written(tmp_path):
-    """As many as there are, at most as many as asked for; of anything else a line."""
-    path, rows = str(tmp_path / "heldout.npy"), np.arange(12, dtype="<i4").reshape(3, 4)
+    """As many as there are, at most as many as asked for; those that all begin so as they are."""
+    path, tokenizer = str(tmp_path / "heldout.npy"), byte_tokenizer()
+    rows = np.arange(12, dtype="<i4").reshape(3, 4)
     text.write_array(path, rows)
     for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
-        tokens, _ = load_tokens(path, byte_tokenizer(), *asked)
+        tokens, _ = load_tokens(path, tokenizer, *asked)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
-    tokenizer = byte_tokenizer()
     tokenizer.bos_token = "^"
     begin = tokenizer.bos_token_id
     tokens, _ = load_tokens(path, tokenizer, 2, 4, bos=True)
@@ -385,21 +344,26 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         assert load_tokens(path, tokenizer, 9, 3, bos=True)[0][1].tolist() == expected
         first, _ = load_tokens(path, tokenizer, 1, 3, bos=True)  # as all rows together
         assert first.tolist() == [[begin, 1, 2] if beginning[0] == begin else [begin, begin, 1]]
-    line = "expected rows of tokens, int32, found"
-    wrong_rows = [(rows.ravel(), line), (rows.astype("<i8"), line), (rows[:0], line),
-                  (rows - 1, "expected token ids, found -1")]
-    for wrong, message in wrong_rows:
-        np.save(path, wrong)
-        with pytest.raises(UserError, match=message):
-            load_tokens(path, byte_tokenizer(), 1, 4)
-    for content in (b"nothing", b""):
-        Path(path).write_bytes(content)
-        with pytest.raises(UserError, match="expected a .npy file of tokens"):
-            load_tokens(path, byte_tokenizer(), 1, 4)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (np.arange(4, dtype="<i4"), "expected rows of tokens, int32, found"),
+    (np.zeros((1, 4), "<i8"), "expected rows of tokens, int32, found"),
+    (np.full((1, 4), -1, "<i4"), "expected token ids, found -1"),
+    (b"nothing", "expected a .npy file of tokens"), (b"", "expected a .npy file of tokens"),
+])
+def test_tokens_that_were_not_written_so_are_one_line(tmp_path, content, message):
+    path = tmp_path / "heldout.npy"
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    with pytest.raises(UserError, match=message):
+        read(path, 1, 4)
 
 
 def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
-    """Whatever else str.splitlines would split at."""
-    line = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
-    (tmp_path / "lines.txt").write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
-    assert [*text.read_documents(f"{tmp_path}/lines.txt", text.EVALUATION)] == [line, "", line, "last"]
+    """Whatever else str.splitlines would split at; the last tenth of the file is held out."""
+    path, line = str(tmp_path / "lines.txt"), "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
+    Path(path).write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
+    assert [*text.read_documents(path, EVALUATION)] == [line, "", line, "last"]
+    Path(path).write_text("".join(f"{number}\u2028\n" for number in range(200)))
+    heldout = [*text.read_documents(path, HELDOUT)]
+    assert heldout == [f"{number}\u2028" for number in range(200 - len(heldout), 200)] and len(heldout) > 15
