@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 
 import datasets
 import pytest
@@ -97,20 +96,17 @@ def test_tokens_are_prompt_then_answer_then_end():
     example = example_from_row("arc_easy", LISTED)
     prompt = tuple(map(ord, example.prompt))
     assert tokenize(example, BeginningTokenizer(), False) == Sample(prompt, (*map(ord, "two"), 2))
-    assert len(tokenize(example, BeginningTokenizer(), False)) == len(prompt) + 4
     expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
     assert choice_samples(example, BeginningTokenizer(), False) == expected
-    assert [sample.prompt for sample in expected] == [prompt] * 2
     begun = [Sample((1, *prompt), sample.answer) for sample in expected]
     assert choice_samples(example, BeginningTokenizer()) == begun
     assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
 
 
-def test_lengths_are_checked_against_the_positions():
-    fits, answerless = Sample((5, 6), (7, END)), Sample((5, 6), (END,))
-    tasks.check_lengths(enumerate([fits, fits]), 4, "tasks/piqa.train.jsonl")
+def test_a_choice_without_tokens_is_one_line():
+    samples = [Sample((5, 6), (7, END)), Sample((5, 6), (END,))]
     with pytest.raises(UserError, match="row 1: expected at least one token per choice"):
-        tasks.check_lengths(enumerate([fits, answerless]), 4, "tasks/piqa.train.jsonl")
+        tasks.check_lengths(enumerate(samples), 4, "tasks/piqa.train.jsonl")
 
 
 def on_the_hub(task: str, row: dict) -> dict:
@@ -158,22 +154,14 @@ def test_hub_files_give_the_examples_of_the_original_release(tmp_path, monkeypat
 
 
 def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
-    """Table 4; files of one's own may have any size."""
-    sizes = {"train": (147_580, [9427, 16113, 39905, 40398, 1119, 2251, 4957, 33410]),
-             "validation": (19_740, [3270, 1838, 10042, 1267, 299, 570, 500, 1954])}
-    for split, (total, counts) in sizes.items():
-        for task, count in zip(TASKS, counts, strict=True):
+    """Table 4's totals; files of one's own may have any size."""
+    for number, (split, total) in enumerate((("train", 147_580), ("validation", 19_740))):
+        counts = {task: sizes[number] for task, sizes in tasks.PUBLISHED_SIZES.items()}
+        assert sum(counts.values()) == total and list(counts) == list(TASKS)
+        for task, count in counts.items():
             assert tasks.size_note(task, split, "hub:x", count) == ""
             assert tasks.size_note(task, split, "hub:x", count + 1) == f" (Table 4 of the paper: {count})"
             assert tasks.size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
-        assert sum(counts) == total
-
-
-def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.HUB, "piqa", (str(tmp_path / "nowhere"), None))
-    message = "task piqa: cannot load .*nowhere from the hub .*; pass .* to --tasks"
-    with pytest.raises(UserError, match=message):
-        load_task("piqa", "train", "hub")
 
 
 def save_rows(path, rows) -> None:
@@ -202,23 +190,15 @@ GOOD = json.dumps(PIQA) + "\n"
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (GOOD + "{not json}\n", r"line 2: not JSON: .* at column 2"),
-    ('{"goal": "g", "goal": "g"}\n', r"line 1: cannot be read: a column is given twice"),
-    ("[" * 100_000, r"line 1: cannot be read: .*recursion"),
+    (GOOD + "{not json}\n", r" line 2: not JSON: .* at column 2"),
+    ('{"goal": "g", "goal": "g"}\n', r" line 1: cannot be read: a column is given twice"),
+    ("[" * 100_000, r" line 1: cannot be read: .*recursion"),
+    (None, ": expected a file, found a FIFO or a device"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
-    (tmp_path / "piqa.train.jsonl").write_text(content, errors="surrogateescape")
-    with pytest.raises(UserError, match=message) as error:
-        load_task("piqa", "train", str(tmp_path))
-    assert str(error.value).startswith(str(tmp_path / "piqa.train.jsonl"))
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_fifo_is_not_waited_for(tmp_path, ending):
-    path = tmp_path / f"piqa.train.{ending}"
-    os.mkfifo(path)
-    threading.Thread(target=path.write_bytes, args=[b""], daemon=True).start()  # readers reach an end
-    with pytest.raises(UserError, match=f"{path}: expected a file, found a FIFO or a device"):
+    path = tmp_path / "piqa.train.jsonl"
+    path.write_text(content) if content else os.mkfifo(path)
+    with pytest.raises(UserError, match=f"^{path}{message}"):
         load_task("piqa", "train", str(tmp_path))
 
 
@@ -228,10 +208,6 @@ SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answer
 WINOGRANDE = {"sentence": "s", "option1": "a", "option2": "b", "answer": "2"}
 
 
-def listed(**choices) -> dict:
-    return LISTED | {"choices": LISTED["choices"] | choices}
-
-
 @pytest.mark.parametrize(("task", "row", "message"), [
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
     ("boolq", CORONER, "'answer' is missing"),
@@ -239,14 +215,13 @@ def listed(**choices) -> dict:
     ("piqa", PIQA | {"sol2": " \n"}, "'sol2': expected the text of a choice"),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
     ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
-    ("hellaswag", ATHLETE | {"endings": ["a", "b", None, "d"]}, "'endings': expected text, found null"),
     ("winogrande", WINOGRANDE | {"answer": "0"}, "expected a whole number from 1 to 2, found \"0\""),
     ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
     ("arc_easy", ARC | {"answerKey": "E"}, "'answerKey': expected one of ['A', 'B', 'C', 'D'], found \"E\""),
-    ("arc_easy", ARC | {"question": {"stem": "s"}}, "column 'question.choices' is missing"),
     ("arc_easy", ARC | {"question": SHIRT | {"choices": ["a", "b"]}}, "expected a list of objects, found ["),
     ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
-    ("arc_easy", listed(label=["A", "A"]), "expected 2 different letters, found [\"A\", \"A\"]"),
+    ("arc_easy", LISTED | {"choices": LISTED["choices"] | {"label": ["A", "A"]}},
+     "expected 2 different letters, found [\"A\", \"A\"]"),
 ])
 def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
     path = tmp_path / f"{task}.validation.jsonl"
@@ -277,4 +252,3 @@ def test_selected_questions():
     drawn = [tasks.select_questions(100, 10, seed) for seed in range(200)]
     assert drawn[0] == tasks.select_questions(100, 10, 0) != drawn[1]
     assert all(numbers == sorted(set(numbers)) and len(numbers) == 10 for numbers in drawn)
-    assert set().union(*drawn) == set(range(100))  # any question can be drawn
