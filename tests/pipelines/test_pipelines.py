@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
 from helpers import recipe, save_tiny
 from pipelines import table6
-from pipelines.smollm2 import STARTS
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
@@ -39,6 +39,14 @@ def of_stage(stage: str, commands: list[list[str]]) -> list[list[str]]:
     return [words for words in commands if stage in words]
 
 
+def shown(commands: list[list[str]], run) -> list[str]:
+    """Command lines in which the run directory is RUN."""
+    return [shlex.join(word.replace(str(run), "RUN") for word in words) for words in commands]
+
+
+LAUNCHER = "-m torch.distributed.run --standalone --nproc-per-node {} --shutdown-timeout 600"
+
+
 CONVERT = ["convert.sh"]
 FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
 
@@ -47,7 +55,7 @@ FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
     (RECIPES, {"KV": 5}, "KV: expected "),
     (RECIPES[2:], {"ROWS": "key-cos keys-cos"}, f"ROWS: expected some of {' '.join(ROWS)}"),
     (CONVERT, {"MODEL": ""}, "MODEL: expected a directory"),
-    (CONVERT, {"KV_HEADS": 0}, "KV_HEADS: expected a positive number, found 0\n"),
+
     (CONVERT, {"KV_HEADS": "4 2"}, "KV_HEADS: expected a positive number, found 4 2\n"),
     (CONVERT, {"KV_HEADS": "4 x", "PLAN": "choose"}, "KV_HEADS: expected a positive number, found 4 x\n"),
     (CONVERT, {"NPROC": "two"}, "NPROC: expected a positive number, found two\n"),
@@ -82,28 +90,24 @@ def test_paths_with_blanks_quotes_and_brackets_stay_whole(name, small, recorded,
 ])  # fmt: skip
 def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, epochs, teacher_epochs):
     """Every row on one calibration and one teacher, with the published epochs of 147,580 samples."""
-    run, budgets = str(tmp_path / "a run"), dict(zip(blocks, epochs, strict=True))
-    commands = recorded(name, RUN=run, **options)
-    stages = [of_stage(stage, commands) for stage in (
-        "01_calibrate.py", "02_similarity.py", "03_group.py", "04_align.py", "05_prune_train.py",
-        "06_export.py", "07_eval.py")]
-    rows = list(itertools.product(blocks, ROWS))
-    assert [len(words) for words in stages] == [1, 1, *4 * [len(rows)], 1]
-    for (kv_heads, row), grouping, merge, training in zip(rows, *stages[2:5], strict=True):
-        home, (kind, _, criterion) = f"{run}/gqa{kv_heads}-{row}", row.partition("-")
-        assert after("--run", grouping) == after("--run", merge) == after("--run-dir", training) == home
-        assert after("--kv-heads", grouping) == str(kv_heads)
+    run, expected, models = tmp_path / "run", [], ["teacher=RUN/teacher"]
+    for (kv_heads, budget), row in itertools.product(zip(blocks, epochs, strict=True), ROWS):
+        home, (kind, _, criterion) = f"RUN/gqa{kv_heads}-{row}", row.partition("-")
         by = kind if kind in ("key", "value") else "none"
-        assert (after("--by", grouping), after("--criterion", grouping)) == (by, criterion or "dist")
-        assert after("--rotate", merge) == (criterion or "none") and after("--merge", merge) == "mean"
-        assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
-        assert after("--calibration", merge) == f"{run}/calibration"
-        assert after("--teacher", training) == f"{run}/teacher"
-        assert after("--steps", training) == str(epochs_to_steps(budgets[kv_heads], 147580, 64))
-        assert after("--teacher-steps", training) == str(epochs_to_steps(teacher_epochs, 147580, 128))
-    models = stages[6][0][stages[6][0].index("--model") + 1:]
-    expected = [f"gqa{kv_heads}-{row}={run}/gqa{kv_heads}-{row}/gqa" for kv_heads, row in rows]
-    assert models == [f"teacher={run}/teacher", *expected]
+        steps = epochs_to_steps(budget, 147580, 64), epochs_to_steps(teacher_epochs, 147580, 128)
+        expected += [
+            f"03_group.py --run {home} --similarity RUN/similarity.safetensors --kv-heads {kv_heads} "
+            f"--by {by} --criterion {criterion or 'dist'}",
+            f"04_align.py --run {home} --calibration RUN/calibration --rotate {criterion or 'none'} "
+            "--merge mean",
+            f"{LAUNCHER.format(8)} 05_prune_train.py --run-dir {home} --teacher RUN/teacher --tasks hub "
+            f"--text none --no-bos --steps {steps[0]} --teacher-steps {steps[1]}",
+            f"06_export.py --run {home}"]
+        models.append(f"gqa{kv_heads}-{row}={home}/gqa")
+    calibration, similarity, *rows, evaluation = shown(recorded(name, RUN=run, **options), run)
+    assert calibration.startswith("01_calibrate.py --run RUN ") and similarity == "02_similarity.py --run RUN"
+    assert rows == expected
+    assert evaluation.startswith("07_eval.py --run RUN ") and evaluation.endswith(" ".join(models))
 
 
 def test_some_rows_and_the_ablations_are_trained_alone(recorded, tmp_path):
@@ -138,13 +142,13 @@ def test_small_tables_keep_the_proportions_of_the_budgets(recorded, tmp_path, op
 
 
 def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
-    *commands, last = recorded("table6.sh", RUN=tmp_path, KV="16 4")
-    asked = [(after("--run", words), after("--kv-heads", words), after("--by", words))
-             for words in of_stage("03_group.py", commands)]
-    assert asked == [(f"{tmp_path}/gqa{kv_heads}-{row}", kv_heads, by) for kv_heads in ("16", "4")
-                     for row, by in (("grouped", "value"), ("default", "none"))]
-    assert len(of_stage("04_align.py", commands)) == 4 and not of_stage("05_prune_train.py", commands)
-    assert last == ["-m", "pipelines.table6", "--run", str(tmp_path), "--kv-heads", "16", "4"]
+    _, _, *commands, last = shown(recorded("table6.sh", RUN=tmp_path, KV="16 4"), tmp_path)
+    assert [command.removesuffix(" --criterion dist") for command in commands[::2]] == [
+        f"03_group.py --run RUN/gqa{kv_heads}-{row} --similarity RUN/similarity.safetensors "
+        f"--kv-heads {kv_heads} --by {by}"
+        for kv_heads in (16, 4) for row, by in (("grouped", "value"), ("default", "none"))]
+    assert all("04_align.py" in command for command in commands[1::2])
+    assert last == "-m pipelines.table6 --run RUN --kv-heads 16 4"
 
 
 def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
@@ -183,32 +187,6 @@ def test_recipes_pass_the_published_budgets(name, epochs, teacher_epochs, record
     assert after("--teacher-steps", training) == str(epochs_to_steps(teacher_epochs, 147580, 128))
 
 
-def test_smollm2_makes_every_start_from_one_calibration(recorded, tmp_path):
-    run = f"{tmp_path}/it's a [1] run *"
-    Path(run, "attention-refit").mkdir(parents=True)
-    Path(run, "attention-refit", "eval.md").write_text("answers")
-    commands = recorded("smollm2.sh", RUN=run, MODEL="a model", TEXT="my text.txt", KV_HEADS=2, SEQUENCES=6)
-    text, calibration, similarity, *stages, train, export, evaluation, table = commands
-    assert all(after("--run", words) == f"{run}/attention-refit" for words in (train, export, evaluation))
-    assert after("--text", train) == f"{run}/text/calibration.txt" != after("--heldout-text", train)
-    assert after("--text", evaluation) == after("--heldout-text", train) == f"{run}/text/heldout.txt"
-    assert after("--text", text) == "my text.txt" and after("--model", calibration) == "a model"
-    assert after("--text", calibration) == f"{run}/text/calibration.txt"
-    assert after("--sequences", calibration) == "6" and after("--sequences", table) == "2"
-    assert all(after("--run", words) == run for words in (text, calibration, similarity, table))
-    groupings, merges = stages[::2], stages[1::2]
-    for grouping, merge, name in zip(groupings, merges, STARTS, strict=True):
-        assert after("--run", grouping) == after("--run", merge) == f"{run}/{name}"
-        assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
-        assert after("--calibration", merge) == f"{run}/calibration"
-        assert after("--kv-heads", grouping) == "2"
-    assert [after("--by", words) for words in groupings] == ["none", "value", "energy", "energy", "energy"]
-    closed = ["--merge", "closed-form"]
-    assert [words[words.index("--calibration") + 2:] for words in merges] == [
-        ["--rotate", "none"], ["--rotate", "dist"], closed, [*closed, "--refit", "output"],
-        [*closed, "--refit", "attention"]]
-
-
 def finished(run: Path) -> Path:
     """A run directory with what convert.sh shows at its end."""
     run.mkdir()
@@ -221,52 +199,44 @@ CONVERTED = {"MODEL": "a model.gguf", "KV_HEADS": 2, "TEXT": "c4 generated:READM
 
 
 def test_convert_takes_the_recommended_road(recorded, tmp_path):
-    run = f"{tmp_path}/it's a [1] run *"
-    Path(run, "train").mkdir(parents=True)
-    Path(run, "eval.md").write_text("table")
-    Path(run, "train", "heldout.npy").touch()
+    """Export and evaluation are made again after another training."""
+    run = finished(tmp_path / "it's a [1] run *")
     tasks, prompts = tmp_path / "my tasks", tmp_path / "my prompts.txt"
-    tasks.mkdir()
-    prompts.touch()
+    for directory in (run / "train", tasks):
+        directory.mkdir()
+    for file in (run / "train" / "heldout.npy", prompts):
+        file.touch()
     settings = CONVERTED | {"TASKS": tasks, "ONLY": "piqa siqa", "PROMPTS": prompts}
     commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
-    _, parsed, calibration, similarity, grouping, merge, train, export, evaluation, report = commands
-    of_training, of_evaluation = train[train.index("--run-dir") :], evaluation[1 : evaluation.index("--text")]
-    assert parsed[2:] == ["05_prune_train", *of_training, ":::", "07_eval", *of_evaluation, ":::"]
-    assert "--model=a model.gguf" in calibration and after("--length", calibration) == "128"
-    assert "--update" in export and "--update" in evaluation  # after another training
-    assert (after("--text", calibration), after("--chat", calibration)) == ("c4", "generated")
-    assert (after("--by", grouping), after("--kv-heads", grouping)) == ("energy", "2")
-    assert "--energy" in similarity
-    assert (after("--merge", merge), after("--refit", merge)) == ("closed-form", "attention")
-    assert train[train.index("--text") :][:3] == ["--text", "c4", "generated:README.md"]
-    for flag, value in (("--nproc-per-node", "3"), ("--tasks", "none"), ("--text-tokens", "5000"),
-                        ("--chat", "generated"), ("--lr", "1e-4"), ("--run-dir", run)):
-        assert after(flag, train) == value
-    start = evaluation.index("--tasks")
-    assert evaluation[start : start + 5] == ["--tasks", str(tasks), "--only", "piqa", "siqa"]
-    assert after("--text", evaluation) == f"{run}/train/heldout.npy"
-    assert after("--prompts", evaluation) == str(prompts) and "--plan" not in train
-    assert after("--similarity", grouping) == f"{run}/similarity.safetensors"
-    assert after("--calibration", merge) == f"{run}/calibration"
-    for words in (calibration, similarity, grouping, merge, export, evaluation, report):
-        assert run in words
+    training = ("--run-dir RUN --tasks none --text c4 generated:README.md --text-tokens 5000 "
+                "--chat generated --lr 1e-4")
+    evaluation = f"--run RUN --update --tasks '{tasks}' --only piqa siqa --prompts '{prompts}'"
+    assert shown(commands[1:], run) == [
+        f"-m pipelines.flags 05_prune_train {training} ::: 07_eval {evaluation} :::",
+        "01_calibrate.py --run RUN '--model=a model.gguf' --text c4 --chat generated --sequences 128 "
+        "--length 128",
+        "02_similarity.py --run RUN --energy",
+        "03_group.py --run RUN --similarity RUN/similarity.safetensors --by energy --kv-heads 2",
+        "04_align.py --run RUN --calibration RUN/calibration --merge closed-form --refit attention",
+        f"{LAUNCHER.format(3)} 05_prune_train.py {training}",
+        "06_export.py --run RUN --update",
+        f"07_eval.py {evaluation} --text RUN/train/heldout.npy",
+        "pipelines/report.py --run RUN"]
 
 
 def test_what_convert_takes_where_nothing_is_said(recorded, tmp_path):
-    """On a CPU; a recorder in the place of Python names no GPUs."""
-    text = tmp_path / "my text.txt"
+    """On a CPU; a recorder in the place of Python names no GPUs. One process needs no torchrun."""
+    text, run = tmp_path / "my text.txt", finished(tmp_path / "run")
     text.touch()
-    _, _, calibration, _, grouping, _, train, _, evaluation, _, = recorded(
-        "convert.sh", MODEL="-odd/model", RUN=finished(tmp_path / "run"), TEXT=text)
-    assert [after(flag, calibration) for flag in ("--sequences", "--length")] == ["128", "512"]
-    assert after("--text", calibration) == after("--text", train) == str(text)
-    assert "--chat" not in calibration + train and "--kv-heads" not in grouping
-    assert train[0] == "05_prune_train.py"  # one process needs no torchrun
-    assert after("--text-tokens", train) == "50000"
-    assert after("--prompts", evaluation) == "pipelines/prompts.txt"
-    assert after("--tasks", evaluation) == after("--text", evaluation) == "none"
-    demo = recorded("convert.sh", MODEL="demo", RUN=finished(tmp_path / "demo"))[-8]
+    commands = recorded("convert.sh", MODEL="-odd/model", RUN=run, TEXT=text)
+    _, _, calibration, _, grouping, _, train, _, evaluation, _ = shown(commands, run)
+    assert calibration == (f"01_calibrate.py --run RUN --model=-odd/model --text '{text}' --sequences 128 "
+                           "--length 512")
+    assert "--kv-heads" not in grouping
+    assert train == f"05_prune_train.py --run-dir RUN --tasks none --text '{text}' --text-tokens 50000"
+    assert evaluation == ("07_eval.py --run RUN --update --tasks none --prompts pipelines/prompts.txt "
+                          "--text none")
+    demo = recorded("convert.sh", MODEL="demo", RUN=run)[-8]
     assert after("--length", demo) == "256" and after("--text", demo) == "generated"
 
 
@@ -296,16 +266,15 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
 
 
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
-    run = f"{tmp_path}/it's a [1] run *"
-    settings = CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
-    _, _, calibration, similarity, *stages, table = recorded("convert.sh", RUN=run, **settings)
-    assert all(after("--run", words) == run for words in (calibration, similarity, table))
-    assert "--energy" in similarity and "pipelines/choose.py" in table
-    inputs = ["--similarity", f"{run}/similarity.safetensors"], ["--calibration", f"{run}/calibration"]
-    flags = ["--by", "energy", "--kv-heads"], ["--merge", "closed-form", "--refit", "output"]
-    homes = [[heads, "--run", f"{run}/kv{heads}"] for heads in ("16", "8", "4")]
-    assert stages == [["03_group.py", *home, *inputs[0], *flags[0], heads] for heads, *home in homes] + [
-        ["04_align.py", *home, *inputs[1], *flags[1]] for _, *home in homes]
+    run, settings = tmp_path / "it's a [1] run *", CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
+    _, _, calibration, *others = shown(recorded("convert.sh", RUN=run, **settings), run)
+    assert calibration.startswith("01_calibrate.py --run RUN ")
+    grouping = "--similarity RUN/similarity.safetensors --by energy --kv-heads"
+    merge = "--calibration RUN/calibration --merge closed-form --refit output"
+    assert others == ["02_similarity.py --run RUN --energy",
+                      *(f"03_group.py --run RUN/kv{heads} {grouping} {heads}" for heads in (16, 8, 4)),
+                      *(f"04_align.py --run RUN/kv{heads} {merge}" for heads in (16, 8, 4)),
+                      "pipelines/choose.py --run RUN"]
 
 
 def times(run: Path) -> dict[Path, int]:
