@@ -20,6 +20,10 @@ EXAMPLES = [example for questions in QUESTIONS.values() for example in questions
 TEXTS = [text for example in EXAMPLES for text in (example.prompt, *example.choices)]
 
 
+def read_rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
@@ -53,10 +57,9 @@ def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimit
     line = harness.write_tasks(str(tmp_path), QUESTIONS, tokenizer)
     assert f"joined by {delimiter!r}: 0 of 40 questions" in line
     for task, questions in QUESTIONS.items():
-        rows = [json.loads(row) for row in (tmp_path / f"{task}.jsonl").read_text().splitlines()]
-        for row, (index, example) in zip(rows, questions.items(), strict=True):
-            assert row == {"question": index, "prompt": example.prompt, "choices": list(example.choices),
-                           "label": example.label}
+        assert read_rows(tmp_path / f"{task}.jsonl") == [
+            {"question": index, "prompt": example.prompt, "choices": list(example.choices),
+             "label": example.label} for index, example in questions.items()]
         assert f'target_delimiter: "{delimiter}"\n' in (tmp_path / f"{task}.yaml").read_text()
 
 
@@ -100,7 +103,7 @@ def evaluated(inputs, tmp_path_factory):
     run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
         "--text", "none")
     run(WRITE, "--run", home, "--output", home / "tasks")
-    outcomes = [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
+    outcomes = read_rows(home / "eval.jsonl")
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
     imitate(home, json.loads((home / "eval.json").read_text())["results"], outcomes)
     return home
@@ -116,11 +119,9 @@ def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
     home, tasks = tmp_path / "run", tmp_path / "tasks"
     run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
         "--text", "none", "--only", "piqa", "siqa", "--limit", 2, "--seed", 3, "--batch", 5)
-    answered = {(row["task"], row["question"])
-                for row in map(json.loads, (home / "eval.jsonl").read_text().splitlines())}
+    answered = {(row["task"], row["question"]) for row in read_rows(home / "eval.jsonl")}
     run(WRITE, "--run", home, "--output", tasks)
-    written = {(path.stem, json.loads(line)["question"])
-               for path in tasks.glob("*.jsonl") for line in path.read_text().splitlines()}
+    written = {(path.stem, row["question"]) for path in tasks.glob("*.jsonl") for row in read_rows(path)}
     assert written == answered and len(written) == 4
     names = [f"{task}.{kind}" for task in ("piqa", "siqa") for kind in ("jsonl", "yaml")]
     assert sorted(path.name for path in tasks.iterdir()) == sorted([*names, "table5.yaml", "lm_eval.sh"])
@@ -131,11 +132,11 @@ def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
 
 @pytest.mark.parametrize("name", ["piqa.jsonl", "lm_eval.sh"])
 def test_no_task_is_replaced_unless_forced(evaluated, tmp_path, name):
+    arguments = [WRITE, "--run", evaluated, "--output", tmp_path]
     (tmp_path / name).write_text("mine")
-    expect_error(f"{name} already exists; pass --force to replace it", WRITE, "--run", evaluated,
-                 "--output", tmp_path)
+    expect_error(f"{name} already exists; pass --force to replace it", *arguments)
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-    run(WRITE, "--run", evaluated, "--output", tmp_path, "--force")
+    run(*arguments, "--force")
     assert (tmp_path / name).read_text() != "mine"
 
 
@@ -152,54 +153,51 @@ def test_an_evaluation_without_questions_is_one_line(pair, tmp_path, arguments, 
     assert not (tmp_path / "tasks").exists()
 
 
-def test_another_choice_is_reported(pair):
-    lines = (pair / "eval.jsonl").read_text().splitlines()
-    row = json.loads(lines[7])
-    row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
-    (pair / "eval.jsonl").write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:]]))
-    expect_error("model, piqa: 1 of 5 choices differ; question 2: ", COMPARE, pair, pair / "tasks")
-
-
-@pytest.mark.parametrize("name", ["table5_siqa", "table5"])
-def test_another_accuracy_is_reported(pair, name):
-    path = next(pair.glob("tasks/samples/model/*/results_*"))
-    results = json.loads(path.read_text())
-    results["results"][name]["acc,none"] += 1e-6
-    path.write_text(json.dumps(results))
-    expect_error(f"model, {name}: accuracy ", COMPARE, pair, pair / "tasks")
-
-
 def test_the_newest_answers_are_read(pair):
-    old = next(pair.glob("tasks/samples/model/*/results_*"))
+    old = pair / RESULTS
     old.with_name("results_2025-12-31.json").write_text("{}")
     run(COMPARE, pair, pair / "tasks")
     old.with_name("results_2026-01-02.json").write_text("{}")
     expect_error("results_2026-01-02.json: expected the results of lm_eval", COMPARE, pair, pair / "tasks")
 
 
+def another_choice(content: bytes) -> bytes:
+    lines = content.splitlines()
+    row = json.loads(lines[7])
+    row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
+    return b"\n".join([*lines[:7], json.dumps(row).encode(), *lines[8:]])
+
+
+def another_accuracy(content: bytes) -> bytes:
+    results = json.loads(content)
+    results["results"]["table5_siqa"]["acc,none"] += 1e-6
+    return json.dumps(results).encode()
+
+
 SAMPLES = "tasks/samples/model/path__of__the__model"
+RESULTS = f"{SAMPLES}/results_2026-01-01.json"
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
+@pytest.mark.parametrize(("name", "damage", "message"), [
     ("eval.jsonl", b"", "expected lm_eval to answer the 0 questions"),
     ("eval.jsonl", b'{"model": "model"}\n', "eval.jsonl line 1: expected an outcome of 07_eval.py"),
-    (f"{SAMPLES}/results_2026-01-01.json", b"[1]", "expected the results of lm_eval"),
+    ("eval.jsonl", another_choice, "model, piqa: 1 of 5 choices differ; question 2: "),
+    ("eval.json", lambda content: content.replace(b"macro_likelihood", b"macro"),
+     "eval.json: expected metrics of 07_eval.py for model"),
+    (RESULTS, b"[1]", "expected the results of lm_eval"),
+    (RESULTS, another_accuracy, "model, table5_siqa: accuracy "),
     (f"{SAMPLES}/samples_table5_boolq_2026-01-01.jsonl", b"{}",
      "samples_table5_boolq_2026-01-01.jsonl line 1: expected a sample of lm_eval"),
 ])
-def test_damaged_answers_are_one_line(pair, name, content, message):
-    (pair / name).write_bytes(content)
+def test_other_and_damaged_answers_are_one_line(pair, name, damage, message):
+    (pair / name).write_bytes(damage((pair / name).read_bytes()) if callable(damage) else damage)
     expect_error(message, COMPARE, pair, pair / "tasks")
 
 
-def test_missing_answers_and_arguments_are_one_line(pair):
-    expect_error("expected results_*.json of lm_eval for model, found none", COMPARE, pair, pair)
-    expect_error("eval.jsonl", COMPARE, pair / "nowhere", pair / "tasks")
-    expect_error("expected RUN and DIR, found 1 arguments", COMPARE, pair)
-    record = json.loads((pair / "eval.json").read_text())
-    del record["results"]["model"]["macro_likelihood"]
-    (pair / "eval.json").write_text(json.dumps(record))
-    expect_error("eval.json: expected metrics of 07_eval.py for model", COMPARE, pair, pair / "tasks")
+def test_missing_answers_and_arguments_are_one_line(evaluated):
+    expect_error("expected results_*.json of lm_eval for model, found none", COMPARE, evaluated, evaluated)
+    expect_error("eval.jsonl", COMPARE, evaluated / "nowhere", evaluated / "tasks")
+    expect_error("expected RUN and DIR, found 1 arguments", COMPARE, evaluated)
 
 
 @pytest.mark.slow
