@@ -1,17 +1,48 @@
-"""Pass keys hidden in text, and when one counts as recalled."""
+"""What models recall: easy questions, which answers count as right, and pass keys hidden in text."""
 
+import math
 import random
 import re
+import statistics
 
 import pytest
 import torch
 
-from bench import retrieval
+from bench import answers, retrieval
 from common.errors import UserError
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
 from test_benches import last_line
 
 LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")
+
+
+@pytest.mark.parametrize("answer, words, expected", [
+    ("The capital of Italy is Rome.", ["Rome"], True), ("ROME", ["Rome"], True),
+    ("Romeo and Juliet", ["Rome"], False), ("There are 7 days", ["seven", "7"], True),
+    ("There are 17 days", ["seven", "7"], False), ("It is in South\nAmerica", ["South America"], False),
+])  # fmt: skip
+def test_an_answer_is_right_if_a_word_stands_in_it(answer, words, expected):
+    assert answers.is_right(answer, words) == expected
+
+
+def test_models_are_compared_question_by_question():
+    right = {"source": [True, True, False, True], "merged": [True, False, True, False]}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in answers.table(right).splitlines()]
+    spread = statistics.stdev([0, -1, 1, -1]) / math.sqrt(4)
+    assert rows[2][0] == "source" and rows[2][1].startswith("75 ±") and not rows[2][2]
+    assert rows[3][0] == "merged" and rows[3][2] == f"-25 ± {100 * spread:.1f}"
+
+
+@pytest.mark.slow
+def test_answers_bench(tmp_path):
+    """Each question is asked, and none gives its answer away."""
+    model, out, questions = save_tiny(tmp_path / "model"), tmp_path / "out", answers.read_questions()
+    figures = last_line(run("bench/answers.py", "--models", f"a={model}", f"b={model}", "--tokens", 3,
+                            "--out", out))
+    assert figures["right"]["a"] == figures["right"]["b"]
+    text = (out / "answers.md").read_text()
+    assert all(f"**{question}**" in text for question in questions) and text.count("- b: ") == 100
+    assert not any(answers.is_right(question, words) for question, words in questions.items())
 
 
 @pytest.mark.parametrize("keys", [1, 8])
