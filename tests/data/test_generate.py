@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,13 +213,6 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     assert (generated("generated", place, 2, 30)[0] != longer[0]).any()  # a row at a time, of other seeds
 
 
-def test_a_plan_has_zeros_of_which_half_are_answers(model, tmp_path):
-    place = origin(model, tmp_path, plan=True)
-    texts, chats = (generated("generated", place, 3, 5, chats=chats) for chats in (False, True))
-    assert (texts == np.zeros((3, 5), np.int32)).all() and os.listdir(tmp_path) == ["model"]
-    assert (chats == [[0, 0, ~0, ~0, ~0]] * 3).all()
-
-
 def test_documents_are_continued(model, tmp_path):
     lines = [f"{number} " * 40 for number in range(3)]
     heldout = "too short\n" + "9 " * 40
@@ -276,17 +268,17 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
+    text.write_text(f"{text.read_text()}\n" * 3)
+    continued = f"generated:{text}"
+    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):
+        read_sequences(continued, path, place, 200, 64)
+    assert not list(tmp_path.rglob("*.npy"))  # before text is generated
+    both, description = read_sequences(continued, path, place, 6, 64)
+    assert (both[3:] == read_sequences("none", path, place, 3, 64)[0]).all()
+    assert description.startswith(f"{continued}: 3 texts; {path}")
     chats, _ = read_sequences("none", "generated", place, 3, 64)
     stored = generated("generated", place, 3, 64, chats=True)
     assert (chats.numpy() == np.where(stored < 0, -1 - stored, stored)).all()
-    written, rows, continued = sorted(tmp_path.rglob("*.npy")), 3, f"generated:{text}"
-    text.write_text(f"{text.read_text()}\n" * 3)
-    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):
-        read_sequences(continued, path, place, 200, 64)
-    assert sorted(tmp_path.rglob("*.npy")) == written  # before text is generated
-    both, description = read_sequences(continued, path, place, 2 * rows, 64)
-    assert (both[rows:] == read_sequences("none", path, place, rows, 64)[0]).all()
-    assert description.startswith(f"{continued}: 3 texts; {path}")
 
 
 @pytest.mark.slow

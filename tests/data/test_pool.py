@@ -133,10 +133,12 @@ def test_what_is_too_short_to_hold_out_is_said(chats, tmp_path, group_of_one, ca
 
 
 def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, group_of_one):
-    """Zeros, as only their number matters."""
+    """Zeros, of chats half of them answers, as only their number matters."""
     context = context_of(tmp_path, chats[0], group_of_one, plan=True)
-    samples = load_pool(Sources(text=["generated"], text_tokens=64, text_length=16), context)
-    assert len(samples) == 4 and list(tmp_path.rglob("*.npy"))
+    pool = load_pool(Sources(text=["generated"], chat=["generated"], text_tokens=33, text_length=11), context)
+    assert [sample.prompt for sample in pool.texts] == [[0] * 11] * 3 and list(tmp_path.rglob("*.npy"))
+    assert [list(map(list, sample.segments)) for sample in pool.answered] == [[[0] * 5, [0] * 6]] * 3
+    del pool
     cli.cleanup.close()
     assert not list(tmp_path.rglob("*.npy"))
 
@@ -206,29 +208,23 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(inputs, tmp_pat
     assert [len(set(values)) for values in zip(*each, strict=True)] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("change", [
-    lambda tokens: np.where(np.arange(len(tokens)) == 7, 3, tokens), lambda tokens: tokens.reshape(-1, 16)])
-def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one, change):
+def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one):
+    """Those without their record are written again."""
     source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
-    path = pool_of(*source, text=text).texts.path
-    written, tokens = json.loads((tmp_path / "tokens" / "written.json").read_text()), np.load(path)
-    assert written == {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32",
-                       "shape": [len(tokens)], "range": [tokens.min(), tokens.max()]}
-    np.save(path, change(tokens))
-    with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
-        pool_of(*source, text=text)
-
-
-def test_tokens_without_a_record_are_written_again(inputs, tmp_path, group_of_one):
-    source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
-    pool = pool_of(*source, text=text)
-    path, expected, record = pool.texts.path, pool.description(), tmp_path / "tokens" / "written.json"
-    written = record.read_text()
+    pool, record = pool_of(*source, text=text), tmp_path / "tokens" / "written.json"
+    path, written, expected = pool.texts.path, record.read_text(), pool.description()
+    tokens = np.load(path)
+    assert json.loads(written) == {
+        "tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32", "shape": [len(tokens)],
+        "range": [tokens.min(), tokens.max()]}
+    for changed in (np.where(np.arange(len(tokens)) == 7, 3, tokens), tokens.reshape(-1, 16)):
+        np.save(path, changed)
+        with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
+            pool_of(*source, text=text)
     for left in ("{}", "[]", None):  # of another text, damaged, or none yet
         record.unlink() if left is None else record.write_text(left)
-        np.save(path, np.load(path)[:-16])
-        assert pool_of(*source, text=text).description() == expected
-        assert record.read_text() == written
+        np.save(path, tokens[:-16])
+        assert pool_of(*source, text=text).description() == expected and record.read_text() == written
 
 
 @pytest.mark.parametrize("record", [

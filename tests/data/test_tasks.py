@@ -232,12 +232,6 @@ def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
     assert line.startswith(f"{path} line 2: not a row of {task}: ") and message in line and "\n" not in line
 
 
-def test_repeated_choices_are_kept_where_another_differs(tmp_path):
-    """SIQA's validation set and OpenBookQA's training set were published with such rows."""
-    save_rows(tmp_path / "siqa.train.jsonl", [SIQA | {"answerA": "z"}])
-    assert load_task("siqa", "train", str(tmp_path))[0][0].choices == ("z", "y", "z")
-
-
 def test_a_split_may_be_in_either_format(tmp_path):
     for name in ("piqa.train.jsonl", "boolq.train.parquet", "siqa.validation.parquet"):
         (tmp_path / name).touch()
@@ -248,7 +242,5 @@ def test_a_split_may_be_in_either_format(tmp_path):
 
 def test_selected_questions():
     assert tasks.select_questions(5, None, None) == tasks.select_questions(5, 9, 3) == [0, 1, 2, 3, 4]
-    assert tasks.select_questions(5, 2, None) == [0, 1]
-    drawn = [tasks.select_questions(100, 10, seed) for seed in range(200)]
-    assert drawn[0] == tasks.select_questions(100, 10, 0) != drawn[1]
-    assert all(numbers == sorted(set(numbers)) and len(numbers) == 10 for numbers in drawn)
+    drawn = [tasks.select_questions(100, 10, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and drawn[0] == sorted(set(drawn[0])) and len(drawn[0]) == 10
