@@ -90,21 +90,6 @@ def tokens_of(sample) -> list[int]:
     return [token for segment in sample.segments for token in segment]
 
 
-def test_assistant_turns_are_answers(tmp_path):
-    tokenizer = chatml_tokenizer()
-    chat = messages(*CHAT[:2], CHAT[2], ("user", "Bye."), ("assistant", "Bye!"), ("user", "?"))
-    samples, description = loaded(tmp_path, tokenizer, chat, messages(CHAT[1], CHAT[2]))
-    assert texts(samples[0], tokenizer) == [
-        "<|im_start|>system\nObey.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
-        "Hello, ça va?<|im_end|>\n",
-        "<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n",
-        "Bye!<|im_end|>\n",
-        "<|im_start|>user\n?<|im_end|>\n",
-    ]
-    assert texts(samples[1], tokenizer)[0].startswith("<|im_start|>system\nBe brief.")  # the template's own
-    assert description == f"{tmp_path}/chats.jsonl: 2 chats, 3 answers; 0 cut to 1000 tokens"
-
-
 @pytest.mark.parametrize("chat", [
     [*CHAT, ("system", "Wake."), ("tool", "5"), CHAT[2]], CHAT[1:], [*CHAT, CHAT[1]],
     [("user", "a"), ("assistant", "")],
@@ -198,9 +183,8 @@ def test_longer_chats_are_cut(tmp_path):
 
 def test_a_chat_without_an_answer_is_left_out(tmp_path):
     """Cut before its answer, or dropped by the template: there is nothing to fine-tune on."""
-    tokenizer = chatml_tokenizer()
     long, short = messages(("user", "x" * 80), CHAT[2]), messages(("user", "x"), CHAT[2])
-    samples, description = loaded(tmp_path, tokenizer, long, short, longest=80)
+    samples, description = loaded(tmp_path, chatml_tokenizer(), long, short, longest=80)
     assert len(samples) == 1 and samples[0].answer_tokens and "2 chats" in description
     silent = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     for chats, template in (([long], CHATML), ([short, long], silent)):

@@ -1,5 +1,6 @@
 """Prompts to the character, both schemas, and one clear line for each bad file."""
 
+import collections
 import json
 import os
 
@@ -114,29 +115,26 @@ def on_the_hub(task: str, row: dict) -> dict:
     if task == "boolq":
         return {"question": row["question"], "passage": row["passage"], "answer": row["label"]}
     if task.startswith("arc"):
-        objects = row["question"]["choices"]
+        question, objects = row["question"]["stem"], row["question"]["choices"]
         choices = {key: [choice[key] for choice in objects] for key in ("text", "label")}
-        question = row["question"]["stem"]
         return {"id": "1", "question": question, "choices": choices, "answerKey": row["answerKey"]}
     return row | {"source_id": "1"}
 
 
 def save_hub(home, rows: dict[str, list[dict]]) -> dict[str, tuple[str, str | None]]:
     """Directories laid out as the hub's repositories are; returns the table of them in place of tasks.HUB."""
-    hub, cards = {}, {}
+    hub, cards = {}, collections.defaultdict(str)  # ai2_arc holds two configurations
     for task, (name, configuration) in tasks.HUB.items():
-        directory = home / name
-        files = directory / (configuration or "data")
+        files = home / name / (configuration or "data")
         files.mkdir(parents=True)
         table = datasets.Dataset.from_list([on_the_hub(task, row) for row in rows[task]])
-        card = cards.setdefault(directory, ["---", "configs:"])  # ai2_arc holds two configurations
-        card += [f"- config_name: {configuration or 'default'}", "  data_files:"]
+        cards[home / name] += f"- config_name: {configuration or 'default'}\n  data_files:\n"
         for split in ("train", "validation"):
             table.to_parquet(files / f"{split}-00000-of-00001.parquet")
-            card += [f"  - split: {split}", f"    path: {files.name}/{split}-*"]
-        hub[task] = (str(directory), configuration)
-    for directory, card in cards.items():
-        (directory / "README.md").write_text("\n".join([*card, "---", ""]))
+            cards[home / name] += f"  - split: {split}\n    path: {files.name}/{split}-*\n"
+        hub[task] = (str(home / name), configuration)
+    for directory, configurations in cards.items():
+        (directory / "README.md").write_text(f"---\nconfigs:\n{configurations}---\n")
     return hub
 
 
