@@ -14,11 +14,12 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import cli
+from common.data.chat import load_chats
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
-from common.data.text import HELDOUT, TRAIN, in_part
+from common.data.text import HELDOUT, TRAIN, packed_rows
 from common.errors import UserError
 from common.files import sha256
 from common.training.checkpoints import saved_checkpoints
@@ -26,6 +27,7 @@ from common.training.heldout import CHAT_SET, TEXT_SET, heldout_texts, load_held
 from common.training.metrics import read_metrics
 from common.weights import open_checkpoint
 from helpers import copy_run, expect_error, run
+from test_chat import messages, save_chats
 from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, metrics, stop
 
 CHATML = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -55,13 +57,11 @@ def chats(inputs, tmp_path) -> tuple[str, str]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template, tokenizer.bos_token = CHATML, "\x1b[2J"
     tokenizer.save_pretrained(model)
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": chat_of("yes") + chat_of("yes")}) + "\n")
-    return str(model), str(path)
+    return str(model), save_chats(tmp_path / "chats.jsonl", chat_of("yes") + chat_of("yes"))
 
 
 def chat_of(answer: str) -> list[dict]:
-    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    return messages(("user", "hi"), ("assistant", answer))
 
 
 def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_one):
@@ -80,40 +80,24 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
 def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_of_one):
     """Of each source as many texts and chats, in its order; every second text is measured."""
     (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
-    answers = {part: [] for part in (TRAIN, HELDOUT)}
-    rows = [chat_of(f"chat {number}") for number in range(60)]
-    Path(path).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    for user, answer in rows:
-        content = json.dumps([[message["role"], message["content"]] for message in (user, answer)])
-        answers[TRAIN if in_part(content, TRAIN) else HELDOUT].append(answer["content"])
-    text = Path(inputs["text"]).read_bytes()
-    begin = text.index(b"\n", len(text) - len(text) // 10 - 1) + 1
-    documents = [f"document {number}" for number in range(99)]
+    save_chats(Path(path), *(chat_of(f"chat {number}") for number in range(60)))
     table = tmp_path / "t.jsonl"
-    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-
-    def tokens_of_table(part: str) -> list[int]:
-        chosen = [document for document in documents if in_part(document, part)]
-        return [token for document in chosen for token in [*tokenizer(document)["input_ids"], 256]]
-
-    def answers_of(samples) -> list[str]:
-        return [tokenizer.decode(sample.answer).strip() for sample in samples]
-
+    table.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(99)))
     sources = Sources(text=[inputs["text"], str(table), inputs["text"]], chat=[path], heldout_text="split",
                       heldout_sequences=3, text_length=16, heldout_chats=2)
     origin = context_of(tmp_path, model, group_of_one)
     texts = heldout_texts(sources, origin)
-    expected = tokenizer(text[begin : begin + 48].decode())["input_ids"] + tokens_of_table(HELDOUT)[:48]
-    assert [token for sample in texts for token in sample.prompt] == expected and len(texts) == 6
+    expected = [row for source in sources.text[:2] for row in packed_rows(source, tokenizer, 3, 16, HELDOUT)]
+    assert [sample.prompt for sample in texts] == expected and len(texts) == 6
     heldout = load_heldout(sources, origin, texts, every=5)
     assert heldout.sets[TEXT_SET] == texts[::2] and heldout.unmeasured == texts[1::2]
-    assert answers_of(heldout.sets[CHAT_SET]) == answers[HELDOUT][:2] and len(answers[HELDOUT]) > 2
+    assert heldout.sets[CHAT_SET] == load_chats(path, tokenizer, 256, HELDOUT)[0][:2]
     pool = load_pool(sources, origin)
-    of_text = [*tokenizer(text[:begin].decode())["input_ids"], 256]
-    together = of_text + tokens_of_table(TRAIN) + of_text
+    assert pool.answered == load_chats(path, tokenizer, 256, TRAIN)[0]
+    together = [token for source in sources.text for row in packed_rows(source, tokenizer, 10**6, 1, TRAIN)
+                for token in row]
     trained = [token for sample in pool.texts for token in sample.prompt]
     assert trained == together[: len(together) // 16 * 16]
-    assert answers_of(pool.answered) == answers[TRAIN]
     assert not load_heldout(replace(sources, heldout_chats=0), origin, [], every=5).sets
 
 
