@@ -6,6 +6,7 @@ import os
 
 import datasets
 import pytest
+from tokenizers import processors
 
 from common.data import tasks
 from common.data.rows import Sample
@@ -83,25 +84,17 @@ def test_prompts_of_table_5(task, row, prompt, answer):
     assert (example.prompt, example.answer) == (prompt, answer)
 
 
-class BeginningTokenizer:
-    """A tokenizer that opens a text with a begin-of-sequence token (id 1) unless it is told not to."""
-
-    bos_token_id, eos_token_id = 1, 2
-
-    def __call__(self, text, add_special_tokens=True):
-        ids = [ord(character) for character in text]
-        return {"input_ids": [1, *ids] if add_special_tokens else ids}
-
-
 def test_tokens_are_prompt_then_answer_then_end():
-    example = example_from_row("arc_easy", LISTED)
-    prompt = tuple(map(ord, example.prompt))
-    assert tokenize(example, BeginningTokenizer(), False) == Sample(prompt, (*map(ord, "two"), 2))
-    expected = [Sample(prompt, (*map(ord, text), 2)) for text in ("two", "it's one")]
-    assert choice_samples(example, BeginningTokenizer(), False) == expected
-    begun = [Sample((1, *prompt), sample.answer) for sample in expected]
-    assert choice_samples(example, BeginningTokenizer()) == begun
-    assert byte_tokenizer().decode(tokenize(example, byte_tokenizer()).answer) == "two<eos>"
+    """Of a tokenizer that opens every text with a begin-of-sequence token unless it is told not to."""
+    tokenizer, example = byte_tokenizer(), example_from_row("arc_easy", LISTED)
+    tokenizer.bos_token = "^"
+    begin = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    prompt, *choices = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+                        for text in (example.prompt, "two", "it's one"))
+    assert tokenize(example, tokenizer, False) == Sample(prompt, (*choices[0], END))
+    for bos, begun in ((False, prompt), (None, (tokenizer.bos_token_id, *prompt))):
+        assert choice_samples(example, tokenizer, bos) == [Sample(begun, (*ids, END)) for ids in choices]
 
 
 def test_a_choice_without_tokens_is_one_line():

@@ -73,7 +73,6 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("t.txt", codecs.BOM_UTF8 + b"\r\n" * 9000 + b"\xff.", r"t.txt: not UTF-8: .* at byte 18004"),
     ("t.txt", "é".encode() * 9000 + b"\xc3", r"t.txt: not UTF-8: .* at byte 18001"),
-    ("t.npy", None, "t.npy: expected a file, found a FIFO or a device"),
     ("t.jsonl", ROW + b'{"text": "\xff"}\n', r"t.jsonl line 2: not UTF-8: .* at byte 11"),
     ("t.jsonl", ROW + b'{"txt": "y"}\n', r"line 2: column 'text' is missing; found columns \['txt'\]"),
     ("t.jsonl", ROW + b'{"text": 5}\n', r"t.jsonl line 2: column 'text': expected text, found 5"),
@@ -82,25 +81,31 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
     ("t.json.gz", GZIPPED[: len(GZIPPED) // 2], r"t.json.gz after line \d+: .*: .*ended before"),
     ("t.json.gz", GZIPPED[:-8] + b"\x00" * 8, r"t.json.gz after line 500: .* CRC check failed"),
     ("t.parquet", ROW, r"t.parquet: cannot be read as parquet: .*[Pp]arquet"),
+    ("t[1].parquet", {"txt": ["x"]}, r".parquet row 0: column 'text' is missing; .* \['txt'\]"),  # no pattern
+    ("t.parquet", {"text": ["x", None], "txt": ["y", "z"]}, r" row 1: column 'text' is null; .* \['txt'\]"),
+    ("t.parquet", {"text": []}, "t.parquet: expected at least one row, found none"),
+    ("t.npy", None, "t.npy: expected a file, found a FIFO or a device"),
+    ("t.npy", np.arange(4, dtype="<i4"), "expected rows of tokens, int32, found"),
+    ("t.npy", np.zeros((1, 4), "<i8"), "expected rows of tokens, int32, found"),
+    ("t.npy", np.full((1, 4), -1, "<i4"), "expected token ids, found -1"),
+    ("t.npy", ROW, "expected a .npy file of tokens"),
+    ("t.npy", b"", "expected a .npy file of tokens"),
     ("t.bin", ROW, r"text .*t.bin: expected c4, demo, or a .txt"),
 ])
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content) if content else os.mkfifo(tmp_path / name)
+    path = tmp_path / name
+    match content:
+        case None:
+            os.mkfifo(path)
+        case dict():
+            datasets.Dataset.from_dict(content).to_parquet(path)
+        case np.ndarray():
+            np.save(path, content)
+        case _:
+            path.write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        read(tmp_path / name, 1, 4000, split=EVALUATION)
+        read(path, 1, 4000, split=EVALUATION)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("columns", "message"), [
-    ({"txt": ["x"]}, r" row 0: column 'text' is missing; .* \['txt'\]"),
-    ({"text": ["x", None], "txt": ["y", "z"]}, r" row 1: column 'text' is null; found columns \['txt'\]"),
-    ({"text": []}, ": expected at least one row, found none"),
-])
-def test_parquet_without_text_names_file_and_row(tmp_path, columns, message):
-    path = tmp_path / "t[1].parquet"  # no pattern
-    datasets.Dataset.from_dict(columns).to_parquet(path)
-    with pytest.raises(UserError, match=f"parquet{message}"):
-        read(path, 1, 40)
 
 
 def test_byte_order_marks_and_blank_lines_are_no_text(tmp_path):
@@ -337,19 +342,6 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         assert load_tokens(path, tokenizer, 9, 3, bos=True)[0][1].tolist() == expected
         first, _ = load_tokens(path, tokenizer, 1, 3, bos=True)  # as all rows together
         assert first.tolist() == [[begin, 1, 2] if beginning[0] == begin else [begin, begin, 1]]
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (np.arange(4, dtype="<i4"), "expected rows of tokens, int32, found"),
-    (np.zeros((1, 4), "<i8"), "expected rows of tokens, int32, found"),
-    (np.full((1, 4), -1, "<i4"), "expected token ids, found -1"),
-    (b"nothing", "expected a .npy file of tokens"), (b"", "expected a .npy file of tokens"),
-])
-def test_tokens_that_were_not_written_so_are_one_line(tmp_path, content, message):
-    path = tmp_path / "heldout.npy"
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
-    with pytest.raises(UserError, match=message):
-        read(path, 1, 4)
 
 
 def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
