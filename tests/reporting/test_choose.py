@@ -31,7 +31,7 @@ def chosen(aligned_run, tmp_path_factory):
     return home
 
 
-def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
+def test_the_table_is_printed_and_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
     command = "pipelines/choose.py", "--run", tmp_path
     for name in ("choose.md", "choose.png"):
@@ -41,13 +41,8 @@ def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"my notes")
         expect_error(f"{name} already exists; pass --force to replace it", *command)
         assert (tmp_path / name).read_bytes() == b"my notes"
-        run(*command, "--force")
+        lines = run(*command, "--force").stdout.splitlines()
         assert (tmp_path / name).read_bytes() == made
-
-
-def test_the_table_has_every_figure_under_its_title(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
-    lines = run("pipelines/choose.py", "--run", tmp_path).stdout.splitlines()
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert table[0] == HEADER
     assert table[2:] == [["8", "1024", "12.5%", "6.2%", "21.000", "0.2500"],
@@ -58,8 +53,8 @@ def test_the_table_has_every_figure_under_its_title(tmp_path, monkeypatch):
 def test_the_picture_shows_each_series_by_the_size_of_the_cache():
     figure = choose.curves.__wrapped__(pyplot, CHOICES)
     kl, lost = figure.axes
-    assert kl.get_ylabel() == "KL from the source, nats (perplexity)"
-    assert lost.get_ylabel() == "share of energy lost"
+    assert (kl.get_ylabel(), lost.get_ylabel()) == ("KL from the source, nats (perplexity)",
+                                                    "share of energy lost")
     assert [text.get_text() for text in lost.get_legend().get_texts()] == ["keys", "values"]
     for line, name in zip([*kl.lines, *lost.lines], ("kl", "keys", "values"), strict=True):
         assert list(line.get_xdata()) == [1024, 512, 256]
