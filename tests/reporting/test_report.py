@@ -1,8 +1,6 @@
 """RUN/report.html: everything that the records say, on one self-contained page."""
 
-import argparse
 import base64
-import html
 import json
 import os
 import re
@@ -11,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from common.cli import stage_parser
 from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label, score_tables
 from test_records import changed, places, valid
+from training_runs import flags
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
@@ -79,6 +77,7 @@ class Page:
         self.ids = [value for name, value in attributes if name == "id"]
         fetching = ("src", "href", "data", "action", "srcset", "xlink:href")
         self.addresses = [value for name, value in attributes if name in fetching]
+        self.commands = [element.text for element in root.iter("pre")]
         self.rows = [["".join(part.itertext()) for part in row] for row in root.iter("tr")]
         self.text = " ".join(" ".join(root.find("body").itertext()).split())
 
@@ -149,9 +148,9 @@ def test_without_tasks_there_are_no_meters(whole):
     assert read(whole).tags.count("meter") == 2
     measured = record("eval.json")
     for figures in measured["results"].values():
-        figures["tasks"] = {}
         for name in [name for name in figures if name.startswith(("micro", "macro"))]:
             del figures[name]
+        figures["tasks"] = {}
     write_json(str(whole / "eval.json"), measured)
     page = read(whole)
     assert "meter" not in page.tags
@@ -210,25 +209,16 @@ def test_a_run_has_sections_of_its_records_alone(tmp_path):
 
 
 def test_the_command_reproduces_the_arguments(tmp_path):
-    """Read by the shell's rules and by argparse, it is what the record says."""
-    parser = stage_parser("")
-    for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float},
-                          "--refit": {"action": "store_true"}, "--steps": {"type": int},
-                          "--limit": {"type": int}, "--chat": {"nargs": "+", "default": []}, "--tasks": {},
-                          "--seed": {"type": int},
-                          "--bos": {"action": argparse.BooleanOptionalAction}}.items():
-        parser.add_argument(name, **options)
-    arguments = {"tasks": "it's <a> $text", "seed": 3, "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5,
-                 "refit": True, "steps": 0, "limit": None, "bos": False}
-    for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
-        save(tmp_path, artifact, **arguments)
-        report.write(str(tmp_path))
-        page = (tmp_path / "report.html").read_text()
-        commands = re.findall(r"<details>.*?<pre>(.*?)</pre>", page, re.DOTALL)
-        words = shlex.split(html.unescape(next(text for text in commands if text.startswith(launcher))))
-        parsed = vars(parser.parse_args(words[words.index(ARTIFACTS[artifact]) + 1:]))
-        recorded = record(artifact, str(tmp_path), **arguments)["arguments"]
-        assert parsed == {"text": None, "force": False} | recorded
+    """Read by the shell's rules and by the stage, it is what the record says."""
+    given = vars(flags("--run", str(tmp_path), "--tasks", "it's <a> $text", "--only", "piqa", "siqa", "--lr",
+                       "1e-5", "--seed", "0", "--deterministic", "--no-recompute"))
+    save(tmp_path, "train/stage.json", **{name: value for name, value in given.items() if name != "run"})
+    save(tmp_path, "gqa/stage.json", untrained=True, update=False, name=None)
+    train, export = map(shlex.split, read(tmp_path).commands)
+    assert train[:4] == ["torchrun", "--nproc-per-node", "auto", "05_prune_train.py"]
+    assert vars(flags(*train[4:])) == given
+    assert export[:4] == ["python", "06_export.py", "--run", str(tmp_path)]
+    assert export[-1] == "--untrained" and len(export) == 5
 
 
 @pytest.mark.parametrize(("value", "text"), [
