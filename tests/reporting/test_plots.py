@@ -68,6 +68,9 @@ def test_curves_show_losses_masks_and_a_line_per_layer(layers):
         assert points == ([1, 2, 3, 4], [record["mask_mean_per_layer"][layer] for record in records[:4]])
     assert (by_layer.get_legend() is not None) == (layers <= 8)
     assert len({line.get_color() for line in by_layer.lines[:layers]}) == layers
+    whole = figure_of(plots.curves, records[:4], "all with masks")
+    assert whole.get_suptitle() == "all with masks"
+    assert not [line for axis in whole.axes for line in axis.lines if line.get_linestyle() == ":"]
 
 
 def test_without_answers_the_loss_and_its_only_term_are_both_seen():
@@ -89,18 +92,6 @@ def test_a_small_change_looks_small():
         scale = np.log if axis.get_yscale() == "log" else float
         low, high = map(scale, axis.get_ylim())
         assert 0 < (scale(before) - scale(after)) / (high - low) < 0.1, axis.get_title()
-
-
-def test_all_panels_have_the_same_steps_and_show_where_the_masks_end():
-    records = measured_records(["heldout"], masked=True)
-    axes = figure_of(plots.curves, records, "title").axes
-    assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
-    for axis in axes:
-        ends = [line for line in axis.lines if line.get_linestyle() == ":"]
-        assert [list(line.get_xdata()) for line in ends] == [[4, 4]]
-    whole = figure_of(plots.curves, records[:4], "title")
-    assert whole.get_suptitle() == "title"
-    assert not [line for axis in whole.axes for line in axis.lines if line.get_linestyle() == ":"]
 
 
 def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
@@ -125,6 +116,10 @@ def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
 def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
     records = measured_records(prefixes, masked)
     axes = figure_of(plots.curves, records, "title").axes
+    assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
+    for axis in axes:  # dotted where the masks end
+        dotted = [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"]
+        assert dotted == ([[4, 4]] if masked else [])
     first = ["losses", "masks", "mean mask per layer"] if masked else ["losses"]
     assert [axis.get_title() for axis in axes[:-3]] == first
     ends = [records[0], records[-1]]
