@@ -12,7 +12,7 @@ import pytest
 from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
-from common.reporting.tables import cell, flatten, label, score_tables
+from common.reporting.tables import cell, flatten, label
 from test_records import changed, places, valid
 from training_runs import flags
 
@@ -28,6 +28,7 @@ def results(name: str, exact: float, kv_heads: int) -> dict:
                 "macro_exact_match": 0.4444, "macro_chance": 0.125}
     return {name: {"path": "runs/x", "heads": 4, "kv_heads": kv_heads, "perplexity": 7.5, **averages,
                    "cache_bytes_per_token": 1024.0 * kv_heads, "novel_figure": 0.4321,
+                   "answers": [f"{name} 1", f"{name} 2"],
                    "tasks": {"piqa": scores}}}
 
 
@@ -39,6 +40,7 @@ def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     made["summary"]["new"] = {"figure": 0.1234, "none": None, "text": f"<script>{artifact}</script>"}
     if artifact == "eval.json":
         made["results"] = results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)
+        made["prompts"] = ["What?", "Why?"]
     return made
 
 
@@ -89,16 +91,6 @@ def read(run) -> Page:
         return Page(file.read())
 
 
-def test_answers_have_a_table_of_their_own():
-    results = {name: {"tasks": {}, "kv_heads": 2, "answers": [f"{name} 1", f"{name} 2"]} for name in "ab"}
-    figures, answers = score_tables(results, ["What?", "Why?"])
-    assert answers.header == ("prompt", "a", "b")
-    assert answers.rows == [("What?", "a 1", "b 1"), ("Why?", "a 2", "b 2")]
-    assert [row[0] for row in figures.rows] == ["kv heads"]
-    for odd in (None, 3, "What?"):
-        assert len(score_tables(results, odd)) == 1
-
-
 def test_every_figure_of_every_stage_is_there(whole):
     page = read(whole)
     for artifact, stage in ARTIFACTS.items():
@@ -116,6 +108,7 @@ def test_every_figure_of_every_stage_is_there(whole):
         ["micro average, as published", "", "25.0%", *shares],
         ["macro average", "", "12.5%", "44.4%", "44.4%"], ["novel figure", "0.4321", "0.4321"],
         ["teacher", shares[0], "", "7.5", "4", "4,096"],
+        ["prompt", "teacher", "g<q>a"], ["What?", "teacher 1", "g<q>a 1"], ["Why?", "teacher 2", "g<q>a 2"],
         # figures of each layer, and of training steps
         ["layer", "score default", "score found", "groups"], ["1", "-2", "-1.5", "0\u00a01 | 2\u00a03"],
         ["layer", "key before", "key after", "value before", "value after"],
@@ -123,6 +116,7 @@ def test_every_figure_of_every_stage_is_there(whole):
         ["", "step 1", "step 5"], ["loss", "1", "0.2"],
     ):
         assert row in page.rows
+    assert not [row for row in page.rows if row[0] == "answers"]
 
 
 def test_the_headline_says_what_the_conversion_cost(tmp_path):
