@@ -107,6 +107,7 @@ def test_every_figure_of_every_stage_is_there(whole):
         ["piqa", "8", "50.0%", "98.8\u00a0±\u00a02.3%", "87.6\u00a0±\u00a02.3%"],
         ["micro average, as published", "", "25.0%", *shares],
         ["macro average", "", "12.5%", "44.4%", "44.4%"], ["novel figure", "0.4321", "0.4321"],
+        ["kv heads", "4", "2"],
         ["teacher", shares[0], "", "7.5", "4", "4,096"],
         ["prompt", "teacher", "g<q>a"], ["What?", "teacher 1", "g<q>a 1"], ["Why?", "teacher 2", "g<q>a 2"],
         # figures of each layer, and of training steps
@@ -207,7 +208,7 @@ def test_the_command_reproduces_the_arguments(tmp_path):
     given = vars(flags("--run", str(tmp_path), "--tasks", "it's <a> $text", "--only", "piqa", "siqa", "--lr",
                        "1e-5", "--seed", "0", "--deterministic", "--no-recompute"))
     save(tmp_path, "train/stage.json", **{name: value for name, value in given.items() if name != "run"})
-    save(tmp_path, "gqa/stage.json", untrained=True, update=False, name=None)
+    save(tmp_path, "gqa/stage.json", untrained=True, update=False, name=None, only=[])
     train, export = map(shlex.split, read(tmp_path).commands)
     assert train[:4] == ["torchrun", "--nproc-per-node", "auto", "05_prune_train.py"]
     assert vars(flags(*train[4:])) == given

@@ -118,7 +118,7 @@ def test_odd_text_breaks_neither_a_table_nor_a_caption_nor_the_card(tmp_path):
         assert "<" not in text and text.replace("\n", "").isprintable()
     card = tmp_path / "README.md"
     card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
-    for scores in (f"{table}\n\n{ODD}", "| 2 |"):
+    for scores in (f"{table}\n\n{ODD}<!-- scores -->", "| 2 |"):
         assert write_scores(str(tmp_path), scores)
     assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
 
