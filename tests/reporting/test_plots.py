@@ -14,15 +14,22 @@ pyplot.switch_backend("Agg")
 pytestmark = pytest.mark.usefixtures("pictures")
 
 
-def training_records(layers: int = 2) -> list[dict]:
-    """Five steps, the last without masks; every figure differs from every other."""
+def training_records(layers: int = 2, masked: bool = True, measured=()) -> list[dict]:
+    """Five steps, the last without masks; every figure differs from every other.
+
+    measured: kinds of held-out samples, on which the first and the last step were measured.
+    """
     records = []
     for step in range(1, 6):
         record = {"step": step, "loss": 5.0 / step, "kl": 3.0 / step, "bild": 2.0 / step}
-        if step < 5:
+        if masked and step < 5:
             record |= {"mask_target": 1 - step / 5, "mask_expected": 0.9 - step / 10,
                        "mask_mean": 0.8 - step / 20,
                        "mask_mean_per_layer": [(step + layer) / (10 * layers) for layer in range(layers)]}
+        for prefix in measured if step in (1, 5) else ():
+            record |= {"heldout_seconds": 1.0, f"{prefix}_teacher_loss": 2.0 + 0.5 * len(prefix)}
+            for name, value in (("kl", 0.5), ("loss", 3.0), ("agreement", 0.8)):
+                record[f"{prefix}_{name}"] = value - 0.1 * (step == 5) - 0.01 * len(prefix)
         records.append(record)
     return records
 
@@ -94,27 +101,12 @@ def test_a_small_change_looks_small():
         assert 0 < (scale(before) - scale(after)) / (high - low) < 0.1, axis.get_title()
 
 
-def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
-    """training_records, of which the first and the last were measured on held-out samples."""
-    records = training_records()
-    if not masked:
-        records = [{name: record[name] for name in ("step", "loss", "kl", "bild")} for record in records]
-    for number, record in enumerate((records[0], records[-1])):
-        record["heldout_seconds"] = 1.0
-        for prefix in prefixes:
-            figures = {"kl": 0.5, "loss": 3.0, "agreement": 0.8}
-            record |= {f"{prefix}_{name}": value - 0.1 * number - 0.01 * len(prefix)
-                       for name, value in figures.items()}
-            record[f"{prefix}_teacher_loss"] = 2.0 + 0.5 * len(prefix)
-    return records
-
-
 @pytest.mark.parametrize("masked, prefixes", [
     (True, ["heldout", "heldout_task"]), (False, ["heldout", "heldout_task"]), (True, ["heldout_task"]),
     (False, ["heldout"]),
 ])  # fmt: skip
 def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
-    records = measured_records(prefixes, masked)
+    records = training_records(masked=masked, measured=prefixes)
     axes = figure_of(plots.curves, records, "title").axes
     assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
     for axis in axes:  # dotted where the masks end
