@@ -13,7 +13,6 @@ from common.data.text import HELDOUT, load_tokens
 from common.reporting import choose
 from helpers import copy_run, expect_error, run
 
-HEADER = ["kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"]
 CHOICES = [{"kv_heads": 8 // number, "bytes": 1024 // number, "keys": number / 8, "values": number / 16,
             "perplexity": 20.0 + number, "kl": number / 4} for number in (1, 2, 4)]
 
@@ -31,35 +30,11 @@ def chosen(aligned_run, tmp_path_factory):
     return home
 
 
-def test_only_its_own_files_are_replaced_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
-    command = "pipelines/choose.py", "--run", tmp_path
-    for name in ("choose.md", "choose.png"):
-        run(*command)
-        run(*command)  # over its own
-        made = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(b"my notes")
-        expect_error(f"{name} already exists; pass --force to replace it", *command)
-        assert (tmp_path / name).read_bytes() == b"my notes"
-        run(*command, "--force")
-        assert (tmp_path / name).read_bytes() == made
-
-
-def test_the_table_has_every_figure_under_its_title(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "read_choices", lambda run: CHOICES)
-    lines = run("pipelines/choose.py", "--run", tmp_path).stdout.splitlines()
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    assert table[0] == HEADER
-    assert table[2:] == [["8", "1024", "12.5%", "6.2%", "21.000", "0.2500"],
-                         ["4", "512", "25.0%", "12.5%", "22.000", "0.5000"],
-                         ["2", "256", "50.0%", "25.0%", "24.000", "1.0000"]]
-
-
 def test_the_picture_shows_each_series_by_the_size_of_the_cache():
     figure = choose.curves.__wrapped__(pyplot, CHOICES)
     kl, lost = figure.axes
-    assert kl.get_ylabel() == "KL from the source, nats (perplexity)"
-    assert lost.get_ylabel() == "share of energy lost"
+    assert (kl.get_ylabel(), lost.get_ylabel()) == ("KL from the source, nats (perplexity)",
+                                                    "share of energy lost")
     assert [text.get_text() for text in lost.get_legend().get_texts()] == ["keys", "values"]
     for line, name in zip([*kl.lines, *lost.lines], ("kl", "keys", "values"), strict=True):
         assert list(line.get_xdata()) == [1024, 512, 256]
@@ -76,11 +51,13 @@ def test_the_picture_shows_each_series_by_the_size_of_the_cache():
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_table_has_the_metrics_of_the_checkpoints(chosen, inputs):
-    done = run("pipelines/choose.py", "--run", chosen)
+    command = "pipelines/choose.py", "--run", chosen
+    done = run(*command)
     assert done.stdout.endswith((chosen / "choose.md").read_text())
     assert (chosen / "choose.png").read_bytes().startswith(b"\x89PNG")
     header, _, *rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [cell.strip() for cell in header] == HEADER
+    assert [cell.strip() for cell in header] == [
+        "kv heads", "KV bytes per token", "keys lost", "values lost", "perplexity", "KL, nats"]
     tokens = load_tokens(inputs["text"], AutoTokenizer.from_pretrained(inputs["model"]), 4, 64, HELDOUT)[0]
     paths = {8: inputs["model"], 4: chosen / "kv4" / "merged", 2: chosen / "kv2" / "merged"}
     source = None
@@ -101,6 +78,14 @@ def test_the_table_has_the_metrics_of_the_checkpoints(chosen, inputs):
         assert shown[4] == pytest.approx(float(loss.exp()), rel=1e-5, abs=6e-4)
         assert shown[5] == pytest.approx(float(kl), rel=1e-4, abs=6e-5)
         assert (kl > 0.01) == (kv_heads < 8) == (min(lost) > 1)
+    for name in ("choose.md", "choose.png"):  # only its own files are replaced, unless forced
+        run(*command)
+        made = (chosen / name).read_bytes()
+        (chosen / name).write_bytes(b"my notes")
+        expect_error(f"{name} already exists; pass --force to replace it", *command)
+        assert (chosen / name).read_bytes() == b"my notes"
+        run(*command, "--force")
+        assert (chosen / name).read_bytes() == made
 
 
 @pytest.mark.slow

@@ -48,7 +48,6 @@ def headings(card: str) -> list[str]:
 
 
 KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
-ENERGY = {"by": "energy", "merge": "closed-form"}
 
 
 @pytest.mark.parametrize(("summaries", "arguments", "texts"), [  # of stages 4, 5 and 6; of stage 5
@@ -69,21 +68,21 @@ ENERGY = {"by": "energy", "merge": "closed-form"}
         "Merging: the first of the heads of a group, retained.",
         "the merged model was trained directly, without masks; random seed 41.",
         f"takes {2 * 3 * 16 * 2 * 2} bytes per token instead of {2 * 3 * 16 * 2 * 4}"]),
-    ([ENERGY | {"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04}], {}, [
-        "Grouping: least energy lost by closed-form merging.",
-        "the best shared head in closed form, then each W_O refitted by least squares.",
+    ([{"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04}], {}, [
+        "of a group, then each W_O refitted by least squares.",
         "200 of 320 steps of 16 samples", "0.0600 before, 0.0400 after."]),
-    ([ENERGY | {"refit": "attention", "key_context": 4096},
+    ([{"by": "energy", "merge": "closed-form", "refit": "attention", "key_context": 4096},
       KLS | {"heldout_kl": 0.08, "start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56}, {}],
      {"tasks": "none", "chat": ["x/a.jsonl", "b.jsonl"], "text": ["generated:/home/me/b.txt"],
       "teacher": "source"}, [
-        "in closed form, keys for contexts of up to 4096 tokens, "
+        "Grouping: least energy lost by closed-form merging.",
+        "Merging: the best shared head in closed form, keys for contexts of up to 4096 tokens, "
         "then the attention of each layer refitted to the source's.",
         "(322,330 tokens) of chats (`a.jsonl`, `b.jsonl`), text (`generated:b.txt`); learning rate",
         "distilled from the untouched source", "what its source predicts: use it like the source",
         "KL to the teacher, on what was held out: on text 0.0600 before, 0.0800 after, which is no better; "
         "on questions 3.4000 before, 2.5600 after."]),
-    ([{}, None, {}], {}, [
+    ([{"by": "energy"}, None, {}], {}, [
         "It was not trained after merging", "- Training: none. - Versions", "The capital of France is"]),
 ])
 def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, texts):
@@ -92,6 +91,7 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
     records[1]["arguments"] |= arguments
     card = words(write(tmp_path, records if summaries[1] is not None else (records[0], None, records[2])))
     assert not [text for text in texts if text not in card]
+    assert ("other groups, merges or refits than the paper's" in card) == bool(summaries[0])
     of_tasks = summaries[1] is not None and not arguments
     assert ("Table 5" in card) == of_tasks
     if of_tasks:  # the task's prompts begin as in training
@@ -100,29 +100,16 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
             assert ("without a begin-of-sequence token" in words(write(tmp_path, records))) == (not begun)
 
 
-def test_the_metadata_are_what_the_hub_reads(tmp_path, records):
-    write(tmp_path, records)
-    data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
-    assert data == {"base_model": "meta-llama/Toy", "library_name": "transformers",
-                    "pipeline_tag": "text-generation", "tags": ["gqa", "kv-cache"]}
-
-
 @pytest.mark.parametrize("name", ["demo", "/home/me/models/toy", "models/of/mine", *NASTY])
-def test_a_directory_is_no_base_model(name, tmp_path, records):
-    records[0]["model"]["name"] = name
-    card = write(tmp_path, records)
-    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
-    assert "huggingface.co" not in card
-
-
-@pytest.mark.parametrize("name", NASTY)
-def test_no_name_breaks_the_card(name, tmp_path, records):
+def test_no_directory_is_a_base_model_and_no_name_breaks_the_card(name, tmp_path, records):
+    plain = write(tmp_path, records)
     records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
     card = write(tmp_path, records)
-    plain = write(tmp_path, copy.deepcopy((ALIGNMENT, TRAINING, EXPORT)))
+    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
     assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]
     assert headings(card)[-3:] == ["## Use", "## Scores", "## How it was made"]
-    assert card.count(OPENING) == card.count(CLOSING) == 1 and "<script" not in card
+    assert card.count(OPENING) == card.count(CLOSING) == 1
+    assert "<script" not in card and "huggingface.co" not in card
     snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
     assert len(snippet) == 7 and ast.parse("\n".join(snippet))
 
@@ -140,50 +127,39 @@ def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
         assert ("add_special_tokens=False" in card) == (chat or data == "hub")
 
 
-@pytest.mark.parametrize(("name", "link", "expected"), [
-    ("/models/toy", "https://example.org/LICENSE", "https://example.org/LICENSE"),
-    ("acme/toy", "https://example.org/LICENSE", "https://example.org/LICENSE"),
-    ("acme/toy", "LICENSE", "https://huggingface.co/acme/toy/blob/main/LICENSE"),
-    ("/models/toy", "LICENSE", "LICENSE"),
+LINK, ON_HUB = "https://example.org/LICENSE", "https://huggingface.co/acme/toy/blob/main/LICENSE"
+BASE = {"base_model": "acme/toy"}
+
+
+def licensed(link: str) -> dict:
+    return {"license": "other", "license_name": "acme-community", "license_link": link}
+
+
+@pytest.mark.parametrize(("name", "given", "shown", "expected"), [  # given: metadata of the source's own card
+    ("acme/toy", None, "", BASE),
+    ("/models/toy", {"license": "apache-2.0", "base_model": "some/Base"}, "apache-2.0",
+     {"license": "apache-2.0", "base_model": "some/Base"}),
+    ("/models/toy", licensed(LINK), "acme-community", licensed(LINK)),
+    ("acme/toy", licensed(LINK), "acme-community", BASE | licensed(LINK)),
+    ("acme/toy", licensed("LICENSE"), "acme-community", BASE | licensed(ON_HUB)),
+    ("/models/toy", licensed("LICENSE"), "acme-community", licensed("LICENSE")),
+    ("/models/toy", {"license": "<b>mine"}, "&lt;b>mine", {"license": "<b>mine"}),
+    ("/models/toy", "[", "", {}), ("/models/toy", 'license: "\\ud800"', "", {}),
+    ("/models/toy", "license: &endless [*endless]", "", {}),
 ])
-def test_a_license_of_its_own_keeps_its_name_and_link(tmp_path, records, name, link, expected):
+def test_license_and_base_model_are_those_of_the_sources_card(
+        name, given, shown, expected, tmp_path, records):
     source = tmp_path / "source"
     source.mkdir()
     records[0]["model"] |= {"name": name, "path": str(source)}
-    license = {"license": "other", "license_name": "acme-community", "license_link": link}
-    content = "".join(f"{key}: {value}\r\n" for key, value in license.items())
-    (source / "README.md").write_bytes(f"\ufeff---\r\n{content}---\r\n".encode())
-    assert "Its license is the source's (acme-community)." in words(write(tmp_path, records))
-    data = ModelCard.load(tmp_path / "README.md").data.to_dict()
-    assert license | {"license_link": expected} == {key: data.get(key) for key in license}
-
-
-def test_license_and_base_model_are_those_of_the_sources_card(tmp_path, records):
-    source = tmp_path / "source"
-    source.mkdir()
-    records[0]["model"] |= {"name": "/models/toy", "path": str(source)}
-    assert "which came without a card that names it." in words(write(tmp_path, records))
-    (source / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: some/Base\n---\n# Toy\n")
-    card = write(tmp_path, records)
-    assert "Its license is the source's (apache-2.0)." in words(card)
-    data = ModelCard.load(tmp_path / "README.md").data.to_dict()
-    assert data == {"license": "apache-2.0", "base_model": "some/Base", "library_name": "transformers",
-                    "pipeline_tag": "text-generation", "tags": ["gqa", "kv-cache"]}
-    (source / "README.md").write_text("---\nlicense: <b>mine\n---\n")
-    assert "Its license is the source's (&lt;b>mine)." in words(write(tmp_path, records))
-    os.remove(source / "README.md")
-    os.mkfifo(source / "README.md")
-    assert "which came without a card" in words(write(tmp_path, records))
-    os.remove(source / "README.md")
-    for unusable in ("[", 'license: "\\ud800"', "license: &endless [*endless]"):
-        (source / "README.md").write_text(f"---\n{unusable}\n---\n")
-        assert "which came without a card" in words(write(tmp_path, records))
-
-
-@pytest.mark.parametrize(("changes", "of_the_paper"), [
-    ({}, True), ({"by": "energy"}, False), ({"merge": "first"}, False), ({"refit": "output"}, False),
-])  # fmt: skip
-def test_the_card_says_where_the_method_is_not_the_papers(tmp_path, records, changes, of_the_paper):
-    records[0]["summary"] |= changes
-    card = words(write(tmp_path, records))
-    assert ("other groups, merges or refits than the paper's" in card) != of_the_paper
+    if isinstance(given, dict):
+        given = "\r\n".join(f"{key}: {value}" for key, value in given.items())
+    if given:
+        (source / "README.md").write_bytes(f"\ufeff---\r\n{given}\r\n---\r\n# Toy\r\n".encode())
+    else:
+        os.mkfifo(source / "README.md")  # no file
+    sentence = f" ({shown})." if shown else ", which came without a card that names it."
+    assert f"Its license is the source's{sentence}" in words(write(tmp_path, records))
+    data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
+    assert data == expected | {"library_name": "transformers", "pipeline_tag": "text-generation",
+                               "tags": ["gqa", "kv-cache"]}

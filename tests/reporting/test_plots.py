@@ -1,6 +1,5 @@
 """Pictures, checked for what they show: titles, axes, series and the numbers they are drawn from."""
 
-import errno
 import math
 import sys
 
@@ -15,15 +14,22 @@ pyplot.switch_backend("Agg")
 pytestmark = pytest.mark.usefixtures("pictures")
 
 
-def training_records(layers: int = 2) -> list[dict]:
-    """Five steps, the last without masks; every figure differs from every other."""
+def training_records(layers: int = 2, masked: bool = True, measured=()) -> list[dict]:
+    """Five steps, the last without masks; every figure differs from every other.
+
+    measured: kinds of held-out samples, on which the first and the last step were measured.
+    """
     records = []
     for step in range(1, 6):
         record = {"step": step, "loss": 5.0 / step, "kl": 3.0 / step, "bild": 2.0 / step}
-        if step < 5:
+        if masked and step < 5:
             record |= {"mask_target": 1 - step / 5, "mask_expected": 0.9 - step / 10,
                        "mask_mean": 0.8 - step / 20,
                        "mask_mean_per_layer": [(step + layer) / (10 * layers) for layer in range(layers)]}
+        for prefix in measured if step in (1, 5) else ():
+            record |= {"heldout_seconds": 1.0, f"{prefix}_teacher_loss": 2.0 + 0.5 * len(prefix)}
+            for name, value in (("kl", 0.5), ("loss", 3.0), ("agreement", 0.8)):
+                record[f"{prefix}_{name}"] = value - 0.1 * (step == 5) - 0.01 * len(prefix)
         records.append(record)
     return records
 
@@ -44,18 +50,34 @@ def legend(axis) -> list[str]:
     return [text.get_text() for text in axis.get_legend().get_texts()]
 
 
-def test_curves_show_the_losses_of_every_step():
-    records = training_records()
+@pytest.mark.parametrize("layers", [2, 9])
+def test_curves_show_losses_masks_and_a_line_per_layer(layers):
+    records = training_records(layers)
     figure = figure_of(plots.curves, records, "8 -> 2 kv heads")
-    axis = figure.axes[0]
     assert figure.get_suptitle() == "8 -> 2 kv heads (dotted: without masks from here on)"
-    assert (axis.get_title(), axis.get_xlabel(), axis.get_yscale()) == ("losses", "step", "log")
-    lines = series(axis)
-    assert list(lines) == legend(axis) == ["loss", "kl", "bild"]
-    for name, points in lines.items():
-        assert points == ([1, 2, 3, 4, 5], [record[name] for record in records])
-    band, kl, _, _ = axis.lines  # the fourth is dotted
+    losses, masks, by_layer = figure.axes
+    for axis, title, names in (
+        (losses, "losses", {"loss": "loss", "kl": "kl", "bild": "bild"}),
+        (masks, "masks", {"target T": "mask_target", "expected mask (Eq. 29)": "mask_expected",
+                          "mean of the sampled masks": "mask_mean"}),
+    ):
+        assert (axis.get_title(), axis.get_xlabel(), legend(axis)) == (title, "step", list(names))
+        for label, name in names.items():
+            measured = [record for record in records if name in record]
+            assert series(axis)[label] == ([record["step"] for record in measured],
+                                           [record[name] for record in measured])
+    assert losses.get_yscale() == "log"
+    band, kl, _, _ = losses.lines  # the fourth is dotted
     assert band.get_linewidth() > 2 * kl.get_linewidth() and band.get_zorder() <= kl.get_zorder()
+    assert (by_layer.get_title(), by_layer.get_xlabel()) == ("mean mask per layer", "step")
+    assert list(series(by_layer)) == [f"layer {layer}" for layer in range(layers)]
+    for layer, points in enumerate(series(by_layer).values()):
+        assert points == ([1, 2, 3, 4], [record["mask_mean_per_layer"][layer] for record in records[:4]])
+    assert (by_layer.get_legend() is not None) == (layers <= 8)
+    assert len({line.get_color() for line in by_layer.lines[:layers]}) == layers
+    whole = figure_of(plots.curves, records[:4], "all with masks")
+    assert whole.get_suptitle() == "all with masks"
+    assert not [line for axis in whole.axes for line in axis.lines if line.get_linestyle() == ":"]
 
 
 def test_without_answers_the_loss_and_its_only_term_are_both_seen():
@@ -79,65 +101,17 @@ def test_a_small_change_looks_small():
         assert 0 < (scale(before) - scale(after)) / (high - low) < 0.1, axis.get_title()
 
 
-def test_all_panels_have_the_same_steps_and_show_where_the_masks_end():
-    records = measured_records(["heldout"], masked=True)
-    axes = figure_of(plots.curves, records, "title").axes
-    assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
-    for axis in axes:
-        ends = [line for line in axis.lines if line.get_linestyle() == ":"]
-        assert [list(line.get_xdata()) for line in ends] == [[4, 4]]
-    whole = figure_of(plots.curves, records[:4], "title")
-    assert whole.get_suptitle() == "title"
-    assert not [line for axis in whole.axes for line in axis.lines if line.get_linestyle() == ":"]
-
-
-def test_curves_show_target_expected_and_sampled_masks():
-    records = training_records()[:4]
-    axis = figure_of(plots.curves, records, "title").axes[1]
-    assert (axis.get_title(), axis.get_xlabel()) == ("masks", "step")
-    names = {"target T": "mask_target", "expected mask (Eq. 29)": "mask_expected",
-             "mean of the sampled masks": "mask_mean"}
-    assert legend(axis) == list(names)
-    for label, name in names.items():
-        assert series(axis)[label] == ([1, 2, 3, 4], [record[name] for record in records])
-
-
-@pytest.mark.parametrize("layers", [2, 9])
-def test_curves_show_a_line_per_layer(layers):
-    records = training_records(layers)[:4]
-    axis = figure_of(plots.curves, records, "title").axes[2]
-    assert (axis.get_title(), axis.get_xlabel()) == ("mean mask per layer", "step")
-    lines = series(axis)
-    assert list(lines) == [f"layer {layer}" for layer in range(layers)]
-    for layer in range(layers):
-        values = [record["mask_mean_per_layer"][layer] for record in records]
-        assert lines[f"layer {layer}"] == ([1, 2, 3, 4], values)
-    assert (axis.get_legend() is not None) == (layers <= 8)
-    assert len({line.get_color() for line in axis.lines}) == layers
-
-
-def measured_records(prefixes: list[str], masked: bool) -> list[dict]:
-    """training_records, of which the first and the last were measured on held-out samples."""
-    records = training_records()
-    if not masked:
-        records = [{name: record[name] for name in ("step", "loss", "kl", "bild")} for record in records]
-    for number, record in enumerate((records[0], records[-1])):
-        record["heldout_seconds"] = 1.0
-        for prefix in prefixes:
-            figures = {"kl": 0.5, "loss": 3.0, "agreement": 0.8}
-            record |= {f"{prefix}_{name}": value - 0.1 * number - 0.01 * len(prefix)
-                       for name, value in figures.items()}
-            record[f"{prefix}_teacher_loss"] = 2.0 + 0.5 * len(prefix)
-    return records
-
-
 @pytest.mark.parametrize("masked, prefixes", [
     (True, ["heldout", "heldout_task"]), (False, ["heldout", "heldout_task"]), (True, ["heldout_task"]),
     (False, ["heldout"]),
 ])  # fmt: skip
 def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
-    records = measured_records(prefixes, masked)
+    records = training_records(masked=masked, measured=prefixes)
     axes = figure_of(plots.curves, records, "title").axes
+    assert len({axis.get_xlim() for axis in axes}) == 1 and axes[0].get_xlim()[1] >= 5
+    for axis in axes:  # dotted where the masks end
+        dotted = [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"]
+        assert dotted == ([[4, 4]] if masked else [])
     first = ["losses", "masks", "mean mask per layer"] if masked else ["losses"]
     assert [axis.get_title() for axis in axes[:-3]] == first
     ends = [records[0], records[-1]]
@@ -158,21 +132,17 @@ def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
 def test_heatmaps_show_each_matrix_in_its_place():
     draw = np.random.default_rng(0)
     matrices = {label: [draw.random((4, 4)) for _ in range(3)] for label in ("keys before", "keys after")}
-    figure = figure_of(plots.heatmaps, matrices, [0, 5, 7], "Similarity of heads")
-    *axes, colour_bar = figure.axes
-    assert figure.get_suptitle() == "Similarity of heads" and len(axes) == 6
-    assert colour_bar.get_ylabel() == "mean cosine of the two heads"
-    assert [axis.get_title() for axis in axes] == ["layer 0", "layer 5", "layer 7", "", "", ""]
-    assert [axis.get_ylabel() for axis in axes] == ["keys before", "", "", "keys after", "", ""]
-    for axis, matrix in zip(axes, [image for images in matrices.values() for image in images], strict=True):
-        assert np.array_equal(axis.images[0].get_array(), matrix)
-        assert axis.images[0].get_clim() == (0, 1)  # one scale for all, or colours could not be compared
-
-
-def test_negative_similarities_have_colours_of_their_own():
-    matrices = {"keys before": [np.array([[1.0, -0.25], [-0.25, 1.0]])], "keys after": [np.eye(2)]}
-    figure = figure_of(plots.heatmaps, matrices, [3], "Similarity of heads")
-    assert [axis.images[0].get_clim() for axis in figure.axes[:2]] == 2 * [(-0.25, 1)]
+    for least in (0, -0.25):  # negative similarities have colours of their own
+        matrices["keys before"][1][0, 2] = least
+        figure = figure_of(plots.heatmaps, matrices, [0, 5, 7], "Similarity of heads")
+        *axes, colour_bar = figure.axes
+        assert figure.get_suptitle() == "Similarity of heads" and len(axes) == 6
+        assert colour_bar.get_ylabel() == "mean cosine of the two heads"
+        assert [axis.get_title() for axis in axes] == ["layer 0", "layer 5", "layer 7", "", "", ""]
+        assert [axis.get_ylabel() for axis in axes] == ["keys before", "", "", "keys after", "", ""]
+        for axis, matrix in zip(axes, [*matrices["keys before"], *matrices["keys after"]], strict=True):
+            assert np.array_equal(axis.images[0].get_array(), matrix)
+            assert axis.images[0].get_clim() == (least, 1)  # one scale, or colours could not be compared
 
 
 def test_heads_are_numbered_and_groups_framed():
@@ -227,34 +197,15 @@ def test_the_same_records_give_the_same_bytes(tmp_path, capsys):
     assert not pyplot.get_fignums()
 
 
-def test_without_matplotlib_one_line_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    plots.curves(str(tmp_path / "curves.png"), [], "title")
-    out = capsys.readouterr().out
-    assert out.startswith(f"skipped {tmp_path / 'curves.png'}: matplotlib") and out.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_keeps_the_previous_picture(tmp_path, capsys, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    picture = tmp_path / "curves.png"
-    picture.write_bytes(b"previous")
-    monkeypatch.setattr(pyplot.Figure, "savefig", full)
-    plots.curves(str(picture), [], "title")
-    out = capsys.readouterr().out
-    assert out.startswith(f"skipped {picture}: cannot be written (") and "No space left on device" in out
-    assert list(tmp_path.iterdir()) == [picture] and picture.read_bytes() == b"previous"
+def test_a_picture_that_cannot_be_drawn_is_skipped_in_one_line(tmp_path, capsys, monkeypatch):
+    for reason in ("cannot be written (", "matplotlib cannot be imported ("):
+        plots.curves(str(tmp_path), [], "title")  # a directory
+        out = capsys.readouterr().out
+        assert out.startswith(f"skipped {tmp_path}: {reason}") and out.count("\n") == 1
+        assert not list(tmp_path.iterdir()) and not pyplot.get_fignums()
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.mark.parametrize("count, layers", [(1, [0]), (3, [0, 1, 2]), (32, [0, 10, 21, 31])])
 def test_drawn_layers_reach_from_the_first_to_the_last(count, layers):
     assert plots.spaced_layers(count) == layers
-
-
-def test_the_switch_is_marked_at_the_last_step_with_masks():
-    masks = {"mask_mean": 0.5, "mask_target": 0.5, "mask_expected": 0.5, "mask_mean_per_layer": [0.5]}
-    records = [{"step": step, "loss": 1.0} | (masks if step < 4 else {}) for step in (1, 2, 3, 4, 5)]
-    for axis in figure_of(plots.curves, records, "title").axes:
-        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"] == [[3, 3]]

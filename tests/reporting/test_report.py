@@ -1,22 +1,20 @@
 """RUN/report.html: everything that the records say, on one self-contained page."""
 
-import argparse
 import base64
-import html
 import json
 import os
 import re
 import shlex
-from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
-from common.cli import stage_parser
 from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
-from common.reporting.tables import cell, flatten, label, score_tables
+from common.reporting.tables import cell, flatten, label
 from test_records import changed, places, valid
+from training_runs import flags
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
@@ -30,6 +28,7 @@ def results(name: str, exact: float, kv_heads: int) -> dict:
                 "macro_exact_match": 0.4444, "macro_chance": 0.125}
     return {name: {"path": "runs/x", "heads": 4, "kv_heads": kv_heads, "perplexity": 7.5, **averages,
                    "cache_bytes_per_token": 1024.0 * kv_heads, "novel_figure": 0.4321,
+                   "answers": [f"{name} 1", f"{name} 2"],
                    "tasks": {"piqa": scores}}}
 
 
@@ -41,6 +40,7 @@ def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     made["summary"]["new"] = {"figure": 0.1234, "none": None, "text": f"<script>{artifact}</script>"}
     if artifact == "eval.json":
         made["results"] = results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)
+        made["prompts"] = ["What?", "Why?"]
     return made
 
 
@@ -68,39 +68,20 @@ def whole(tmp_path):
     return run
 
 
-class Page(HTMLParser):
-    """The page as parsed: text, ids, addresses, table cells. Every element is closed by its own name."""
+class Page:
+    """The page as parsed: tags, ids, addresses, table cells, text. Every element is closed."""
 
     def __init__(self, text: str):
-        super().__init__()
-        self.text, self.ids, self.addresses, self.tags, self.open = "", [], [], [], []
-        self.rows: list[list[str]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-        self.text = " ".join(self.text.split())
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.tags.append(tag)
-        self.ids += [attributes["id"]] if "id" in attributes else []
+        root = ElementTree.fromstring(re.sub("(<(meta|img) [^>]*)>", r"\1/>", text))
+        attributes = [attribute for element in root.iter() for attribute in element.items()]
+        assert not [name for name, _ in attributes if name.startswith("on")]
+        self.tags = [element.tag for element in root.iter()]
+        self.ids = [value for name, value in attributes if name == "id"]
         fetching = ("src", "href", "data", "action", "srcset", "xlink:href")
-        self.addresses += [attributes[name] for name in fetching if name in attributes]
-        assert not [name for name in attributes if name.startswith("on")]
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("th", "td"):
-            self.rows[-1].append("")
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += f" {data}" if self.open[-1:] != ["style"] else ""
-        if self.open[-1:] in (["th"], ["td"]):
-            self.rows[-1][-1] += data
+        self.addresses = [value for name, value in attributes if name in fetching]
+        self.commands = [element.text for element in root.iter("pre")]
+        self.rows = [["".join(part.itertext()) for part in row] for row in root.iter("tr")]
+        self.text = " ".join(" ".join(root.find("body").itertext()).split())
 
 
 def read(run) -> Page:
@@ -110,16 +91,6 @@ def read(run) -> Page:
         return Page(file.read())
 
 
-def test_answers_have_a_table_of_their_own():
-    results = {name: {"tasks": {}, "kv_heads": 2, "answers": [f"{name} 1", f"{name} 2"]} for name in "ab"}
-    figures, answers = score_tables(results, ["What?", "Why?"])
-    assert answers.header == ("prompt", "a", "b")
-    assert answers.rows == [("What?", "a 1", "b 1"), ("Why?", "a 2", "b 2")]
-    assert [row[0] for row in figures.rows] == ["kv heads"]
-    for odd in (None, 3, "What?"):
-        assert len(score_tables(results, odd)) == 1
-
-
 def test_every_figure_of_every_stage_is_there(whole):
     page = read(whole)
     for artifact, stage in ARTIFACTS.items():
@@ -127,9 +98,26 @@ def test_every_figure_of_every_stage_is_there(whole):
         for name, value in flatten(record(artifact)["summary"]).items():
             assert isinstance(value, list) or [label(name), cell(value)] in page.rows, (artifact, name)
     assert "<b>toy</b>: 4 → 2 key/value heads" in page.text and "50.0% of the bytes" in page.text
-    assert ["commit", "ef" * 6] in page.rows and ["sha256 of calibration", "ab" * 6] in page.rows
-    assert ["sha256 of gqa/model.safetensors", "ab" * 6] in page.rows
-    assert ["torch", "2"] in page.rows and ["date", "2026-01-02T03:04:05+00:00"] in page.rows
+    shares = ["98.8\u00a0±\u00a01.2%", "87.6\u00a0±\u00a01.2%"]
+    for row in (
+        ["commit", "ef" * 6], ["sha256 of calibration", "ab" * 6],
+        ["sha256 of gqa/model.safetensors", "ab" * 6], ["torch", "2"], ["date", "2026-01-02T03:04:05+00:00"],
+        # scores by task and checkpoint, and what no other table shows
+        ["", "questions", "chance", "teacher", "g<q>a"],
+        ["piqa", "8", "50.0%", "98.8\u00a0±\u00a02.3%", "87.6\u00a0±\u00a02.3%"],
+        ["micro average, as published", "", "25.0%", *shares],
+        ["macro average", "", "12.5%", "44.4%", "44.4%"], ["novel figure", "0.4321", "0.4321"],
+        ["kv heads", "4", "2"],
+        ["teacher", shares[0], "", "7.5", "4", "4,096"],
+        ["prompt", "teacher", "g<q>a"], ["What?", "teacher 1", "g<q>a 1"], ["Why?", "teacher 2", "g<q>a 2"],
+        # figures of each layer, and of training steps
+        ["layer", "score default", "score found", "groups"], ["1", "-2", "-1.5", "0\u00a01 | 2\u00a03"],
+        ["layer", "key before", "key after", "value before", "value after"],
+        ["1", "0.1", "0.2", "-0.1", "0.2"],
+        ["", "step 1", "step 5"], ["loss", "1", "0.2"],
+    ):
+        assert row in page.rows
+    assert not [row for row in page.rows if row[0] == "answers"]
 
 
 def test_the_headline_says_what_the_conversion_cost(tmp_path):
@@ -155,35 +143,14 @@ def test_without_tasks_there_are_no_meters(whole):
     assert read(whole).tags.count("meter") == 2
     measured = record("eval.json")
     for figures in measured["results"].values():
-        figures["tasks"] = {}
         for name in [name for name in figures if name.startswith(("micro", "macro"))]:
             del figures[name]
+        figures["tasks"] = {}
     write_json(str(whole / "eval.json"), measured)
     page = read(whole)
     assert "meter" not in page.tags
     assert ["checkpoint", "perplexity", "kv heads", "KV bytes per token"] in page.rows
     assert ["teacher", "7.5", "4", "4,096"] in page.rows
-
-
-def test_scores_are_shown_by_task_and_checkpoint(whole):
-    rows = read(whole).rows
-    plus_minus = "\u00a0±\u00a0"
-    assert ["", "questions", "chance", "teacher", "g<q>a"] in rows
-    assert ["piqa", "8", "50.0%", f"98.8{plus_minus}2.3%", f"87.6{plus_minus}2.3%"] in rows
-    averages = [f"98.8{plus_minus}1.2%", f"87.6{plus_minus}1.2%"]
-    assert ["micro average, as published", "", "25.0%", *averages] in rows
-    assert ["macro average", "", "12.5%", "44.4%", "44.4%"] in rows
-    assert ["novel figure", "0.4321", "0.4321"] in rows  # what no other table shows
-    assert ["teacher", f"98.8{plus_minus}1.2%", "", "7.5", "4", "4,096"] in rows
-
-
-def test_metrics_per_layer_are_rows(whole):
-    rows = read(whole).rows
-    assert ["layer", "score default", "score found", "groups"] in rows
-    assert ["1", "-2", "-1.5", "0\u00a01 | 2\u00a03"] in rows
-    assert ["layer", "key before", "key after", "value before", "value after"] in rows
-    assert ["1", "0.1", "0.2", "-0.1", "0.2"] in rows
-    assert ["", "step 1", "step 5"] in rows and ["loss", "1", "0.2"] in rows
 
 
 def test_the_page_is_self_contained(whole):
@@ -237,25 +204,16 @@ def test_a_run_has_sections_of_its_records_alone(tmp_path):
 
 
 def test_the_command_reproduces_the_arguments(tmp_path):
-    """Read by the shell's rules and by argparse, it is what the record says."""
-    parser = stage_parser("")
-    for name, options in {"--text": {}, "--only": {"nargs": "+"}, "--lr": {"type": float},
-                          "--refit": {"action": "store_true"}, "--steps": {"type": int},
-                          "--limit": {"type": int}, "--chat": {"nargs": "+", "default": []}, "--tasks": {},
-                          "--seed": {"type": int},
-                          "--bos": {"action": argparse.BooleanOptionalAction}}.items():
-        parser.add_argument(name, **options)
-    arguments = {"tasks": "it's <a> $text", "seed": 3, "only": ["piqa", "siqa"], "chat": [], "lr": 1e-5,
-                 "refit": True, "steps": 0, "limit": None, "bos": False}
-    for artifact, launcher in (("gqa/stage.json", "python"), ("train/stage.json", "torchrun")):
-        save(tmp_path, artifact, **arguments)
-        report.write(str(tmp_path))
-        page = (tmp_path / "report.html").read_text()
-        commands = re.findall(r"<details>.*?<pre>(.*?)</pre>", page, re.DOTALL)
-        words = shlex.split(html.unescape(next(text for text in commands if text.startswith(launcher))))
-        parsed = vars(parser.parse_args(words[words.index(ARTIFACTS[artifact]) + 1:]))
-        recorded = record(artifact, str(tmp_path), **arguments)["arguments"]
-        assert parsed == {"text": None, "force": False} | recorded
+    """Read by the shell's rules and by the stage, it is what the record says."""
+    given = vars(flags("--run", str(tmp_path), "--tasks", "it's <a> $text", "--only", "piqa", "siqa", "--lr",
+                       "1e-5", "--seed", "0", "--deterministic", "--no-recompute"))
+    save(tmp_path, "train/stage.json", **{name: value for name, value in given.items() if name != "run"})
+    save(tmp_path, "gqa/stage.json", untrained=True, update=False, name=None, only=[])
+    train, export = map(shlex.split, read(tmp_path).commands)
+    assert train[:4] == ["torchrun", "--nproc-per-node", "auto", "05_prune_train.py"]
+    assert vars(flags(*train[4:])) == given
+    assert export[:4] == ["python", "06_export.py", "--run", str(tmp_path)]
+    assert export[-1] == "--untrained" and len(export) == 5
 
 
 @pytest.mark.parametrize(("value", "text"), [

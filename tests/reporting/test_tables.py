@@ -12,6 +12,26 @@ from common.reporting.tables import (
     write_scores,
 )
 
+NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
+# ends a cell, a line or a comment, starts a tag or makes a terminal act
+ODD, SHOWN = "<!-- /scores -->\n| a\\b\x1b[2J \x9b", r"&lt;!-- /scores --> \| a\\b\\x1b[2J \\x9b"
+
+
+def figures(**changes) -> dict:
+    rates = dict(zip(NAMES, (0.25, 0.125, 0.75, 0.0625), strict=True))
+    averages = {f"{average}_{name}": value for average in ("macro", "micro") for name, value in rates.items()}
+    return {"tasks": {"boolq": {"questions": 4, "chance": 0.5} | rates}, "heads": 8, "kv_heads": 2,
+            "cache_bytes_per_token": 64.0, "prefill_tokens_per_s": 1000.4, "decode_tokens_per_s": 10.6,
+            "macro_chance": 0.5, "micro_chance": 0.4} | averages | changes
+
+
+def note_of(reference: dict, source: str = "demo", limit=None, seed=None, bos: bool = False) -> str:
+    return caption(reference, source, limit, seed, "cpu", bos=bos)
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
 
 @pytest.mark.parametrize(("align", "lines"), [
     ("", ["|         | loss |", "|---------|------|", "| teacher | 1.25 |", "| gqa     | 10   |"]),
@@ -21,61 +41,13 @@ def test_columns_are_padded_to_one_width(align, lines):
     assert markdown_table(("", "loss"), [("teacher", 1.25), ("gqa", 10)], align).splitlines() == lines
 
 
-@pytest.mark.parametrize(("text", "cell"), [
-    ("a|b", r"a\|b"),
-    ("a\\|b", r"a\\\|b"),
-    ("a\r\nb\n\tc", "a b c"),
-    ("<!-- /scores -->", "&lt;!-- /scores -->"),
-])
-def test_text_stays_in_its_cell(text, cell):
-    table = markdown_table(("name", "x"), [(text, "y")])
-    assert table.splitlines()[2] == f"| {cell} | y |"
-    assert len(table.splitlines()) == 3
-
-
-def figures(**changes) -> dict:
-    task = {"questions": 4, "chance": 0.5, "exact_match": 0.25, "exact_match_stderr": 0.125,
-            "likelihood": 0.75, "likelihood_stderr": 0.0625}
-    result = {"tasks": {"boolq": task}, "heads": 8, "kv_heads": 2, "cache_bytes_per_token": 64.0,
-              "prefill_tokens_per_s": 1000.4, "decode_tokens_per_s": 10.6,
-              "macro_chance": 0.5, "micro_chance": 0.4}
-    for average in ("macro", "micro"):
-        result |= {f"{average}_exact_match": 0.25, f"{average}_exact_match_stderr": 0.125,
-                   f"{average}_likelihood": 0.75, f"{average}_likelihood_stderr": 0.0625}
-    return result | changes
-
-
-def test_the_table_has_a_row_per_figure_and_a_column_per_checkpoint():
-    results = {"a": figures(perplexity=7.12345), "b": figures(perplexity=8, kv_heads=4)}
-    lines = results_table(results).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["", "chance", "a", "b"] and set(lines[1]) == {"|", "-"}
-    assert cells[2:] == [
-        ["**exact match, %**", "", "", ""],
-        ["boolq", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["*micro average, as published*", "40.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["*macro average*", "50.0", "25.0 ± 12.5", "25.0 ± 12.5"],
-        ["**likelihood, %**", "", "", ""],
-        ["boolq", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["*micro average, as published*", "40.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["*macro average*", "50.0", "75.0 ± 6.2", "75.0 ± 6.2"],
-        ["**cost**", "", "", ""],
-        ["perplexity", "", "7.123", "8.000"],
-        ["kv heads", "", "2 of 8", "4 of 8"],
-        ["KV bytes per token", "", "64", "64"],
-        ["prefill tokens/s", "", "1000", "1000"],
-        ["decode tokens/s", "", "11", "11"],
-    ]
-
-
 def test_every_figure_stands_under_its_checkpoint():
     """All differ: none may be another checkpoint's, metric's or average's."""
-    names = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
     results = {}
     for number, name in enumerate(("a", "b", "c")):
         rates = [iter((10 * place + 2 * number + 1) / 1000 for place in range(first, 12, 3))
                  for first in range(3)]
-        task, micro, macro = ({key: next(values) for key in names} for values in rates)
+        task, micro, macro = ({key: next(values) for key in NAMES} for values in rates)
         results[name] = figures(
             tasks={"boolq": {"questions": 4, "chance": 0.5 + number / 10} | task},
             micro_chance=0.51 + number / 10, macro_chance=0.52 + number / 10,
@@ -85,17 +57,18 @@ def test_every_figure_stands_under_its_checkpoint():
             **{f"micro_{key}": value for key, value in micro.items()},
             **{f"macro_{key}": value for key, value in macro.items()},
             **({"kl": number / 8, "agreement": 0.9 - number / 8} if number else {}))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in results_table(results).splitlines()]
-    assert rows[0] == ["", "chance", "a", "b", "c"]
-    assert rows[3:6] + rows[7:10] == [
+    header, _, *rows = cells(results_table(results))
+    assert header == ["", "chance", "a", "b", "c"]
+    assert rows == [
+        ["**exact match, %**", "", "", "", ""],
         ["boolq", "50.0", "0.1 ± 3.1", "0.3 ± 3.3", "0.5 ± 3.5"],
         ["*micro average, as published*", "51.0", "1.1 ± 4.1", "1.3 ± 4.3", "1.5 ± 4.5"],
         ["*macro average*", "52.0", "2.1 ± 5.1", "2.3 ± 5.3", "2.5 ± 5.5"],
+        ["**likelihood, %**", "", "", "", ""],
         ["boolq", "50.0", "6.1 ± 9.1", "6.3 ± 9.3", "6.5 ± 9.5"],
         ["*micro average, as published*", "51.0", "7.1 ± 10.1", "7.3 ± 10.3", "7.5 ± 10.5"],
-        ["*macro average*", "52.0", "8.1 ± 11.1", "8.3 ± 11.3", "8.5 ± 11.5"]]
-    assert rows[11:] == [
+        ["*macro average*", "52.0", "8.1 ± 11.1", "8.3 ± 11.3", "8.5 ± 11.5"],
+        ["**cost**", "", "", "", ""],
         ["perplexity", "", "7.000", "8.000", "9.000"],
         ["KL from the first, nats", "", "", "0.1250", "0.2500"],
         ["top-1 agreement", "", "", "0.7750", "0.6500"],
@@ -108,8 +81,7 @@ def test_every_figure_stands_under_its_checkpoint():
 def test_many_checkpoints_have_a_row_each():
     """The same cells as beside each other, and of chance only what there is."""
     results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
-    tables = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-              for table in results_table(results).split("\n\n")]
+    tables = [cells(table) for table in results_table(results).split("\n\n")]
     titles = ["boolq", "*micro average, as published*", "*macro average*"]
     assert [table[0] for table in tables] == [
         ["exact match, %", *titles], ["likelihood, %", *titles],
@@ -121,8 +93,7 @@ def test_many_checkpoints_have_a_row_each():
     assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000", "2 of 8", "64", "1000", "11"]
                              for number in range(7)]
     del results["gqa6"]
-    header = results_table(results).splitlines()[0].split("|")
-    assert [cell.strip() for cell in header[2:-1]] == ["chance", *results]
+    assert cells(results_table(results))[0] == ["", "chance", *results]
 
 
 def test_the_last_line_has_the_micro_average():
@@ -136,32 +107,20 @@ def test_the_last_line_has_the_micro_average():
     assert summary_line(results).startswith("a perplexity 7.250; b perplexity 8.500; KV cache ")
 
 
-HOSTILE = "a|b\n<!-- /scores -->"
-
-
-def test_names_break_neither_the_table_nor_the_card(tmp_path):
+def test_odd_text_breaks_neither_a_table_nor_a_caption_nor_the_card(tmp_path):
     """A second evaluation must find the place of the first, with nothing of the first left behind."""
-    reference = figures(perplexity=7.0, perplexity_text=HOSTILE)
-    note = caption(reference, HOSTILE, None, None, "cpu, float32", bos=False)
-    table = results_table({HOSTILE: reference})
-    assert "\n" not in note and {line.count(" | ") for line in table.splitlines()[2:]} == {2}
-    assert len(table.splitlines()) == 16
+    table = results_table({ODD: figures()})
+    notes = [note_of(figures(perplexity=7.0, perplexity_text=ODD) | changes, ODD)
+             for changes in ({}, {"tasks": {}})]
+    section = answers_section([ODD], {ODD: {"answers": [ODD]}})
+    for text, places, lines in ((table, 1, 15), (notes[0], 2, 1), (notes[1], 1, 1), (section, 3, 5)):
+        assert text.count(SHOWN) == places and len(text.splitlines()) == lines
+        assert "<" not in text and text.replace("\n", "").isprintable()
     card = tmp_path / "README.md"
     card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
-    for scores in (f"{table}\n\n{note}", "| 2 |"):
+    for scores in (f"{table}\n\n{ODD}<!-- scores -->", "| 2 |"):
         assert write_scores(str(tmp_path), scores)
     assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
-
-
-def test_a_caption_names_files_without_their_directories(tmp_path):
-    """And keeps the names of what is no file."""
-    (tmp_path / "held out.npy").touch()
-    (tmp_path / "tasks").mkdir()
-    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "of held out.npy: 3 rows."),
-                        ("c4 (a/b): 3 rows", "of c4 (a/b): 3 rows.")):
-        note = caption(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/", None, None, "cpu",
-                       bos=False)
-        assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
 
 
 def test_a_card_without_markers_is_left_alone(tmp_path):
@@ -172,13 +131,14 @@ def test_a_card_without_markers_is_left_alone(tmp_path):
         assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
 
 
-def test_text_does_not_reach_a_terminal_raw():
-    odd = "Red\x1b[2J\nand \x9b blue"
-    section = answers_section([odd], {odd: {"answers": [odd]}})
-    notes = [caption(figures(perplexity=7.0, perplexity_text=odd) | changes, odd, None, None, "cpu", bos=True)
-             for changes in ({}, {"tasks": {}})]
-    for text in (section, *notes):
-        assert r"Red\\x1b[2J and \\x9b blue" in text and text.replace("\n", "").isprintable()
+def test_a_caption_names_files_without_their_directories(tmp_path):
+    """And keeps the names of what is no file."""
+    (tmp_path / "held out.npy").touch()
+    (tmp_path / "tasks").mkdir()
+    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "of held out.npy: 3 rows."),
+                        ("c4 (a/b): 3 rows", "of c4 (a/b): 3 rows.")):
+        note = note_of(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/")
+        assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
 
 
 def test_a_caption_says_how_the_questions_were_chosen():
@@ -186,19 +146,10 @@ def test_a_caption_says_how_the_questions_were_chosen():
     reference = figures(tasks={"boolq": task, "piqa": task | {"questions": 6}})
     for limit, seed, shown in ((None, None, ""), (3, None, ", the first 3 per task"),
                                (3, 7, ", 3 per task drawn with seed 7")):
-        note = caption(reference, "demo", limit, seed, "cpu, float32", bos=True)
+        note = note_of(reference, "demo", limit, seed, bos=True)
         assert f": 10 validation questions (demo{shown}), " in note
-        assert "with a begin-of-sequence token. Speeds: one sequence on cpu, float32." in note
+        assert "with a begin-of-sequence token. Speeds: one sequence on cpu." in note
     alone = figures(tasks={})
-    assert caption(alone, "demo", None, None, "cpu", bos=False) == (
-        "Speeds: one sequence on cpu, no begin-of-sequence token.")
+    assert note_of(alone) == "Speeds: one sequence on cpu, no begin-of-sequence token."
     del alone["decode_tokens_per_s"]
-    assert caption(alone, "demo", None, None, "cpu", bos=False).startswith("Layer by layer on cpu")
-
-
-def test_a_caption_is_one_line_of_markdown():
-    odd = "<b>\n| a\\b"
-    for changes in ({}, {"tasks": {}}):
-        reference = figures(perplexity=7.0, perplexity_text=odd) | changes
-        note = caption(reference, odd, None, None, "cpu", bos=True)
-        assert note.count(r"&lt;b> \| a\\b") == 1 + ("tasks" not in changes) and "<" not in note
+    assert note_of(alone).startswith("Layer by layer on cpu")

@@ -1,6 +1,5 @@
 """Mutants are made of the documents' rows and of the rest of the code; unnoticed ones are reported."""
 
-import shutil
 import subprocess
 import sys
 
@@ -94,19 +93,16 @@ def test_all_code_is_mutated_and_tried_on_the_tests_of_its_folder(made):
 
 
 def run_mutants(home, tests: str, explained: str = "") -> subprocess.CompletedProcess:
-    (home / "tests").mkdir()
-    for name in ("mutants.py", "operators.py"):
-        shutil.copy(ROOT / "tests" / name, home / "tests")
-    (home / "AUDIT.md").write_text(AUDIT.format(tests))
-    (home / "module.py").write_text(SOURCE)
-    (home / "common").mkdir()
-    (home / "common" / "rest.py").write_text(REST_SOURCE)
-    (home / "tests" / "common").mkdir()
-    (home / "tests" / "common" / "test_rest.py").write_text(REST_TESTS)
-    (home / "tests" / "test_module.py").write_text(TESTS)
-    (home / "tests" / "packages.txt").write_text("")
-    (home / "tests" / "equivalents.txt").write_text(explained)
-    (home / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
+    files = {
+        "AUDIT.md": AUDIT.format(tests), "module.py": SOURCE, "tests/test_module.py": TESTS,
+        "common/rest.py": REST_SOURCE, "tests/common/test_rest.py": REST_TESTS,
+        "tests/packages.txt": "", "tests/equivalents.txt": explained,
+        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+        **{f"tests/{name}": (ROOT / "tests" / name).read_text() for name in ("mutants.py", "operators.py")},
+    }
+    for name, text in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
     subprocess.run(["git", "init", "-q", home], check=True)
     command = [sys.executable, home / "tests" / "mutants.py", "--verbose"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -96,59 +96,54 @@ def test_without_fusion_heads_are_the_means_of_their_groups(tmp_path):
     torch.testing.assert_close(pooled.state_dict(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_heads_fused_twice_are_the_averaged_model_of_heads_fused_once(tmp_path):
-    source = fused_tiny()[1]
-    source.save_pretrained(tmp_path)
-    second = {"key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]], "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]]}
+TWO = [GROUPS["key"][0], HALVES, [[0, 7, 3, 4], [1, 2, 5, 6]]]  # groups in every layer
+AGAIN = {"key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]], "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]]}
+
+
+@pytest.mark.parametrize(("first", "second", "kind", "kv_heads"), [
+    (None, {"key": TWO, "value": TWO}, LlamaForCausalLM, 2),
+    (None, {"key": [*TWO[:2], [EIGHT]], "value": [*TWO[:2], [EIGHT]]}, DhaForCausalLM, 1),
+    ({"key": [PAIRS] * 3, "value": [PAIRS] * 3},
+     {"key": [[[0, 3], [1, 2]]] * 3, "value": [[[0, 1], [2, 3]]] * 3}, DhaForCausalLM, 2),
+    (GROUPS, AGAIN, DhaForCausalLM, 1),
+    (GROUPS, {"key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]]},
+     LlamaForCausalLM, 1),
+])
+def test_fused_heads_are_fused_further_and_shared_groups_of_one_number_are_a_stock_llama(
+        first, second, kind, kv_heads, tmp_path):
+    source = tiny_model(bias=True)
+    if first:
+        fused_tiny(first)[1].save_pretrained(tmp_path)
+        source = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     averaged, fused = fused_pair(source, second)
+    assert type(fused) is kind and geometry(fused.config).kv_heads == kv_heads
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
-    assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
-    into_one = {"key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]]}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    fused_pair(loaded.eval(), into_one)[1].save_pretrained(tmp_path)
+    fused.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "llama" and config["num_key_value_heads"] == 1
-    assert config.keys().isdisjoint({"auto_map", "key_groups", "value_groups"})
+    if kind is LlamaForCausalLM:
+        assert config["model_type"] == "llama" and config["num_key_value_heads"] == kv_heads
+        assert config.keys().isdisjoint({"auto_map", "key_groups", "value_groups"})
+    if second is AGAIN:
+        assert config["key_groups"] == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+        assert config["value_groups"] == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
 
 
-def test_shared_groups_of_one_number_are_a_stock_llama_which_is_fused_further():
-    layers = [GROUPS["key"][0], HALVES, [[0, 7, 3, 4], [1, 2, 5, 6]]]
-    averaged, fused = fused_tiny({"key": layers, "value": layers})
-    assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 2
-    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    other_number = {kind: [*layers[:2], [EIGHT]] for kind in fusion.PROJECTIONS}
-    assert type(fused_tiny(other_number)[1]) is DhaForCausalLM
-
-    source = fused_tiny({"key": [PAIRS] * 3, "value": [PAIRS] * 3})[1]
-    averaged, fused = fused_pair(source, {"key": [[[0, 3], [1, 2]]] * 3, "value": [[[0, 1], [2, 3]]] * 3})
-    assert type(fused) is DhaForCausalLM and geometry(fused.config).kv_heads == 2
-    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-
-
-def test_decoding_with_the_cache_equals_the_whole_pass():
-    _, fused = fused_tiny()
-    whole, cache, steps = all_logits(fused, tokens(1))[0], None, []
-    with torch.no_grad():
-        for part in tokens(1).split((30, 1, 9), dim=1):
-            output = fused(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            steps.append(output.logits[0])
-    torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-4)
-
-
-def test_attention_implementations_agree_and_packed_samples_stay_apart(tmp_path):
+def test_attention_implementations_agree_step_by_step_too_and_packed_samples_stay_apart(tmp_path):
     _, fused = fused_tiny()
     fused.save_pretrained(tmp_path)
-    expected = all_logits(fused, tokens())
+    expected, cache, steps = all_logits(fused, tokens()), None, []
     for attention in ("eager", "sdpa", "packed"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
-    row, positions = tokens().view(1, -1), torch.arange(40).repeat(2)[None]
     with torch.no_grad():
-        samples = {"lengths": torch.tensor([40, 40]), "use_cache": False}
-        both = loaded(input_ids=row, position_ids=positions, **samples).logits[0]
+        both = loaded(input_ids=tokens().view(1, -1), position_ids=torch.arange(40).repeat(2)[None],
+                      lengths=torch.tensor([40, 40]), use_cache=False).logits[0]
+        for part in tokens()[:1].split((30, 1, 9), dim=1):
+            output = fused(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            steps.append(output.logits[0])
     torch.testing.assert_close(both, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(steps), expected[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -55,18 +55,6 @@ def random_losses(heads: int, seed: int) -> torch.Tensor:
     return ((losses + losses.T) / 2).fill_diagonal_(0)
 
 
-def test_a_walk_begins_with_a_random_grouping(monkeypatch):
-    monkeypatch.setattr(grouping, "HOT", grouping.COLD)  # and ends there
-    losses, first_heads = random_losses(8, 0).tolist(), set()
-    for seed in range(20):
-        loss, groups = grouping.walk(losses, 2, random.Random(seed))
-        assert sorted(itertools.chain(*groups)) == list(range(8))
-        assert [len(group) for group in groups] == [4, 4]
-        assert loss == grouping.within(losses, groups)
-        first_heads.add(frozenset(groups[0]))
-    assert len(first_heads) > 10
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
     for seed in range(4):
@@ -93,11 +81,16 @@ def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
         assert grouping.anneal(losses * 2**-14, 4, 6, seed) == best  # the scale of the losses does not matter
 
 
-def test_a_walk_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypatch):
-    temperatures = set()
+def test_a_walk_from_a_random_grouping_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypatch):
+    losses, temperatures, first_heads = random_losses(8, 0).tolist(), set(), set()
+    # None: no proposal is accepted
     monkeypatch.setattr(grouping, "accepts", lambda gain, temperature, draw: temperatures.add(temperature))
     for seed in range(20):  # a proposal within a group is none
-        grouping.walk(random_losses(4, 0).tolist(), 2, random.Random(seed))
+        loss, groups = grouping.walk(losses, 2, random.Random(seed))
+        assert sorted(sum(groups, [])) == EIGHT and [len(group) for group in groups] == [4, 4]
+        assert loss == grouping.within(losses, groups)
+        first_heads.add(frozenset(groups[0]))
+    assert len(first_heads) > 10
     expected = [100 * 0.9**step for step in range(110)]
     assert sorted(temperatures, reverse=True) == pytest.approx(expected)
 

@@ -16,6 +16,7 @@ from students import ALONE, Gradients
 from test_records import write
 
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
+SETTINGS = {"lr": 1e-3, "operator_lr": 2e-2, "lambda_lr": 5.0}
 FLAGS = SimpleNamespace(warmup=0.1, print_every=100, heldout_every=100)
 
 
@@ -26,8 +27,7 @@ def random_samples(count: int) -> list:
 
 def fusing(path: str, directory, ranks, count: int, margin_steps: int = 20):
     """Fusion of the model at `path`, begun in a directory or resumed there: its job and schedule."""
-    settings = {"steps": count, "lr": 1e-3, "operator_lr": 2e-2, "lambda_lr": 5.0}
-    job = training.begin(str(directory), settings, path, ranks, GROUPS)
+    job = training.begin(str(directory), SETTINGS | {"steps": count}, path, ranks, GROUPS)
     return job, training.make_schedule(DATA, count, FLAGS, margin_steps=margin_steps)
 
 
@@ -50,46 +50,49 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth():
     assert [schedule.rate(step) for step in (0, 9, 10, 55, 100)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_operator_gradient_is_that_of_the_whole_objective(tmp_path, group_of_one, monkeypatch, ranks):
-    """Of L_lm it is summed over ranks that are all alike; the fusion loss is added once."""
+@pytest.mark.parametrize(("groups", "multiplier", "ranks", "number", "margin"), [
+    (GROUPS, 3.0, 1, 100, 0.0), (GROUPS, 3.0, 2, 100, 0.0), (GROUPS, 3.0, 1, 1, 0.999 * 0.95),
+    (WHOLE, None, 1, 100, None)])
+def test_operator_gradient_is_that_of_the_whole_objective(
+        tmp_path, group_of_one, monkeypatch, groups, multiplier, ranks, number, margin):
+    """Of L_lm it is summed over ranks that are all alike; fusion adds its loss once, search does not."""
     def sum_over_ranks(leaves) -> None:
         for leaf in leaves:
             if leaf.grad is not None:
                 leaf.grad.mul_(ranks)
 
     monkeypatch.setattr(training, "sum_over_ranks", sum_over_ranks)
-    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
+    fusing = multiplier is not None
+    settings = SETTINGS if fusing else {name: SETTINGS[name] for name in ("lr", "operator_lr")}
+    job = training.begin(str(tmp_path), settings, save_tiny(tmp_path / "model"), group_of_one, groups)
     samples, trained = random_samples(4), training.operators_in(job.trainee)
-    multiplier = job.trainee.replicated[training.MULTIPLIER]
+    assert (training.MULTIPLIER in job.trainee.replicated) == fusing
     with torch.no_grad():
-        multiplier.fill_(3.0)
-        for name, changes in random_operators().items():
+        if fusing:
+            job.trainee.replicated[training.MULTIPLIER].fill_(multiplier)
+        for name, changes in random_operators(groups).items():
             trained[name].add_(0.1 * changes)
-    gradients(job, schedule, 40, [build_row(samples[:2], 4), build_row(samples[2:], 4)])  # t is 0
-
     operators = {name: operator.detach().clone().requires_grad_() for name, operator in trained.items()}
-    loss = text_loss(fusion.with_operators(tiny_model(), operators, GROUPS), samples)
+    schedule = training.make_schedule(DATA, 80, FLAGS, margin_steps=20)
+    figures = gradients(job, schedule, number, [build_row(samples[:2], 4), build_row(samples[2:], 4)])
+
+    loss = text_loss(fusion.with_operators(tiny_model(), operators, groups), samples)
     of_text = torch.autograd.grad(loss, list(operators.values()), retain_graph=True)
     assert all(gradient.any() for gradient in of_text)
-    (ranks * loss + 3.0 * fusion.fusion_loss(operators)).backward()
+    objective, of_fusion = ranks * loss, fusion.fusion_loss(operators)
+    if fusing:
+        excess = (of_fusion - margin).clamp(min=0)
+        assert (excess == 0) == (number == 1)  # within the margin
+        objective = objective + multiplier * excess
+        assert (figures["lambda"], figures["margin"]) == (multiplier, pytest.approx(margin))
+        ascent = job.trainee.replicated[training.MULTIPLIER].grad
+        assert float(ascent) == pytest.approx(float(excess.detach()))
+    objective.backward()
     for name, operator in operators.items():
         torch.testing.assert_close(trained[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
-    assert float(multiplier.grad) == pytest.approx(float(fusion.fusion_loss(operators).detach()))
-
-
-def test_no_gradient_pulls_while_the_fusion_loss_is_within_its_margin(tmp_path, group_of_one):
-    job, schedule = fusing(save_tiny(tmp_path / "model"), tmp_path, group_of_one, 80)
-    multiplier = job.trainee.replicated[training.MULTIPLIER]
-    with torch.no_grad():
-        multiplier.fill_(3.0)
-    figures = gradients(job, schedule, 1, [])  # t is 0.95, the fusion loss of the start about 0.5
-    assert figures["margin"] == pytest.approx(0.999 * 0.95) and figures["fusion_loss"] < figures["margin"]
-    assert figures["lambda"] == 3.0 and float(multiplier.grad) == 0
-    assert all(not operator.grad.any() for operator in training.operators_in(job.trainee).values())
-    figures = gradients(job, schedule, 19, [])
-    excess = figures["fusion_loss"] - figures["margin"]
-    assert float(multiplier.grad) == pytest.approx(excess) and excess > 0
+    assert figures["fusion_loss"] == pytest.approx(float(of_fusion.detach()))
+    assert ("heldout" in figures) == (number == 100)
+    assert figures.get("heldout", float(loss.detach())) == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
 def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_path, group_of_one):
@@ -107,25 +110,6 @@ def test_weights_and_operators_descend_and_lambda_ascends_each_at_its_rate(tmp_p
     for name, operator in fusion.starting_operators(GROUPS, 8).items():
         torch.testing.assert_close(job.trainee.replicated[name].detach(), operator - 2e-2)
     assert rates[weight] == 1e-3 and bool(((weight.detach() - before).full_tensor() < 0).all())
-
-
-def test_search_trains_operators_by_the_language_model_loss_alone(tmp_path, group_of_one):
-    path, samples = save_tiny(tmp_path / "model"), random_samples(4)
-    settings = {"lr": 1e-3, "operator_lr": 1e-2}
-    job = training.begin(str(tmp_path), settings, path, group_of_one, WHOLE)
-    assert training.MULTIPLIER not in job.trainee.replicated
-    schedule = training.make_schedule(DATA, 10, FLAGS)
-    figures = gradients(job, schedule, 0, [build_row(samples, 4)])
-    assert "heldout" not in gradients(job, schedule, 1, [])
-
-    start = fusion.starting_operators(WHOLE, 8)
-    operators = {name: operator.clone().requires_grad_() for name, operator in start.items()}
-    loss = text_loss(fusion.with_operators(tiny_model(), operators, WHOLE), samples)
-    loss.backward()
-    assert figures["fusion_loss"] == pytest.approx(float(fusion.fusion_loss(start)))
-    assert figures["heldout"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, operator in operators.items():
-        torch.testing.assert_close(job.trainee.replicated[name].grad, operator.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow

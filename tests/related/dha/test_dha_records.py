@@ -1,7 +1,6 @@
 """related/dha: records of its artifacts, and the report."""
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -72,17 +71,17 @@ def test_tokens_of_search_and_fusion_count_before_those_of_training(tmp_path):
     assert points == [[0, 5.0], [2 * 32, 4.6], [3 * 32, 4.6], [7 * 32, 4.4]]
 
 
-@pytest.mark.parametrize(
-    "field, value", [("tokens", 320), ("data", {"length": 3}), ("batch", 8), ("cache_bytes_per_token", 65.0)]
-)
-def test_rows_that_cannot_be_compared_are_refused(field, value, tmp_path, monkeypatch):
-    row = example_records()[records.PRETRAIN]["summary"]
-    rows = {"source": row | {"cache_bytes_per_token": 256.0}, "pool": dict(row), "dha": row}
-    monkeypatch.setattr(report, "read", lambda path, stage: {"summary": rows[os.path.basename(path)]})
-    assert report.read_rows(str(tmp_path), list(rows)) == rows
-    rows["pool"][field] = value
-    with pytest.raises(UserError, match=f"pool: expected the {field} of dha"):
-        report.read_rows(str(tmp_path), list(rows))
+@pytest.mark.parametrize("place, value", [
+    (("tokens",), 320), (("data", "length"), 3), (("batch",), 8), (("cache_bytes_per_token",), 65.0)])
+def test_rows_that_cannot_be_compared_are_refused(place, value, tmp_path):
+    record, names = example_records()[records.PRETRAIN], ["source", "pool", "dha"]
+    for name in names:
+        cache = 256.0 if name == "source" else 64.0
+        write(tmp_path / name, changed(record, ("summary", "cache_bytes_per_token"), cache))
+    assert list(report.read_rows(str(tmp_path), names)) == names
+    write(tmp_path / "pool", changed(record, ("summary", *place), value))
+    with pytest.raises(UserError, match=f"pool: expected the {place[0]} of dha"):
+        report.read_rows(str(tmp_path), names)
 
 
 def test_every_figure_of_a_row_stands_under_its_title():

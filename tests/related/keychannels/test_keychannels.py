@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from common.errors import UserError
@@ -123,9 +122,8 @@ def random_text(length: int, seed: int) -> list[int]:
     return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def two_texts(second: int = 13) -> dict:
-    """A batch of a text of 20 tokens and a shorter one."""
-    return batch_of([random_text(20, 0), random_text(second, 1)])
+def texts(*lengths: int) -> list[list[int]]:
+    return [random_text(length, seed) for seed, length in enumerate(lengths)]
 
 
 def second_prompt(first: dict, length: int, seed: int = 7) -> dict:
@@ -172,7 +170,7 @@ def states(model, tokens: torch.Tensor) -> list[list]:
 @pytest.mark.parametrize("select", SELECTORS)
 def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name, select):
     model = tiny_model(**MODELS[name])
-    batch = batch_of([random_text(20, 0), random_text(13, 1), random_text(6, 2)])
+    batch = batch_of(texts(20, 13, 6))
     pruned, whole = prefilled(model, batch, select=select), DynamicCache(config=model.config)
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 8)
     logits(model, batch, whole)
@@ -189,9 +187,9 @@ def test_channels_are_those_of_each_sample_alone(name):
 
     The shortest has padding among the observed queries.
     """
-    model, texts = tiny_model(**MODELS[name]), [random_text(20, 0), random_text(13, 1), random_text(6, 2)]
-    think, grown = (prefilled(model, batch_of(texts), select=select) for select in ("think", "greedy"))
-    for sample, text in enumerate(texts):
+    model, samples = tiny_model(**MODELS[name]), texts(20, 13, 6)
+    think, grown = (prefilled(model, batch_of(samples), select=select) for select in ("think", "greedy"))
+    for sample, text in enumerate(samples):
         seen = states(model, torch.tensor([text]))
         for first, second, (queries, keys, *_) in zip(think.layers, grown.layers, seen, strict=True):
             group = queries.shape[1] // keys.shape[1]
@@ -203,12 +201,13 @@ def test_channels_are_those_of_each_sample_alone(name):
                 assert second.channels[sample, head].tolist() == (~together).nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("length", [20, 4])
-def test_a_second_prompt_after_a_short_one_is_not_pruned(length):
+@pytest.mark.parametrize(("first", "length", "settings"), [
+    (4, 20, {"recent": 5, "prompt": 4}), (4, 4, {"recent": 5, "prompt": 4}), (1, 1, {"recent": 1})])
+def test_a_second_prompt_after_a_short_one_is_not_pruned(first, length, settings):
     """Only the end of the first prompt prunes, even when it was too short to."""
-    model, batch = tiny_model(), batch_of([random_text(4, 0)])
-    cache, plain = prefilled(model, batch), DynamicCache(config=model.config)
-    logits(model, batch, plain)
+    model, batch = tiny_model(), batch_of(texts(first))
+    cache, plain = KeyChannelCache(model, 0.5, **settings), DynamicCache(config=model.config)
+    assert torch.equal(logits(model, batch, cache), logits(model, batch, plain))
     second = second_prompt(batch, length)
     assert torch.equal(logits(model, second, cache), logits(model, second, plain))
     assert all(layer.channels is None for layer in cache.layers)
@@ -219,15 +218,11 @@ def test_a_prompt_of_one_token_is_pruned_where_no_key_is_recent():
     cache = KeyChannelCache(model, 0.5, recent=0)
     logits(model, batch_of([[7]]), cache)
     assert all(layer.channels.shape[-1] == layer.pruned.shape[-1] == 4 for layer in cache.layers)
-    cache = KeyChannelCache(model, 0.5, recent=1)
-    for batch in (batch_of([[7]]), second_prompt(batch_of([[7]]), 1)):
-        logits(model, batch, cache)
-    assert all(layer.channels is None for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
-    model, batch = tiny_model(**MODELS[name]), two_texts()
+    model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13))
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.3  # not that of sdpa's default
     plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
@@ -241,31 +236,11 @@ def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     assert not cache.is_croppable  # channels are chosen once
 
 
-def two_turns(model, batch: dict, cache) -> torch.Tensor:
-    """Tokens after the prompt: a generated answer, a question and a second generated answer."""
-    length = batch["input_ids"].shape[1]
-    first = model.generate(**batch, **GENERATION, past_key_values=cache)
-    asked = torch.cat((first, torch.tensor([[3, 1, 4, 1, 5]]).expand(len(first), 5)), 1)
-    mask = pad(batch["attention_mask"], (0, asked.shape[1] - length), value=1)
-    answer = model.generate(input_ids=asked, attention_mask=mask, **GENERATION, past_key_values=cache)
-    assert torch.equal(answer[:, : asked.shape[1]], asked) and cache.get_seq_length() == answer.shape[1] - 1
-    return answer[:, length:]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_generation_and_a_second_prompt(name):
-    """Tokens of a padded batch are those of each sample alone, in two turns."""
-    model, batch = tiny_model(**MODELS[name]).double(), two_texts()
-    together = two_turns(model, batch, KeyChannelCache(model, **PRUNING))
-    for row, text in zip(together, (random_text(20, 0), random_text(13, 1)), strict=True):
-        assert torch.equal(two_turns(model, batch_of([text]), KeyChannelCache(model, **PRUNING))[0], row)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [1, 3, 19])  # the 7 observed queries lie in several chunks
 def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
     """Tokens, tensors and bytes of the cache are those after the same prompt in one forward pass."""
-    model, batch = tiny_model(**MODELS[name]).double(), two_texts(5)
+    model, batch = tiny_model(**MODELS[name]).double(), batch_of(texts(20, 5))
     whole, chunked = KeyChannelCache(model, **PRUNING), KeyChannelCache(model, **PRUNING, prompt=20)
     tokens = model.generate(**batch, **GENERATION, past_key_values=whole)
     flags = GENERATION | {"prefill_chunk_size": chunk}
@@ -277,7 +252,7 @@ def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
 
 
 def test_a_prompt_in_chunks_of_unknown_length_is_refused():
-    model, batch = tiny_model(), two_texts()
+    model, batch = tiny_model(), batch_of(texts(20, 13))
     for size, found in ((6, "padding at the end"), (8, "passes of 8 and 8 tokens"), (12, "passes of 12")):
         with pytest.raises(UserError, match="KeyChannelCache.prompt=.*, found " + found):
             model.generate(**batch, **GENERATION, prefill_chunk_size=size,
@@ -290,7 +265,7 @@ def test_a_prompt_in_chunks_of_unknown_length_is_refused():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_freed(name):
-    model, batch = tiny_model(**MODELS[name]), batch_of([random_text(40, 0), random_text(40, 1)])
+    model, batch = tiny_model(**MODELS[name]), batch_of(texts(40, 40))
     plain, cache = DynamicCache(config=model.config), prefilled(model, batch)
     logits(model, batch, plain)
     heads = model.config.num_key_value_heads
@@ -311,7 +286,7 @@ def test_memory_is_freed(name):
     ("batch_repeat_interleave", 2, [0, 0, 1, 1])])
 def test_samples_of_a_cache_can_be_moved(change, argument, order):
     """Beam search reorders, repeats and selects samples."""
-    model, batch = tiny_model(**MODELS["gqa"]), two_texts()
+    model, batch = tiny_model(**MODELS["gqa"]), batch_of(texts(20, 13))
     second, cache = second_prompt(batch, 4), prefilled(model, batch)
     expected = logits(model, second, prefilled(model, batch))
     getattr(cache, change)(argument)
@@ -321,7 +296,7 @@ def test_samples_of_a_cache_can_be_moved(change, argument, order):
 
 def test_layers_with_a_sliding_window_keep_their_own_cache():
     shape = {"sliding_window": 8, "max_window_layers": 1, "num_key_value_heads": 2}
-    model, batch = tiny_model(model_type="qwen2", use_sliding_window=True, **shape), two_texts()
+    model, batch = tiny_model(model_type="qwen2", use_sliding_window=True, **shape), batch_of(texts(20, 13))
     pruned = prefilled(model, batch)
     assert [isinstance(layer, KeyChannelLayer) for layer in pruned.layers] == [True, False, False]
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 6)
@@ -339,10 +314,7 @@ def test_what_cannot_be_pruned_is_refused():
                       {"observed": 0}, {"prompt": 0}):
         with pytest.raises(UserError, match="key channels: expected"):
             KeyChannelCache(model, **({"ratio": 0.5} | arguments))
-
-
-def test_decoding_that_takes_tokens_back_is_refused_before_it_starts():
-    model, batch, cache = tiny_model(), batch_of([random_text(20, 0)]), KeyChannelCache(tiny_model(), 0.5)
+    cache = KeyChannelCache(model, 0.5)
     with pytest.raises(UserError, match="key channels: expected .*, found prompt lookup, an assistant"):
-        model.generate(**batch, **GENERATION, prompt_lookup_num_tokens=3, past_key_values=cache)
-    assert cache.get_seq_length() == 0
+        model.generate(**batch_of(texts(20)), **GENERATION, prompt_lookup_num_tokens=3, past_key_values=cache)
+    assert cache.get_seq_length() == 0  # before any decoding

@@ -10,7 +10,8 @@ from common.models import load_config
 from helpers import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
-from skipless_models import COMPARE, FOLD, TRAIN, matrices, model_of, tokens
+from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of, tokens
+from training_runs import flip
 
 SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
 
@@ -51,10 +52,6 @@ def test_sweep_gives_every_q_its_condition_number_and_keeps_its_norm():
     lines = compare.sweep(model, tokens())
     errors = [line["float64"] for line in lines]
     assert [line["condition"] for line in lines] == compare.SWEEP and errors[-1] > 1e4 * errors[0]
-
-
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def test_the_last_line_counts_invertible_matrices():
@@ -144,17 +141,6 @@ def test_the_report_folds_random_real_and_trained_models(compared):
 
 
 @pytest.mark.slow
-def test_the_report_refuses_what_is_missing_or_changed(compared, inputs, tmp_path):
-    home, _, model = compared
-    flags = ["--run", tmp_path / "run", "--model", model, "--text", inputs["text"], "--length", 32, "--force"]
-    expect_error("serial not found; run related/skipless/train.py first", COMPARE, *flags)
-    copy_run(home, tmp_path / "run")
-    weights = tmp_path / "run" / "parallel" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    expect_error("its content does not match", COMPARE, *flags)
-
-
-@pytest.mark.slow
 def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
     home, _, _ = compared
     flags = ["--run", home, "--text", inputs["text"], "--length", 32]
@@ -175,13 +161,18 @@ def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
 
 
 @pytest.mark.slow
-def test_fold_refuses_what_it_cannot_do(compared, inputs):
+def test_what_cannot_be_folded_or_reported_is_refused(compared, inputs, tmp_path):
     home, _, model = compared
-    flags = ["--run", home, "--text", inputs["text"], "--length", 32, "--out", home / "new"]
+    text = ["--text", inputs["text"], "--length", 32]
     for changes, message in (
         (["--model", model], "norms and skip connections"),
         (["--max-condition", 0.5], "serial: layer 0: expected Q of condition number at most 5e-01"),
         (["--length", 257], "--length: expected 1 to 256"),
     ):
-        expect_error(message, FOLD, *flags, *changes)
+        expect_error(message, FOLD, "--run", home, *text, "--out", home / "new", *changes)
     assert not (home / "new").exists()
+    report = ["--run", tmp_path / "run", "--model", model, *text, "--force"]
+    expect_error("serial not found; run related/skipless/train.py first", COMPARE, *report)
+    copy_run(home, tmp_path / "run")
+    flip(tmp_path / "run" / "parallel" / "model.safetensors")
+    expect_error("its content does not match", COMPARE, *report)

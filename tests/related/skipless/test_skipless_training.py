@@ -16,7 +16,8 @@ from common.training.packing import batch_indices
 from helpers import copy_run, expect_error, run, save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
-from skipless_models import TRAIN, model_of, tokens
+from skipless_models import TRAIN, cells, model_of, tokens
+from training_runs import interrupt
 
 
 def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -93,17 +94,10 @@ def test_training_learns_every_next_token(inputs, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stopped_training_resumes_to_the_same_weights_with_the_same_settings_alone(
-        inputs, tmp_path, monkeypatch):
-    steps = train.steps
-
-    def two_steps(job, schedule, samples):
-        yield from steps(job, schedule, samples, until=2)
-        job.stopped = True  # as if by a signal
-
+def test_a_stopped_training_resumes_to_the_same_weights_with_the_same_settings_alone(inputs, tmp_path):
     run(TRAIN, *flags(tmp_path / "whole", inputs))
-    with monkeypatch.context() as patched:
-        patched.setattr("common.training.engine.steps", two_steps)
+    with pytest.MonkeyPatch.context() as patched:
+        interrupt(patched, 1)
         run(TRAIN, *flags(tmp_path / "run", inputs), code=STOPPED)
     before, text = contents(tmp_path / "run"), tmp_path / "text.txt"
     assert any("step-00000002" in name for name in before)
@@ -143,10 +137,9 @@ def test_the_table_of_variants_has_their_distance_from_the_full_model_of_each_se
     """A mean and its standard error, with n - 1."""
     losses = {"full": [5.0, 5.5, 5.1], "without Q and P": [5.1, 5.9, 5.1]}
     *_, full, without = train.table(losses, {"full": 2000, "without Q and P": 1000}).splitlines()
-    assert [cell.strip() for cell in full.split("|")[1:-1]] == ["full", "2,000", "5.200", ""]
     distance = f"+{0.5 / 3:.3f} ± {sem([0.1, 0.4, 0.0]):.3f}"
-    assert [cell.strip() for cell in without.split("|")[1:-1]] == [
-        "without Q and P", "1,000", f"{16.1 / 3:.3f}", distance]
+    assert cells(full) == ["full", "2,000", "5.200", ""]
+    assert cells(without) == ["without Q and P", "1,000", f"{16.1 / 3:.3f}", distance]
     for seeds in (1, 2):
         losses = {"full": [5.0] * seeds, "without Q and P": [5.25] * seeds}
         text = train.table(losses, {"full": 2, "without Q and P": 1})
