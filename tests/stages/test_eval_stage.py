@@ -50,7 +50,7 @@ def evaluation(inputs, tmp_path_factory):
     return home, arguments, done.stdout
 
 
-def test_metrics_follow_from_the_answers(evaluation, inputs):
+def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, inputs):
     home, _, output = evaluation
     written, outcomes = json.loads((home / "run" / "eval.json").read_text()), read_outcomes(home / "run")
     assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
@@ -68,6 +68,11 @@ def test_metrics_follow_from_the_answers(evaluation, inputs):
         assert "{:.1f} ± {:.1f}".format(*percent) in output
     assert "averaged over questions (micro, the paper's Avg.)" in (home / "run" / "eval.md").read_text()
     assert output.count(f"reads   {inputs['text']}: ") == 1  # though both checkpoints read it
+    card = (home / "card.md").read_text()
+    for part in ("24 validation questions", "3 per task drawn with seed 1", "| 4 of 8 ", "| 2 of 8 ",
+                 "text.txt", "cpu, float32"):
+        assert part in card
+    assert not (home / "first" / "README.md").exists()
 
 
 def test_answers_are_those_of_the_questions(evaluation, inputs):
@@ -81,15 +86,6 @@ def test_answers_are_those_of_the_questions(evaluation, inputs):
         assert row["label"] == example.label and row["exact"] == (row["generated"] == example.answer)
         assert len(row["likelihood_scores"]) == len(example.choices)
         assert row["likelihood_choice"] == numpy.argmax(row["likelihood_scores"])
-
-
-def test_scores_are_put_into_the_card(evaluation):
-    home, _, _ = evaluation
-    card = (home / "card.md").read_text()
-    for part in ("24 validation questions", "3 per task drawn with seed 1", "| 4 of 8 ", "| 2 of 8 ",
-                 "text.txt", "cpu, float32"):
-        assert part in card
-    assert not (home / "first" / "README.md").exists()
 
 
 def test_a_checkpoint_replaced_while_it_is_measured_is_refused(inputs, tmp_path, monkeypatch):
@@ -218,14 +214,6 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
             assert results[name][figure] == expected[name][figure]
 
 
-def test_text_of_the_model_length_is_read_where_none_is_asked_for(evaluation, inputs):
-    home, arguments, _ = evaluation
-    flags = [flag for flag in arguments if flag not in ("--length", 64)]
-    other = home / "whole-length"
-    run("07_eval.py", *flags, "--run", other, "--only", "boolq", "--limit", 1)
-    assert json.loads((other / "eval.json").read_text())["results"]["a"]["perplexity_tokens"] == 2 * 256
-
-
 def test_one_value_that_is_not_finite_is_enough():
     require_finite([0.5, -3.0], "a", tiny_model())
     for value in (math.nan, math.inf, -math.inf):
@@ -323,7 +311,7 @@ def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags)
 
 
 def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, inputs, tmp_path, monkeypatch):
-    """A run of the demo model needs neither --tasks nor --text."""
+    """A run of the demo model needs neither --tasks nor --text; sequences have the model's length."""
     home = copy_run(aligned_run, tmp_path / "run")
     record = json.loads((home / "calibration" / "stage.json").read_text())
     record["model"]["name"] = "demo"
@@ -334,8 +322,9 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     (demo / "text" / "heldout.txt").write_text("held out " * 100)
     monkeypatch.setattr("common.data.demo.DEMO_HOME", str(demo))
     monkeypatch.setattr(text, "DEMO_HOME", str(demo))
-    run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--length", 32, "--sequences", 2)
+    run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--sequences", 2)
     figures = json.loads((home / "eval.json").read_text())["results"]["merged"]
+    assert figures["perplexity_tokens"] == 2 * 256
     assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
     assert "(tasks, the first 1 per task)" in (home / "eval.md").read_text()
 
