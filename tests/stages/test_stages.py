@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,14 +120,6 @@ def test_activations_that_overflow_are_named(inputs, tmp_path):
                  tmp_path / "run", "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
 
 
-def test_the_defaults_are_the_papers(monkeypatch):
-    """Calibration on 128 sequences of 2048 tokens; Algorithm 2 with 200 starts of 3000 swaps."""
-    monkeypatch.setattr(sys, "argv", ["stage"])
-    calibrate, group = (runpy.run_path(str(ROOT / STAGES[number])) for number in ("01", "03"))
-    assert (calibrate["parse"]().sequences, calibrate["LENGTH"]) == (128, 2048)
-    assert (group["parse"]().restarts, group["parse"]().iterations) == (200, 3000)
-
-
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
     """Figure 2: the cosines of evenly spaced layers, or of those asked for; of version 1: of all pairs."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
@@ -174,13 +165,6 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
     run("02_similarity.py", "--run", home, "--force")
     assert sha256(record) != expected
     assert read(home / "similarity.json")["inputs"] == {"calibration": expected}
-
-
-def test_groups_of_another_calibration_are_refused(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs)[:-1], 5, "--force")
-    message = f"{home}/groups.json: expected groups of heads in {home}/calibration, found those of another"
-    expect_error(message, "04_align.py", "--run", home, "--force")
 
 
 def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
@@ -260,14 +244,16 @@ def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(align
     assert set(read(aligned_run / "aligned" / "stage.json")["inputs"]) == {"calibration", "groups.json"}
 
 
-def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
-    """One token predicts none: a perplexity would be NaN."""
+def test_a_calibration_of_one_token_is_compared_on_two_and_refits_nothing(inputs, tmp_path):
+    """One token predicts none: a perplexity would be NaN. Of one sequence none is left to judge a refit."""
     home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--sequences", 1, "--length", 1)
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, *GROUPING)
     run("04_align.py", "--run", home)
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
+    message = "calibration: expected two sequences or more for --refit, found 1"
+    expect_error(message, "04_align.py", "--run", home, "--force", "--refit")
 
 
 def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(inputs, tmp_path):
@@ -277,14 +263,6 @@ def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(
     write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 10**6, "<i4"))
     with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
         unread(tmp_path / "rows.npy", inputs["model"], 50)
-
-
-def test_calibration_does_not_reach_into_what_is_held_out(inputs, tmp_path):
-    (tmp_path / "text.txt").write_text("x" * 540)
-    arguments = ["--run", tmp_path / "run", *calibrate_arguments(inputs), "--text", tmp_path / "text.txt"]
-    message = "text.txt: expected 8 x 64 = 512 tokens in its training part, found 487"
-    expect_error(message, "01_calibrate.py", *arguments)
-    run("01_calibrate.py", *arguments, "--sequences", 7)
 
 
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
