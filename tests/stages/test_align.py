@@ -428,21 +428,6 @@ def test_the_check_reads_as_much_as_asked_and_a_changed_text_is_another_input(al
     expect_error("made from another other.txt", "04_align.py", "--run", home, *asked)
 
 
-def test_the_check_reads_512_tokens_of_longer_calibrations(aligned_run, monkeypatch):
-    opened = Calibration.__init__
-
-    def longer(self, path):
-        opened(self, path)
-        self.summary = self.summary | {"length": 1000}
-
-    def refused(length, default, *_, **__):
-        raise UserError(f"{length}, else {default}")
-
-    monkeypatch.setattr(Calibration, "__init__", longer)
-    monkeypatch.setattr("common.data.text.sequence_length", refused)
-    expect_error("None, else 512", "04_align.py", "--run", aligned_run, "--force")
-
-
 def test_everything_is_computed_on_the_device_asked_for(aligned_run, tmp_path, monkeypatch):
     """Of several names for a CPU."""
     home, used, grams = copy_run(aligned_run, tmp_path / "run"), set(), Calibration.grams

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.calibration import Calibration
-from common.data.sources import DataContext, read_sequences, read_unread
+from common.data.sources import DataContext, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.files import sha256
@@ -256,15 +256,6 @@ def test_a_calibration_of_one_token_is_compared_on_two_and_refits_nothing(inputs
     expect_error(message, "04_align.py", "--run", home, "--force", "--refit")
 
 
-def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(inputs, tmp_path):
-    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 7, "<i4"))
-    tokens, description = unread(tmp_path / "rows.npy", inputs["model"], 50)
-    assert tokens.tolist() == [[7] * 50] * 4 and "part of the calibration's text" in description
-    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 10**6, "<i4"))
-    with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
-        unread(tmp_path / "rows.npy", inputs["model"], 50)
-
-
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
     """Four sequences for the equivalence check, of a text that has calibrated."""
     origin = DataContext(model, str(path.parent), "cpu")
@@ -289,22 +280,13 @@ def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_pa
         assert tokens.tolist() == rows and "part of the calibration's text" not in description
 
 
-def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inputs, tmp_path, monkeypatch):
-    (tmp_path / "text").mkdir()
-    for split in ("train", "heldout"):
-        (tmp_path / "text" / f"{split}.txt").write_text(f"Of the {split} part. " * 100)
-    monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
-    origin = DataContext(inputs["model"], str(tmp_path), "cpu")
-    tokens, _ = read_unread({"arguments": {"text": "demo"}}, origin, 4, 50)
-    assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, HELDOUT)[0])
-
-
 def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
     """Where the held-out part is too short."""
-    short, documents = tmp_path / "short.txt", tmp_path / "documents.jsonl"
+    short, documents, rows = (tmp_path / name for name in ("short.txt", "documents.jsonl", "rows.npy"))
     short.write_text("Some text. " * 50)
     documents.write_text(json.dumps({"text": "word " * 60}) + "\n")
-    for path in (short, documents):
+    write_array(str(rows), np.full((8, 70), 7, "<i4"))
+    for path in (short, documents, rows):
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
     home = copy_run(aligned_run, tmp_path / "run")
@@ -314,6 +296,9 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, in
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
         assert f"reads   {words[-1] if words else inputs['text']}: packed (1 of 1 documents have" in printed
         assert "may be higher" not in printed
+    write_array(str(rows), np.full((8, 70), 10**6, "<i4"))
+    with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
+        unread(rows, inputs["model"], 60)
 
 
 @torch.no_grad()
@@ -331,16 +316,20 @@ def share_heads(model) -> None:
 
 @torch.no_grad()
 def test_heads_that_are_functions_of_another_are_grouped_and_merged_without_loss(inputs, tmp_path):
-    model, home, tokens = tiny_model(), tmp_path / "run", torch.arange(60)[None]
+    """The equivalence check reads at most 512 tokens a sequence."""
+    model = tiny_model(max_position_embeddings=600)
+    home, tokens = tmp_path / "run", torch.arange(60)[None]
     share_heads(model)
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
+    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:],
+        "--sequences", 1, "--length", 600)
     run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
     assert read(home / "groups.json")["groups"] == [[[0, 2, 4, 6], [1, 3, 5, 7]]] * LAYERS
     logits = model(tokens).logits
     for merge, allowed in (("closed-form", (0, 1e-3)), ("mean", (0.1, 100))):
-        run("04_align.py", "--run", home, "--merge", merge, "--force")
+        done = run("04_align.py", "--run", home, "--merge", merge, "--sequences", 1, "--force")
+        assert "; 512 tokens\n" in done.stdout
         merged = AutoModelForCausalLM.from_pretrained(home / "merged")
         assert allowed[0] < (merged(tokens).logits - logits).abs().max() < allowed[1]
