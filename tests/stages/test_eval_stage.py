@@ -32,6 +32,10 @@ from helpers import (
 stage7 = importlib.import_module("07_eval")
 
 
+def results_of(home) -> dict[str, dict]:
+    return json.loads((home / "eval.json").read_text())["results"]
+
+
 def read_outcomes(home) -> list[dict]:
     return [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
 
@@ -154,8 +158,7 @@ def test_layer_by_layer_metrics_are_the_whole_models(evaluation):
     other, flags = home / "layerwise", [*arguments, "--layerwise"]
     del flags[flags.index("--tasks") : flags.index("--tasks") + 2]
     done = run("07_eval.py", *flags, "--run", other)
-    results, expected = (json.loads((place / "eval.json").read_text())["results"]
-                         for place in (other, home / "run"))
+    results, expected = results_of(other), results_of(home / "run")
     for name in ("a", "b"):
         assert results[name].pop("perplexity") == pytest.approx(expected[name]["perplexity"], rel=1e-6)
         assert results[name].pop("tasks") == {}
@@ -207,8 +210,7 @@ def test_a_model_too_large_for_one_gpu_is_spread_over_all(evaluation, tmp_path, 
     assert maps == ["auto", "auto"] and "first, spread over all GPUs" in done.stdout
     answered = [row for row in read_outcomes(home / "run") if row["task"] == "piqa"]
     assert read_outcomes(tmp_path / "run") == answered and len(answered) == 2 * 3
-    results, expected = (json.loads((place / "eval.json").read_text())["results"]
-                         for place in (tmp_path / "run", home / "run"))
+    results, expected = results_of(tmp_path / "run"), results_of(home / "run")
     for name in ("a", "b"):
         for figure in ("perplexity", "cache_bytes_per_token"):
             assert results[name][figure] == expected[name][figure]
@@ -300,7 +302,7 @@ def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags)
     models = ["--model", f"a={inputs['model']}", f"b={inputs['model']}", f"other={other}"]
     words = ["--tasks", "none", "--length", 32, "--sequences", 2, *flags]
     run("07_eval.py", "--run", tmp_path / "run", *models, *words, "--text", texts)
-    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    results = results_of(tmp_path / "run")
     assert [name for name, figures in results.items() if "kl" in figures] == ([] if flags else ["b"])
     assert results["other"]["perplexity"] == results["a"]["perplexity"]
     rows = tmp_path / "rows.npy"
@@ -323,7 +325,7 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     monkeypatch.setattr("common.data.demo.DEMO_HOME", str(demo))
     monkeypatch.setattr(text, "DEMO_HOME", str(demo))
     run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--sequences", 2)
-    figures = json.loads((home / "eval.json").read_text())["results"]["merged"]
+    figures = results_of(home)["merged"]
     assert figures["perplexity_tokens"] == 2 * 256
     assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
     assert "(tasks, the first 1 per task)" in (home / "eval.md").read_text()
@@ -358,10 +360,10 @@ def test_execution_flags_reach_the_model(evaluation, tmp_path, monkeypatch):
     flags = [*arguments, "--run", tmp_path / "run", "--model", home / "first", "--dtype", "bfloat16"]
     run("07_eval.py", *flags, "--batch", 3, "--length", 32)
     assert seen == [(torch.bfloat16, 3), 32]
-    whole = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]["first"]
+    whole = results_of(tmp_path / "run")["first"]
     assert "cpu, bfloat16" in (tmp_path / "run" / "eval.md").read_text()
     run("07_eval.py", *flags, "--tasks", "none", "--length", 32, "--layerwise", "--update")
-    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]["first"]
+    results = results_of(tmp_path / "run")["first"]
     for figure in ("perplexity", "cache_bytes_per_token"):  # which float32 would double
         assert results[figure] == whole[figure]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import GROUPING, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, run
+from helpers import GROUPING, TRAINING, calibrate_arguments, copy_run, run
 from tiny_run import LAYERS, SIZE, STAGES, digests, read
 from training_runs import final_weights, metrics
 
@@ -71,10 +71,6 @@ def test_a_stage_run_again_writes_the_same_bytes(finished_run, inputs, tmp_path,
     assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before
     assert "\r" not in run(*command, "--force").stderr  # no bar where there is no terminal
     assert {name: digests(home / name) for name in STAGE_OUTPUTS[stage]} == before and all(before.values())
-
-
-def test_an_evaluation_of_the_same_checkpoints_is_complete(finished_run, inputs):
-    assert "complete" in run("07_eval.py", "--run", finished_run, *evaluate_arguments(inputs)).stdout
 
 
 @pytest.mark.slow
