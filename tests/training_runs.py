@@ -136,7 +136,7 @@ def train_on_two_nodes(home, inputs, *arguments, processes: int, visible=("", ""
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
         for node in nodes:
-            output, _ = node.communicate(timeout=120)
+            output, _ = node.communicate(timeout=200)
             assert node.returncode == 0, output
     finally:
         for node in nodes:

@@ -183,11 +183,11 @@ def test_a_full_disk_is_one_line_and_keeps_what_there_was(home, inputs, command,
     """The kernel's refusal of large files, as safetensors and tokenizers report it."""
     before = times(home)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for size in sizes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
+    try:
+        for size in sizes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
             expect_error("File too large", *words_of(command, home, inputs))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert {path: time for path, time in times(home).items() if path.suffix != ".tmp"} == before
