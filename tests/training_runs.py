@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,6 +119,29 @@ def start(home, inputs, *arguments, processes: int = 2, options=(), **pipes) -> 
     command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=ROOT, **(quiet | pipes))
+
+
+def train_on_two_nodes(home, inputs, *arguments, processes: int, visible=("", "")) -> None:
+    """Stage 5 under two launchers of so many processes, each of which sees its own GPUs, or none."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1",
+                "--master-port", port, "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *arguments]
+    nodes = []
+    for node, gpus in enumerate(visible):
+        nodes.append(subprocess.Popen([*launcher, "--node-rank", str(node), *command], cwd=ROOT,
+                                      env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        for node in nodes:
+            output, _ = node.communicate(timeout=200)
+            assert node.returncode == 0, output
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                kill(node)
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:

@@ -30,9 +30,3 @@ def run(command: str, *arguments, device: str | None = None, **options):
     """helpers.run: as on a GPU if the device is the stand-in, or the arguments have it after --device."""
     with Rounding() if any(isinstance(each, StandIn) for each in (device, *arguments)) else nullcontext():
         return helpers.run(command, *arguments, **options)
-
-
-def run_in_process(command: str, arguments: list[str], device: str):
-    """helpers.run_in_process, likewise."""
-    with Rounding() if isinstance(device, StandIn) else nullcontext():
-        return helpers.run_in_process(command, arguments)

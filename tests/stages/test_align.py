@@ -4,9 +4,7 @@ import hashlib
 import importlib
 import json
 import os
-import runpy
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +24,8 @@ from common.errors import UserError
 from common.method import merge as fuse
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
-from common.method.stats import LayerGrams, LayerStats, group_blocks, key_gram, to_unit
-from helpers import ROOT, calibrated_layer, copy_run, expect_error, run, save_tiny
+from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
+from helpers import calibrated_layer, copy_run, expect_error, run, run_in_process, save_tiny
 from students import merge_model
 from test_procrustes import correlated, value_gram
 
@@ -46,14 +44,6 @@ def grams(vectors) -> LayerGrams:
     stats.update_values(vectors["value"])
     stats.update_keys(vectors["key"])
     return LayerGrams(stats.tensors() | {"key.free": torch.ones(D // 2, dtype=torch.bool)}, H)
-
-
-def test_group_blocks_are_the_groups_own_blocks(vectors):
-    blocks = group_blocks(value_gram(vectors["value"]), GROUPS)
-    for group, heads in enumerate(GROUPS.tolist()):
-        expected = value_gram(vectors["value"][:, heads])
-        assert torch.equal(blocks[group], expected)
-        assert not torch.equal(expected, expected.transpose(0, 1))
 
 
 @pytest.mark.parametrize("criterion", ["cos", "dist"])
@@ -216,31 +206,12 @@ def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
     assert printed in done.stdout
 
 
-def test_a_refit_needs_a_sequence_to_fit_and_one_to_judge(aligned_run, monkeypatch):
-    monkeypatch.setattr(Calibration, "tokens", lambda self: torch.zeros(1, 64, dtype=torch.int64))
-    expect_error("calibration: expected two sequences or more for --refit, found 1",
-                 "04_align.py", "--run", aligned_run, "--force", "--refit")
-
-
-@pytest.mark.parametrize("moved", [("aligned", 0), ("aligned", 1), ("merged", 0), ("merged", 1)])
-def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, monkeypatch, moved):
-    """At each of the four renames, from a name and to it: the pair is the old one, or does not match."""
+@pytest.mark.parametrize("rename", [6, 7, 8, 9])
+def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, rename):
+    """At the renames of aligned/ and merged/, from the name and to it: the old pair, or one that differs."""
     home = copy_run(aligned_run, tmp_path / "run")
-    (name, place), rename, interrupted = moved, os.rename, []
-
-    def interrupt(*paths):
-        if paths[place] == str(home / name) and not interrupted:
-            interrupted.append(paths)
-            raise KeyboardInterrupt
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", interrupt)
-    monkeypatch.setattr(sys, "argv", ["04_align.py", "--run", str(home), "--rotate", "none", "--force"])
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit):
-        runpy.run_path("04_align.py", run_name="__main__")
-    assert interrupted
-    if name == "aligned":
+    assert stopped(home, rename, ["--rotate", "none", "--force"])
+    if rename < 8:
         assert digests(home) == digests(aligned_run)
     else:
         with pytest.raises(UserError, match="expected the artifact that 04_align.py read"):
@@ -258,8 +229,8 @@ def refitted_run(aligned_run, tmp_path_factory) -> Path:
     return home
 
 
-def stopped(home: Path, rename: int, killed: bool) -> bool:
-    """Whether stage 4 with REFIT, in a run directory without its outputs, gets as far as rename `rename`.
+def stopped(home: Path, rename: int, flags: list, killed: bool = False) -> bool:
+    """Whether stage 4 gets as far as rename `rename`, where it is interrupted.
 
     killed: then it leaves what it was writing.
     """
@@ -275,8 +246,9 @@ def stopped(home: Path, rename: int, killed: bool) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", counted)
-        run("04_align.py", "--run", home, *REFIT, code=130 * (rename <= RENAMES))
-    return not left[0]
+        done = run_in_process("04_align.py", ["--run", str(home), *map(str, flags)])
+    assert done.returncode == (130 if left[0] <= 0 else 0)
+    return left[0] <= 0
 
 
 def without_outputs(home: Path, target: Path) -> Path:
@@ -301,18 +273,25 @@ def require_same(home: Path, expected: Path) -> None:
     check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
 
 
+@pytest.fixture
+def refits(monkeypatch) -> list:
+    """The layers that are refitted."""
+    calls, layer = [], refitting.Refit.layer
+    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: calls.append(call) or layer(*call))
+    return calls
+
+
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, monkeypatch, killed):
+def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, refits, killed):
     """Stopped as the first layer, then as the second one gets its name: each is refitted once more."""
     home, before = without_outputs(refitted_run, tmp_path / "run"), set(os.listdir(refitted_run))
-    assert stopped(home, 4, killed)
+    assert stopped(home, 4, REFIT, killed)
     assert (home / "align.partial" / "aligned" / "stage.json").exists()
     assert set(os.listdir(home)) - before == {"align.partial"} or killed
-    assert stopped(home, 4, killed)
-    layers, layer = [], refitting.Refit.layer
-    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: layers.append(call) or layer(*call))
+    assert stopped(home, 4, REFIT, killed)
+    refits.clear()
     printed = run("04_align.py", "--run", home, *REFIT).stdout
-    assert len(layers) == 2 and "checked before this command was stopped" in printed
+    assert len(refits) == 2 and "checked before this command was stopped" in printed
     assert "check   aligned/" not in printed
     require_same(home, refitted_run)
 
@@ -321,16 +300,16 @@ def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, monkeypatc
 @pytest.mark.parametrize("rename", range(1, RENAMES + 2))
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(refitted_run, tmp_path, rename):
     home = without_outputs(refitted_run, tmp_path / "run")
-    assert stopped(home, rename, killed=True) == (rename <= RENAMES)
+    assert stopped(home, rename, REFIT, killed=True) == (rename <= RENAMES)
     run("04_align.py", "--run", home, *REFIT)
     require_same(home, refitted_run)
 
 
 @pytest.mark.parametrize("change", ["flags", "weights", "complete"])
-def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_path, monkeypatch, change):
+def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_path, refits, change):
     """Other flags, or a part that was modified; and what is left beside outputs that are complete."""
     home = without_outputs(refitted_run, tmp_path / "run")
-    assert stopped(home, 6, killed=True)
+    assert stopped(home, 6, REFIT, killed=True)
     partial, flags = home / "align.partial", REFIT
     first = partial / "layer-00000"
     if change == "flags":
@@ -341,55 +320,43 @@ def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_pa
     else:
         for name in ("aligned", "merged"):
             shutil.copytree(refitted_run / name, home / name)
-    layers, layer = [], refitting.Refit.layer
-    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: layers.append(call) or layer(*call))
+    refits.clear()
     printed = run("04_align.py", "--run", home, *flags).stdout
-    assert len(layers) == (0 if change == "complete" else 3)
+    assert len(refits) == (0 if change == "complete" else 3)
     assert ("checked before this command was stopped" in printed) == (change == "weights")
     left = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
     assert left == (["layer-00000.old-1/notes.txt"] if change == "flags" else [])
     assert change == "flags" or not partial.exists()
 
 
-@pytest.mark.parametrize(("dtype", "fault"), [("float32", "reflected"), ("bfloat16", "reflected"),
-                                              ("float32", "overflowing")])
-def test_nothing_is_written_when_the_model_changed(
-    aligned_run, bf16_run, tmp_path, monkeypatch, dtype, fault
-):
-    """A reflected key pair is orthogonal and absorbed by queries, but RoPE does not commute."""
-    source, fuse_layer = aligned_run if dtype == "float32" else bf16_run, fuse.fuse_layer
-    home = copy_run(source, tmp_path / "run")
+@pytest.mark.parametrize(("source", "fault"), [
+    ("aligned_run", "reflected"), ("bf16_run", "reflected"), ("aligned_run", "overflowing"),
+    ("aligned_run", "written otherwise"), ("bf16_run", "written otherwise"),
+])  # fmt: skip
+def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatch, source, fault):
+    """In memory, or on its way to the disk. Queries absorb a reflected key pair; RoPE does not commute."""
+    home = copy_run(request.getfixturevalue(source), tmp_path / "run")
+    before, fuse_layer, write = digests(home), fuse.fuse_layer, layers.CheckpointWriter.write
 
-    def faulty(attention, *arguments):
+    def fused(attention, *arguments):
         fuse_layer(attention, *arguments)
         if fault == "overflowing":
             attention.o_proj.weight.fill_(3e38)  # finite, but logits are not
-        else:
+        elif fault == "reflected":
             attention.q_proj.weight[0] *= -1
             attention.k_proj.weight[0] *= -1
 
-    before = digests(home)
-    monkeypatch.setattr(fuse, "fuse_layer", faulty)
+    def written(self, name, module):
+        if fault == "written otherwise" and name == "model.norm" and self.directory.endswith("/aligned"):
+            module = type(module)(module.weight.shape[0])
+        write(self, name, module)
+
+    monkeypatch.setattr(fuse, "fuse_layer", fused)
+    monkeypatch.setattr(layers.CheckpointWriter, "write", written)
     done = run("04_align.py", "--run", home, "--force", fails=True)
     assert "the aligned model is not the source model" in done.stderr
     assert ("found nan" in done.stderr) == (fault == "overflowing")
     assert digests(home) == before and not list(home.glob(".*.unfinished"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_reads_what_was_written(aligned_run, bf16_run, tmp_path, monkeypatch, dtype):
-    """A writer that damages one tensor on its way to the disk is noticed, whatever the model in memory."""
-    source = aligned_run if dtype == "float32" else bf16_run
-    home, write = copy_run(source, tmp_path / "run"), layers.CheckpointWriter.write
-
-    def damaged(self, name, module):
-        if name == "model.norm" and self.directory.endswith("/aligned"):
-            module = type(module)(module.weight.shape[0])
-        write(self, name, module)
-
-    monkeypatch.setattr(layers.CheckpointWriter, "write", damaged)
-    expect_error("the aligned model is not the source model", "04_align.py", "--run", home, "--force")
-    assert digests(home) == digests(source)
 
 
 @pytest.mark.parametrize("largest", [1, 1000])
@@ -461,21 +428,6 @@ def test_the_check_reads_as_much_as_asked_and_a_changed_text_is_another_input(al
     expect_error("made from another other.txt", "04_align.py", "--run", home, *asked)
 
 
-def test_the_check_reads_512_tokens_of_longer_calibrations(aligned_run, monkeypatch):
-    opened = Calibration.__init__
-
-    def longer(self, path):
-        opened(self, path)
-        self.summary = self.summary | {"length": 1000}
-
-    def refused(length, default, *_, **__):
-        raise UserError(f"{length}, else {default}")
-
-    monkeypatch.setattr(Calibration, "__init__", longer)
-    monkeypatch.setattr("common.data.text.sequence_length", refused)
-    expect_error("None, else 512", "04_align.py", "--run", aligned_run, "--force")
-
-
 def test_everything_is_computed_on_the_device_asked_for(aligned_run, tmp_path, monkeypatch):
     """Of several names for a CPU."""
     home, used, grams = copy_run(aligned_run, tmp_path / "run"), set(), Calibration.grams
@@ -517,20 +469,3 @@ def test_a_note_says_which_grouping_suits_the_closed_form(aligned_run, tmp_path,
     (home / "groups.json").write_text(json.dumps(record))
     done = run("04_align.py", "--run", home, "--force", "--merge", merge, "--length", 257, fails=True)
     assert ("works best with 03_group.py --by energy" in done.stdout) == noted
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--length", 257], "--length: expected 2 to 256 tokens"),
-    (["--text", "missing.txt"], "missing.txt"),
-    (["--key-context", 20], "--key-context: expected --merge closed-form --merge-keys rope with it, found"),
-])
-def test_mistakes_in_the_flags(aligned_run, flags, message):
-    before = digests(aligned_run)
-    expect_error(message, "04_align.py", "--run", aligned_run, "--force", *flags)
-    assert digests(aligned_run) == before
-
-
-def test_text_that_the_model_would_generate_needs_the_model_in_memory(aligned_run, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    expect_error("generated: expected no --layerwise, as the model must be in memory", "04_align.py",
-                 "--run", home, "--force", "--layerwise", "--text", "generated")

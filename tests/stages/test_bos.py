@@ -91,30 +91,19 @@ def aligned(home):
     return {name: home / f"run-{name}" for name, _ in ROADS}
 
 
-def test_calibration_is_that_of_text_which_begins_so(aligned):
+def test_calibration_and_alignment_are_those_of_text_which_begins_so(aligned):
+    """So is the refit, which reads what the calibration did."""
     for index in range(3):
         bare, marked = (calibrated_layer(out / "calibration", index) for out in aligned.values())
         assert bare.keys() == marked.keys()
         assert all(bare[name].equal(marked[name]) for name in bare)
     records = [read(out / "calibration" / "stage.json") for out in aligned.values()]
     assert [record["arguments"]["bos"] for record in records] == [True, False]
-
-
-def test_alignment_and_refit_take_it_from_the_calibration(aligned):
-    records = [read(out / "merged" / "stage.json") for out in aligned.values()]
+    summaries = [read(out / "merged" / "stage.json")["summary"] for out in aligned.values()]
     for name in ("perplexity_source", "perplexity_merged", "refit_layers"):
-        assert records[0]["summary"][name] == records[1]["summary"][name]
+        assert summaries[0][name] == summaries[1][name]
     bare, marked = (digests(out / "merged") for out in aligned.values())
     assert bare == marked
-
-
-def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
-    model = save_tiny(tmp_path / "model")
-    beginning(byte_tokenizer(), adds=False).save_pretrained(model)
-    origin, record = DataContext(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
-    tokens, _ = read_unread({"arguments": record}, origin, 2, 24)
-    assert tokens[:, 0].tolist() == [BEGIN] * 2
-    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT, bos=True)[0])
 
 
 def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):
@@ -124,6 +113,15 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
         run("04_align.py", "--run", copy, "--text", home / f"{name}.jsonl", "--sequences", 2, "--force")
         perplexities.append(read(copy / "merged" / "stage.json")["summary"]["perplexity_source"])
     assert perplexities[0] == perplexities[1]
+
+
+def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
+    model = save_tiny(tmp_path / "model")
+    beginning(byte_tokenizer(), adds=False).save_pretrained(model)
+    origin, record = DataContext(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
+    tokens, _ = read_unread({"arguments": record}, origin, 2, 24)
+    assert tokens[:, 0].tolist() == [BEGIN] * 2
+    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT, bos=True)[0])
 
 
 def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_path, group_of_one):
@@ -236,18 +234,6 @@ def test_a_file_continued_by_the_model_begins_with_it_too(home, inputs, tmp_path
     rows = generated(source, DataContext(str(home / "model"), str(tmp_path), "cpu"), 2, 100)
     begin = beginning(byte_tokenizer())("a document to go on with a docum")["input_ids"]
     assert rows[0, :33].tolist() == begin and begin[0] == BEGIN
-
-
-def test_a_tokenizer_without_one_is_refused(inputs, aligned_run, tmp_path):
-    message = "--bos: expected a tokenizer with a begin-of-sequence token, found none"
-    for command in ("01_calibrate.py", "07_eval.py"):
-        arguments = ["--model", inputs["model"], "--text", inputs["text"], "--length", 16, "--sequences", 2]
-        tasks = ["--tasks", inputs["tasks"]] if command.startswith("07") else []
-        expect_error(message, command, "--run", tmp_path, *arguments, *tasks, "--bos")
-    assert not list(tmp_path.rglob("*.json"))
-    home = copy_run(aligned_run, tmp_path / "run")
-    expect_error(message, "05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING, "--bos")
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
 def test_a_sequence_of_text_is_more_than_its_beginning(home, inputs, tmp_path):

@@ -21,74 +21,62 @@ from helpers import byte_tokenizer, copy_run, expect_error, run
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(("missing", "unexpected", "message"), [
-    ({NAME}, set(), f"expected a tensor {NAME}, found none"),
-    (set(), {"model.layers.9.extra"}, "found also 'model.layers.9.extra'"),
-])
-def test_other_tensors_than_the_models_are_refused(
-    finished_run, tmp_path, monkeypatch, missing, unexpected, message
-):
-    home, names = copy_run(finished_run, tmp_path / "run"), TrainedWeights.names
-    monkeypatch.setattr(TrainedWeights, "names", lambda self: names(self) - missing | unexpected)
-    refuse(home, message)
+def after(real, change):
+    """A method whose result is changed: `change` is called with it and with the method's arguments."""
+    return lambda self, *arguments: change(real(self, *arguments), *arguments)
 
 
-@pytest.mark.parametrize("name", [NAME, "model.embed_tokens.weight", "lm_head.weight"])
-def test_one_trained_weight_that_is_not_finite_is_refused(finished_run, tmp_path, monkeypatch, name):
-    home, read = copy_run(finished_run, tmp_path / "run"), TrainedWeights.read
-
-    def damaged(self, tensors):
-        read(self, tensors)
+def nan_in(name: str):
+    def change(_, tensors):
         if name in tensors:
             tensors[name][-1, -1] = float("nan")
 
-    monkeypatch.setattr(TrainedWeights, "read", damaged)
-    refuse(home, f"step-00000010: NaN or Inf in {name}")
+    return change
 
 
-def test_a_model_that_overflows_in_float16_is_refused(finished_run, tmp_path, monkeypatch):
-    """Its weights fit, its hidden states do not."""
-    home, read = copy_run(finished_run, tmp_path / "run"), TrainedWeights.read
-
-    def enlarged(self, tensors):
-        read(self, tensors)
-        for name in tensors.keys() & {NAME, NAME.replace("up", "down")}:
-            tensors[name] *= 1e4
-
-    monkeypatch.setattr(TrainedWeights, "read", enlarged)
-    refuse(home, "found NaN or Inf in torch.float16; try --dtype float32 or bfloat16", "--dtype", "float16")
+def enlarge_hidden_states(_, tensors) -> None:
+    """Beyond float16, whose range the weights do not leave."""
+    for name in tensors.keys() & {NAME, NAME.replace("up", "down")}:
+        tensors[name] *= 1e4
 
 
-def refuse(home, message: str, *flags: str) -> None:
-    """Stage 6 refuses, and the earlier export stays."""
+def off_by(error: float):
+    """Logits of the checkpoint loaded back; float32 stores what was computed."""
+    return lambda logits, tokens: [rows + error for rows in logits]
+
+
+@pytest.mark.parametrize(("owner", "method", "change", "flags", "message"), [
+    (TrainedWeights, "names", lambda names: names - {NAME}, [], f"expected a tensor {NAME}, found none"),
+    (TrainedWeights, "names", lambda names: names | {"model.layers.9.extra"}, [],
+     "found also 'model.layers.9.extra'"),
+    *((TrainedWeights, "read", nan_in(name), [], f"step-00000010: NaN or Inf in {name}")
+      for name in (NAME, "model.embed_tokens.weight", "lm_head.weight")),
+    (TrainedWeights, "read", enlarge_hidden_states, ["--dtype", "float16"],
+     "found NaN or Inf in torch.float16; try --dtype float32 or bfloat16"),
+    (Layers, "logits", off_by(1e-2), [], "the export, loaded back, differs from the student"),
+    (Layers, "logits", off_by(float("nan")), [], "the export, loaded back, differs from the student"),
+])  # fmt: skip
+def test_a_student_or_an_export_with_a_fault_is_refused(
+    finished_run, tmp_path, monkeypatch, owner, method, change, flags, message
+):
+    """And the earlier export stays."""
+    home = copy_run(finished_run, tmp_path / "run")
     before = (home / "gqa" / "stage.json").read_bytes()
+    monkeypatch.setattr(owner, method, after(getattr(owner, method), change))
     expect_error(message, "06_export.py", "--run", home, "--force", *flags)
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
 
 
-@pytest.mark.parametrize("error", [1e-2, float("nan")])
-def test_an_export_that_changes_on_disk_is_refused(finished_run, tmp_path, monkeypatch, error):
-    """Logits of the checkpoint loaded back; float32 stores what was computed."""
-    home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
-
-    def wrong(self, tokens):
-        return [rows + error for rows in logits(self, tokens)]
-
-    monkeypatch.setattr(Layers, "logits", wrong)
-    refuse(home, "the export, loaded back, differs from the student")
-
-
 def test_rounding_is_allowed_in_proportion_to_the_logits(finished_run, tmp_path, monkeypatch):
-    home, logits = copy_run(finished_run, tmp_path / "run"), Layers.logits
+    tolerance = importlib.import_module("06_export").LOGIT_TOLERANCE
 
-    def rounded(self, tokens):
-        rows = logits(self, tokens)
-        largest = max(float(row.abs().max()) for row in rows)
+    def rounded(logits, tokens):
+        largest = max(float(rows.abs().max()) for rows in logits)
         assert largest > 1.5  # or the proportion would not show
-        return [row + 0.9 * importlib.import_module("06_export").LOGIT_TOLERANCE * largest for row in rows]
+        return [rows + 0.9 * tolerance * largest for rows in logits]
 
-    monkeypatch.setattr(Layers, "logits", rounded)
-    run("06_export.py", "--run", home, "--force")
+    monkeypatch.setattr(Layers, "logits", after(Layers.logits, rounded))
+    run("06_export.py", "--run", copy_run(finished_run, tmp_path / "run"), "--force")
 
 
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):

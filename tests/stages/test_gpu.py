@@ -12,9 +12,6 @@ import json
 import math
 import os
 import shutil
-import socket
-import subprocess
-import sys
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
 
@@ -37,7 +34,6 @@ from common.training.packing import build_row
 from common.training.sharding import Execution
 from helpers import (
     GROUPING,
-    ROOT,
     TRAINING,
     calibrate_arguments,
     calibrated_layer,
@@ -46,7 +42,7 @@ from helpers import (
     save_tiny,
     tiny_model,
 )
-from stand_in import StandIn, run, run_in_process
+from stand_in import StandIn, run
 from students import SCHEDULE, gqa_student, half_masked_student
 from test_attention import varlen_formula
 from test_packing import random_samples
@@ -60,6 +56,7 @@ from training_runs import (
     kill,
     metrics,
     start,
+    train_on_two_nodes,
     wait_for_step,
     with_teacher,
 )
@@ -112,11 +109,9 @@ def train(home, inputs: dict[str, str], *flags, **options):
 
 def train_until(step: int, home, inputs: dict[str, str], *flags) -> None:
     """Stage 5 on the device, stopped by SIGTERM in this process."""
-    command = ["--run-dir", home, "--tasks", inputs["tasks"], *flags]
     with pytest.MonkeyPatch.context() as patched:
         interrupt(patched, step)
-        done = run_in_process(STAGE, list(map(str, command)), DEVICE)
-    assert done.returncode == STOPPED, done.stdout + done.stderr
+        train(home, inputs, *flags, code=STOPPED)
 
 
 @pytest.fixture(scope="module")
@@ -438,18 +433,8 @@ def test_all_gpus_train_as_one_does(alone, aligned_run, inputs, tmp_path, reduce
 def test_two_nodes_train_as_one_gpu_does(alone, aligned_run, inputs, tmp_path):
     """Two launchers with a GPU each: the weights are replicated, the gradients summed between them."""
     home = with_teacher(aligned_run, alone, tmp_path / "run")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-                "--rdzv-backend", "static", "--rdzv-endpoint", address, "--local-addr", "127.0.0.1"]
-    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *IN_FLOAT32]
-    nodes = [subprocess.Popen([*launcher, "--node-rank", str(node), *command], cwd=ROOT,
-                              env=os.environ | {"CUDA_VISIBLE_DEVICES": "" if DEVICE == "cpu" else str(node)},
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for node in range(2)]
-    outputs = [node.communicate(timeout=100)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    visible = ("", "") if DEVICE == "cpu" else ("0", "1")
+    train_on_two_nodes(home, inputs, *IN_FLOAT32, processes=1, visible=visible)
     assert_same_training(home, alone)
 
 

@@ -1,57 +1,193 @@
-"""Mistakes a user makes in flags and between stages: one line each."""
+"""Mistakes in flags, damaged or exchanged inputs, a full disk: one line, and nothing is lost."""
 
+import re
+import resource
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 
-from helpers import copy_run, expect_error, run, save_tiny
+from helpers import TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
+from tiny_run import STAGES
+
+NO_BOS = "--bos: expected a tokenizer with a begin-of-sequence token, found none"
+LAYERWISE = "--layerwise: expected no --tasks, --limit or --prompts"
+NOT_RECORDED = "its content does not match its record"
+LAYER = "calibration/layer-00001.safetensors"
 
 
-def test_mistakes_in_calibration(inputs, tmp_path):
-    command = ["01_calibrate.py", "--run", tmp_path / "run", "--sequences", 4, "--length", 64]
-    model = ["--model", inputs["model"]]
-    expect_error("neither a directory nor a hub repository", *command, "--model", "no/such-model")
-    expect_error("expected c4, demo, or", *command, *model, "--text", "missing.txt")
-    message = "expected 4000 x 64 = 256000 tokens in its training part, found"
-    expect_error(message, *command, *model, "--text", inputs["text"], "--sequences", 4000)
-    assert not (tmp_path / "run").exists()
+@pytest.fixture(scope="module")
+def home(finished_run, tmp_path_factory) -> Path:
+    """A finished run, in a directory whose name is a pattern of glob. Tests leave it as it was."""
+    return copy_run(finished_run, tmp_path_factory.mktemp("mistakes") / "run [1]*")
 
 
-def test_missing_inputs_name_the_stage_that_writes_them(aligned_run, inputs, tmp_path):
-    home, empty = copy_run(aligned_run, tmp_path / "run"), tmp_path / "empty"
-    expect_error("calibration not found; run 01_calibrate.py first", "02_similarity.py", "--run", empty)
-    expect_error("train not found; run 05_prune_train.py first", "06_export.py", "--run", home)
-    expect_error("expected one of teacher, merged, gqa, found none", "07_eval.py", "--run", empty)
-    expect_error("nowhere/at-all: expected a checkpoint directory, found none", "07_eval.py", "--run", empty,
-                 "--model", "nowhere/at-all", "--text", "none")
-    shutil.rmtree(home / "merged")
-    expect_error("merged not found; run 04_align.py first", "05_prune_train.py", "--run", home,
-                 "--tasks", inputs["tasks"])
-
-
-@pytest.mark.parametrize(("command", "flags", "message"), [
-    ("02_similarity.py", ["--key-context", 8], "--key-context: expected --energy with it"),
-    ("02_similarity.py", ["--layers-drawn", 0, 3], "--layers-drawn: expected layers from 0 to 2, found 3"),
-    ("03_group.py", ["--kv-heads", 3], "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ("04_align.py", ["--merge-keys", "pairs"],
-     "--merge-keys pairs: expected --merge closed-form with it, found mean"),
-])  # fmt: skip
-def test_flags_that_do_not_fit_are_refused_before_anything_is_written(aligned_run, tmp_path, command, flags,
-                                                                      message):
-    home = copy_run(aligned_run, tmp_path / "run")
-    before = times(home)
-    expect_error(message, command, "--run", home, "--force", *flags)
-    assert times(home) == before
-
-
-def times(home) -> dict:
+def times(home: Path) -> dict[Path, int]:
     """When each file was written."""
     return {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
 
 
-def test_groups_of_another_model_are_refused(aligned_run, inputs, tmp_path):
-    model, home = save_tiny(tmp_path / "model", seed=9, bias=True), tmp_path / "run"
-    run("01_calibrate.py", "--run", home, "--model", model, "--text", inputs["text"], "--sequences", 2,
-        "--length", 64)
-    shutil.copy(aligned_run / "groups.json", home)
-    expect_error("expected an artifact of model", "04_align.py", "--run", home)
+def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
+    """The command line of a stage's number and flags, after the flags that it needs. RUN stands for home."""
+    number, *flags = command.split()
+    needed = {"01": calibrate_arguments(inputs), "05": ["--tasks", inputs["tasks"], *TRAINING],
+              "07": evaluate_arguments(inputs)}
+    flags = [flag.replace("RUN", str(home)) for flag in flags]
+    return [STAGES[number], "--run", home, *needed.get(number, []), *flags]
+
+
+@pytest.mark.parametrize(("command", "message"), [
+    ("01 --force --model no/such-model", "neither a directory nor a hub repository"),
+    ("01 --force --text missing.txt", "expected c4, demo, or"),
+    ("01 --force --sequences 4000", "expected 4000 x 64 = 256000 tokens in its training part, found"),
+    ("01 --force --bos", NO_BOS),
+    ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
+    ("02 --force --key-context 8", "--key-context: expected --energy with it"),
+    ("02 --force --layers-drawn 0 3", "--layers-drawn: expected layers from 0 to 2, found 3"),
+    ("03 --force --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
+    ("04 --force --merge-keys pairs", "--merge-keys pairs: expected --merge closed-form with it, found mean"),
+    ("04 --force --key-context 20", "--key-context: expected --merge closed-form --merge-keys rope with it"),
+    ("04 --force --length 257", "--length: expected 2 to 256 tokens"),
+    ("04 --force --text missing.txt", "missing.txt"),
+    ("04 --force --layerwise --text generated", "generated: expected no --layerwise, as the model must be"),
+    ("05 --compile --deterministic", "--deterministic: expected no --compile, whose kernels depend on"),
+    ("05 --bos", NO_BOS),
+    ("05 --lr 2e-3", "lr 0.001 -> 0.002"),
+    ("05 --batch 4", "batch 8 -> 4"),
+    ("05 --dtype bfloat16", "dtype torch.float32 -> torch.bfloat16"),
+    ("05 --teacher-steps 5", "/teacher was trained with other settings (steps 4 -> 5"),
+    ("05 --teacher-lr 2e-3", "/teacher was trained with other settings (lr 0.001 -> 0.002"),
+    ("05 --only piqa", "/teacher was trained with other settings (samples 96 -> 12"),
+    ("05 --teacher RUN/groups.json", "groups.json: expected nothing or a directory, found a file"),
+    ("05 --teacher RUN/train", "--teacher: expected another directory than the student's"),
+    ("07 --run RUN/nowhere", "expected one of teacher, merged, gqa, found none"),
+    ("07 --force --model nowhere", "nowhere: expected a checkpoint directory, found none"),
+    ("07 --force --model a=x a=y", "--model: expected different names, found a twice"),
+    ("07 --force --length 1", "--length: expected 2 to 256 tokens (the model's max_position_"),
+    ("07 --force --length 257", "--length: expected 2 to 256 tokens (the model's max_position_"),
+    ("07 --force --sequences 1000000", "= 64000000 tokens, found "),
+    ("07 --force --seed 1", "--seed: expected --limit N with it"),
+    ("07 --force --tasks nowhere", "in nowhere of boolq, piqa"),
+    ("07 --force --text nowhere.txt", "text nowhere.txt: not found"),
+    ("07 --force --register no.such_module", "--register no.such_module: cannot be imported"),
+    ("07 --force --register ..", "--register ..: cannot be imported"),
+    ("07 --force --layerwise", LAYERWISE),
+    ("07 --force --layerwise --tasks none --limit 1", LAYERWISE),
+    ("07 --force --layerwise --tasks none --prompts p", LAYERWISE),
+    ("07 --force --bos", NO_BOS),
+])  # fmt: skip
+def test_flags_that_do_not_fit_are_refused_before_anything_is_written(home, inputs, command, message):
+    before = times(home)
+    expect_error(message, *words_of(command, home, inputs))
+    assert times(home) == before
+
+
+def flip(content: bytes) -> bytes:
+    """Another last bit."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-8]
+
+
+def longer(content: bytes) -> bytes:
+    return content + b"\n"
+
+
+def says(old: str, new: str):
+    """A damage: the record says another thing, where the pattern `old` is found."""
+
+    def damage(content: bytes) -> bytes:
+        changed, count = re.subn(old, new, content.decode())
+        assert count
+        return changed.encode()
+
+    return damage
+
+
+OF_ANOTHER_MODEL = says('"fingerprint": "..', '"fingerprint": "00')
+OF_ANOTHER_TIME = says('"seconds": ', '"seconds": 1')
+FOUR_KV_HEADS = says('"kv_heads": [28]', '"kv_heads": 4')
+
+
+@pytest.mark.parametrize(("command", "file", "damage", "message"), [
+    ("02 --force", LAYER, cut, NOT_RECORDED),
+    ("02 --force", LAYER, None, "expected the file written by 01_calibrate.py, found none"),
+    ("02 --force", "calibration/stage.json", FOUR_KV_HEADS, "of shape [10, 8, 8] for the model"),
+    ("03 --force", "similarity.safetensors", flip, NOT_RECORDED),
+    ("03 --force", "similarity.json", FOUR_KV_HEADS, "of shape [3, 4, 4], found [3, 8, 8]"),
+    ("03 --force", "similarity.json", b"[]", "record: expected an object, found []"),
+    ("04 --force", LAYER, flip, NOT_RECORDED),
+    ("04 --force", "groups.json", says('"kv_heads": 2', '"kv_heads": 4'), "expected 4 groups of 2 heads"),
+    ("04 --force", "groups.json", b"\xff", "groups.json: expected the record of 03_group.py"),
+    ("04 --force", "groups.json", OF_ANOTHER_MODEL, "expected an artifact of model"),
+    ("04 --force", "calibration/stage.json", longer, "groups.json: expected groups of heads in "),
+    ("05", "merged", None, "merged not found; run 04_align.py first"),
+    ("05", "aligned/model.safetensors", flip, NOT_RECORDED),
+    ("05 --force", "merged/model.safetensors", flip, NOT_RECORDED),
+    ("05 --force", "aligned/stage.json", OF_ANOTHER_TIME, "expected the artifact that 04_align.py read"),
+    ("05", "teacher/model.safetensors", flip, NOT_RECORDED),
+    ("05 --force --teacher RUN/teacher", "teacher/model.safetensors", flip, NOT_RECORDED),
+    ("05", "train", b"mine", "train: expected nothing or a directory, found a file"),
+    ("05", "train/metrics.jsonl", longer, "metrics.jsonl: its content does not match its record"),
+    # before a teacher is trained, which is missing
+    ("05 --teacher RUN/other", "train/settings.json", None, "found curves.png; move it away first"),
+    ("06 --force", "train", None, "train not found; run 05_prune_train.py first"),
+    ("06 --force", "aligned/stage.json", OF_ANOTHER_TIME, "aligned: expected the artifact that"),
+    ("06 --force", "merged/stage.json", OF_ANOTHER_TIME, "merged: expected the artifact that"),
+    ("06 --force", "aligned/config.json", b"{}", NOT_RECORDED),
+    ("06 --force", "train/stage.json", says('"kv_heads": 2', '"kv_heads": 4'), "expected kv_heads 2 as in"),
+    ("06 --force", "train/stage.json", says('"steps": 10', '"steps": 9'), "expected steps 10 as in"),
+    ("06 --force", "train/stage.json", says('"clip": 1.0', '"clip": 2.0'), "expected clip 1.0 as in"),
+    ("06 --force", "train/stage.json", "teacher/stage.json", "expected a trained student, found a teacher"),
+    ("06 --force", "train/step-00000010/shard-00001-model-00002-of-00004.safetensors", flip, NOT_RECORDED),
+    ("06 --force", "train/metrics.jsonl", None, "metrics.jsonl: expected the file written by"),
+    ("07", "gqa", None, "eval.json already exists, made from gqa, which is gone; pass --force"),
+    ("07 --force", "teacher/model.safetensors", flip, NOT_RECORDED),
+    ("07 --force", "merged/model.safetensors", flip, NOT_RECORDED),
+    ("07 --force", "merged/other.safetensors", b"", "found also other.safetensors; remove it"),
+    ("07 --force", "gqa/model.safetensors", flip, NOT_RECORDED),
+    ("07 --force", "gqa/stage.json", b"\xff", "/gqa/stage.json: "),
+    ("07 --force", "gqa/stage.json", b'{"stage": 3}', "expected the record of a stage, found stage 3"),
+    ("07 --force", "gqa/stage.json", b'{"stage": "06_export.py"}', "/gqa/stage.json: "),
+    ("07 --force", "eval.json", None, "eval.jsonl: expected nothing or what 07_eval.py wrote, found a file"),
+])  # fmt: skip
+def test_inputs_that_are_missing_damaged_or_exchanged_are_refused(
+    home, inputs, tmp_path, command, file, damage, message
+):
+    """While the command runs, another file of the run or nothing is in the place of a file or directory."""
+    path, aside = home / file, tmp_path / "aside"
+    if path.exists():
+        shutil.move(path, aside)
+    if callable(damage):
+        path.write_bytes(damage(aside.read_bytes()))
+    elif damage is not None:
+        path.write_bytes(damage if isinstance(damage, bytes) else (home / damage).read_bytes())
+    before = times(home)
+    try:
+        expect_error(message, *words_of(command, home, inputs))
+        assert times(home) == before
+    finally:
+        path.unlink(missing_ok=True)
+        if aside.exists():
+            shutil.move(aside, path)
+
+
+@pytest.mark.parametrize(("command", "sizes"), [
+    ("01 --force", (2000, 5000)), ("02 --force", (2000, 5000)), ("04 --force", (2000, 5000)),
+    ("06 --force", (5000,)),
+])  # fmt: skip
+def test_a_full_disk_is_one_line_and_keeps_what_there_was(home, inputs, command, sizes):
+    """The kernel's refusal of large files, as safetensors and tokenizers report it."""
+    before = times(home)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size in sizes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            expect_error("File too large", *words_of(command, home, inputs))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path: time for path, time in times(home).items() if path.suffix != ".tmp"} == before

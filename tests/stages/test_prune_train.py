@@ -22,12 +22,11 @@ from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
 from common.training import checkpoints, sharding
 from common.training import plan as budget
-from common.training import settings as settings_of_stage
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from helpers import TRAINING, copy_run, expect_error, run
 from students import stage5
-from training_runs import STAGE, assert_same_bits, flip, stop, train_arguments, with_teacher
+from training_runs import STAGE, assert_same_bits, interrupt, stop, train_arguments, with_teacher
 
 
 def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
@@ -53,12 +52,6 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
     assert settings == [(False, True, None, None), (True, False, "0", ":4096:8")]
 
 
-def test_compiled_kernels_are_not_deterministic(tmp_path):
-    """They suit the lengths of the first two rows, and a resumed run begins with others."""
-    expect_error("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes",
-                 STAGE, "--run", tmp_path, "--compile", "--deterministic")
-
-
 @pytest.mark.parametrize("flags, expected", [([], False), (["--compile"], True)])
 def test_layers_are_compiled_on_request(
     aligned_run, finished_run, inputs, monkeypatch, tmp_path, flags, expected
@@ -71,68 +64,46 @@ def test_layers_are_compiled_on_request(
     assert [len(model.model.layers) for model in asked] == [3, 3] * expected
 
 
-@pytest.mark.parametrize(("teacher", "force", "moved"), [
-    (None, True, ["train", "teacher", "teacher.train"]), ("shared", True, ["train"]), (None, False, []),
+@pytest.mark.parametrize(("given", "restarts", "moved"), [
+    (False, 0, {"train.old-2", "teacher.old-1", "teacher.train.old-1"}), (True, 0, {"train.old-2"}),
+    (False, 1, set()),
 ])  # fmt: skip
 def test_force_moves_trainings_aside_but_no_teacher_that_is_given(
-    group_of_one, tmp_path, monkeypatch, teacher, force, moved
+    finished_run, inputs, tmp_path, monkeypatch, given, restarts, moved
 ):
-    monkeypatch.chdir(tmp_path)
-    called = []
-    run_of_stage = SimpleNamespace(directory="train", teacher=teacher or "teacher")
-    settings = SimpleNamespace(plan=None, force=force, teacher=teacher)
-    monkeypatch.setattr(stage5, "read_conversion", lambda *_: None)
-    monkeypatch.setattr(stage5, "settle", lambda *_: (settings, run_of_stage))
-    monkeypatch.setattr(stage5, "train", lambda *_: 0)
-    monkeypatch.setattr(checkpoints, "start_anew", lambda paths, ranks: called.extend(paths))
-    assert stage5.prune_train(SimpleNamespace(run="", student=None), None, None) == 0
-    assert called == moved
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_force_does_not_count_where_torchrun_restarts_the_ranks(
-    aligned_run, inputs, monkeypatch, tmp_path, restarts
-):
-    """They were started with it, and have trained since."""
-    forced, find = [], settings_of_stage.find_teacher
+    """Nor anything where torchrun restarts the ranks: they were started with it, and have trained since."""
+    home = copy_run(finished_run, tmp_path / "run")
+    for name in ("teacher.train", "train.old-1"):
+        (home / name).mkdir()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    monkeypatch.setattr(settings_of_stage, "find_teacher",
-                        lambda run, given, force: forced.append(force) or find(run, given, force))
-    home = copy_run(aligned_run, tmp_path / "run")
-    run(STAGE, *train_arguments(home, inputs, "--force", "--plan", "1xCPU"))
-    assert forced == [not restarts]
+    interrupt(monkeypatch, 0)
+    words = ["--force", "--teacher", home / "teacher"] if given else ["--force"]
+    run(STAGE, *train_arguments(home, inputs, *words), code=STOPPED if moved else 0)
+    assert {path.name for path in home.glob("*.old*")} == moved | {"train.old-1"}
 
 
-TEACHING = SimpleNamespace(teacher=None, teacher_schedule="of the teacher", teacher_rates="its own")
-
-
-def test_a_trained_teacher_is_freed_before_the_student_is_built(group_of_one, monkeypatch):
+def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is_built(
+    group_of_one, monkeypatch
+):
     """Modules refer to each other in circles, which only the garbage collector takes apart."""
-    alive = []
+    given, alive = [], []
 
-    def train_teacher(run, schedule, rates):
+    def train_teacher(run, *schedule_and_rates):
         model = torch.nn.Linear(1, 1)
         model.circle = [model]
+        given.extend(schedule_and_rates)
         alive.append(weakref.ref(model))
         return True
 
+    settings = SimpleNamespace(teacher=None, teacher_schedule="of the teacher", teacher_rates="its own")
     monkeypatch.setattr(stage5, "train_teacher", train_teacher)
     monkeypatch.setattr(stage5, "train_student", lambda *_: alive[0]() is None)
     gc.disable()
     try:
-        assert stage5.train(SimpleNamespace(ranks=group_of_one), TEACHING) == 0
+        assert stage5.train(SimpleNamespace(ranks=group_of_one), settings) == 0
     finally:
         gc.enable()
-
-
-def test_another_teacher_than_the_one_that_is_there_is_refused(aligned_run, finished_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    command = train_arguments(home, inputs)
-    for flags, change in ((["--teacher-steps", 5], "steps 4 -> 5"), (["--only", "piqa"], "samples 96 -> 12"),
-                          (["--teacher-lr", 2e-3], "lr 0.001 -> 0.002")):
-        expect_error(f"{home}/teacher was trained with other settings ({change}", STAGE, *command, *flags)
-    assert not (home / "train").exists()
-    run(STAGE, *command, "--teacher-steps", 5, "--teacher", home / "teacher", "--plan", "1xCPU")
+    assert given == ["of the teacher", "its own"]
 
 
 def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp_path):
@@ -146,18 +117,13 @@ def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp
                  *train_arguments(home, inputs, "--teacher", other))
 
 
-def test_a_teacher_learns_by_its_own_schedule_and_rates(monkeypatch):
-    asked = []
-    monkeypatch.setattr(stage5, "train_teacher", lambda run, *given: asked.append(given))
-    assert stage5.train(None, TEACHING) == STOPPED
-    assert asked == [("of the teacher", "its own")]
-
-
 def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs, tmp_path):
+    """One that is given need not have been trained by these flags."""
     untrained, plan = copy_run(aligned_run, tmp_path / "run"), ["--plan", "1xH200-141GB"]
     trained = run(STAGE, *train_arguments(untrained, inputs, *plan)).stdout
     assert "\nteacher: " in trained and "including the teacher" in trained
-    shared = ["--teacher", finished_run / "teacher", "--tasks", "none", "--text", inputs["text"]]
+    shared = ["--teacher", finished_run / "teacher", "--teacher-steps", 5]
+    shared += ["--tasks", "none", "--text", inputs["text"]]
     for home, words in ((finished_run, ["--tasks", inputs["tasks"]]), (untrained, shared)):
         printed = run(STAGE, "--run", home, *TRAINING, *words, *plan).stdout
         assert "teacher: " not in printed and "including the teacher" not in printed
@@ -217,38 +183,6 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
     assert not list(home.glob(".*lock"))
 
 
-@pytest.mark.parametrize("name, force", [
-    ("aligned", []), ("merged", ["--force"]), ("teacher", []), ("teacher", ["--force"]),
-])  # fmt: skip
-def test_changed_weights_are_refused_before_anything_is_written(finished_run, inputs, tmp_path, name, force):
-    home = copy_run(finished_run, tmp_path / "run")
-    options = ["--teacher", home / "teacher"] if force else []  # a shared one stays with --force
-    shutil.move(home / "train", home / "before")
-    flip(next((home / name).glob("*.safetensors")))
-    command = train_arguments(home, inputs, *options, *force)
-    expect_error("its content does not match its record", STAGE, *command)
-    assert not (home / "train").exists() and (home / "teacher").exists()
-
-
-def test_a_complete_training_that_was_changed_is_refused(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    record = json.loads((home / "train" / "stage.json").read_text())
-    assert record["inputs"].keys() == {"aligned", "merged", "teacher"}
-    with open(home / "train" / "metrics.jsonl", "a") as file:
-        file.write("\n")
-    message = "metrics.jsonl: its content does not match its record"
-    expect_error(message, STAGE, *train_arguments(home, inputs))
-
-
-def test_the_pair_must_be_of_one_grouping(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    path = home / "aligned" / "stage.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"date": "another time"}))
-    command = train_arguments(home, inputs, "--force")
-    expect_error("expected the artifact that 04_align.py read", STAGE, *command)
-
-
 def test_a_teacher_in_the_making_is_continued_to_the_same_bits_and_for_no_other_source(
     finished_run, aligned_run, inputs, tmp_path
 ):
@@ -265,43 +199,12 @@ def test_a_teacher_in_the_making_is_continued_to_the_same_bits_and_for_no_other_
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-def test_a_file_as_teacher_is_refused_and_stays(aligned_run, inputs, tmp_path):
-    home, file = copy_run(aligned_run, tmp_path / "run"), tmp_path / "notes.txt"
-    file.write_text("mine")
-    expect_error("expected nothing or a directory, found a file", STAGE,
-                 *train_arguments(home, inputs, "--teacher", file))
-    expect_error("--teacher: expected another directory than the student's", STAGE,
-                 *train_arguments(home, inputs, "--teacher", home / "train"))
-    (home / "train").write_text("mine")
-    expect_error("train: expected nothing or a directory, found a file", STAGE,
-                 *train_arguments(home, inputs))
-    assert (home / "train").read_text() == "mine" and not (home / "teacher").exists()
-    (home / "train").unlink()
-    assert file.read_text() == "mine" and not (home / "train").exists()
-
-
-def test_someone_elses_files_in_train_are_refused_before_a_teacher_is_trained(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (home / "train").mkdir()
-    (home / "train" / "metrics.jsonl").write_text("mine")
-    expect_error("found metrics.jsonl; move it away first", STAGE, *train_arguments(home, inputs))
-    assert (home / "train" / "metrics.jsonl").read_text() == "mine" and not (home / "teacher").exists()
-
-
 def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path):
     home, shared = copy_run(aligned_run, tmp_path / "run"), tmp_path / "shared"
     with filelock.FileLock(tmp_path / ".shared.lock"):
         expect_error("expected no shared running there, found ", STAGE,
                      *train_arguments(home, inputs, "--teacher", shared))
     assert not shared.exists()
-
-
-@pytest.mark.parametrize("changes, message", [
-    (["--lr", "2e-3"], "lr 0.001 -> 0.002"), (["--batch", "4"], "batch 8 -> 4"),
-    (["--dtype", "bfloat16"], "dtype torch.float32 -> torch.bfloat16"),
-])  # fmt: skip
-def test_a_run_resumed_with_other_settings_is_refused(finished_run, inputs, changes, message):
-    expect_error(message, STAGE, *train_arguments(finished_run, inputs, *changes))
 
 
 def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
@@ -313,16 +216,6 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
     expect_error(f"piqa.train.jsonl {message}", STAGE,
                  *train_arguments(home, inputs, "--tasks", tasks, "--only", "piqa"))
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
-
-
-def test_what_force_moves_aside_gets_a_name_of_its_own(group_of_one, tmp_path):
-    for name in ("train", "teacher", "train.old", "train.old-1"):
-        (tmp_path / name).mkdir()
-    before = set(os.listdir(tmp_path))
-    given = [str(tmp_path / name) for name in ("train", "teacher", "teacher.train")]  # the last is not there
-    checkpoints.start_anew(given, group_of_one)
-    after = set(os.listdir(tmp_path))
-    assert (after - before, before - after) == ({"train.old-2", "teacher.old-1"}, {"train", "teacher"})
 
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):

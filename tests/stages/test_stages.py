@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.calibration import Calibration
-from common.data.sources import DataContext, read_sequences, read_unread
+from common.data.sources import DataContext, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.files import sha256
@@ -121,14 +120,6 @@ def test_activations_that_overflow_are_named(inputs, tmp_path):
                  tmp_path / "run", "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
 
 
-def test_the_defaults_are_the_papers(monkeypatch):
-    """Calibration on 128 sequences of 2048 tokens; Algorithm 2 with 200 starts of 3000 swaps."""
-    monkeypatch.setattr(sys, "argv", ["stage"])
-    calibrate, group = (runpy.run_path(str(ROOT / STAGES[number])) for number in ("01", "03"))
-    assert (calibrate["parse"]().sequences, calibrate["LENGTH"]) == (128, 2048)
-    assert (group["parse"]().restarts, group["parse"]().iterations) == (200, 3000)
-
-
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
     """Figure 2: the cosines of evenly spaced layers, or of those asked for; of version 1: of all pairs."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
@@ -174,13 +165,6 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
     run("02_similarity.py", "--run", home, "--force")
     assert sha256(record) != expected
     assert read(home / "similarity.json")["inputs"] == {"calibration": expected}
-
-
-def test_groups_of_another_calibration_are_refused(aligned_run, inputs, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs)[:-1], 5, "--force")
-    message = f"{home}/groups.json: expected groups of heads in {home}/calibration, found those of another"
-    expect_error(message, "04_align.py", "--run", home, "--force")
 
 
 def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
@@ -260,31 +244,16 @@ def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(align
     assert set(read(aligned_run / "aligned" / "stage.json")["inputs"]) == {"calibration", "groups.json"}
 
 
-def test_a_calibration_of_single_tokens_is_compared_on_two(inputs, tmp_path):
-    """One token predicts none: a perplexity would be NaN."""
+def test_a_calibration_of_one_token_is_compared_on_two_and_refits_nothing(inputs, tmp_path):
+    """One token predicts none: a perplexity would be NaN. Of one sequence none is left to judge a refit."""
     home = tmp_path / "run"
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--length", 1)
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--sequences", 1, "--length", 1)
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, *GROUPING)
     run("04_align.py", "--run", home)
     assert "NaN" not in (home / "aligned" / "stage.json").read_text()
-
-
-def test_the_equivalence_check_reads_a_file_that_the_calibration_has_read_whole(inputs, tmp_path):
-    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 7, "<i4"))
-    tokens, description = unread(tmp_path / "rows.npy", inputs["model"], 50)
-    assert tokens.tolist() == [[7] * 50] * 4 and "part of the calibration's text" in description
-    write_array(str(tmp_path / "rows.npy"), np.full((8, 60), 10**6, "<i4"))
-    with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
-        unread(tmp_path / "rows.npy", inputs["model"], 50)
-
-
-def test_calibration_does_not_reach_into_what_is_held_out(inputs, tmp_path):
-    (tmp_path / "text.txt").write_text("x" * 540)
-    arguments = ["--run", tmp_path / "run", *calibrate_arguments(inputs), "--text", tmp_path / "text.txt"]
-    message = "text.txt: expected 8 x 64 = 512 tokens in its training part, found 487"
-    expect_error(message, "01_calibrate.py", *arguments)
-    run("01_calibrate.py", *arguments, "--sequences", 7)
+    message = "calibration: expected two sequences or more for --refit, found 1"
+    expect_error(message, "04_align.py", "--run", home, "--force", "--refit")
 
 
 def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
@@ -311,22 +280,13 @@ def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_pa
         assert tokens.tolist() == rows and "part of the calibration's text" not in description
 
 
-def test_the_equivalence_check_reads_the_held_out_part_of_text_that_has_one(inputs, tmp_path, monkeypatch):
-    (tmp_path / "text").mkdir()
-    for split in ("train", "heldout"):
-        (tmp_path / "text" / f"{split}.txt").write_text(f"Of the {split} part. " * 100)
-    monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
-    origin = DataContext(inputs["model"], str(tmp_path), "cpu")
-    tokens, _ = read_unread({"arguments": {"text": "demo"}}, origin, 4, 50)
-    assert torch.equal(tokens, read_sequences("demo", None, origin, 4, 50, HELDOUT)[0])
-
-
 def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, inputs, tmp_path):
     """Where the held-out part is too short."""
-    short, documents = tmp_path / "short.txt", tmp_path / "documents.jsonl"
+    short, documents, rows = (tmp_path / name for name in ("short.txt", "documents.jsonl", "rows.npy"))
     short.write_text("Some text. " * 50)
     documents.write_text(json.dumps({"text": "word " * 60}) + "\n")
-    for path in (short, documents):
+    write_array(str(rows), np.full((8, 70), 7, "<i4"))
+    for path in (short, documents, rows):
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
     home = copy_run(aligned_run, tmp_path / "run")
@@ -336,6 +296,9 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, in
         printed = run("04_align.py", "--run", home, "--force", *words).stdout
         assert f"reads   {words[-1] if words else inputs['text']}: packed (1 of 1 documents have" in printed
         assert "may be higher" not in printed
+    write_array(str(rows), np.full((8, 70), 10**6, "<i4"))
+    with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
+        unread(rows, inputs["model"], 60)
 
 
 @torch.no_grad()
@@ -353,16 +316,20 @@ def share_heads(model) -> None:
 
 @torch.no_grad()
 def test_heads_that_are_functions_of_another_are_grouped_and_merged_without_loss(inputs, tmp_path):
-    model, home, tokens = tiny_model(), tmp_path / "run", torch.arange(60)[None]
+    """The equivalence check reads at most 512 tokens a sequence."""
+    model = tiny_model(max_position_embeddings=600)
+    home, tokens = tmp_path / "run", torch.arange(60)[None]
     share_heads(model)
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:])
+    run("01_calibrate.py", "--run", home, "--model", tmp_path / "model", *calibrate_arguments(inputs)[2:],
+        "--sequences", 1, "--length", 600)
     run("02_similarity.py", "--run", home, "--energy")
     run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
     assert read(home / "groups.json")["groups"] == [[[0, 2, 4, 6], [1, 3, 5, 7]]] * LAYERS
     logits = model(tokens).logits
     for merge, allowed in (("closed-form", (0, 1e-3)), ("mean", (0.1, 100))):
-        run("04_align.py", "--run", home, "--merge", merge, "--force")
+        done = run("04_align.py", "--run", home, "--merge", merge, "--sequences", 1, "--force")
+        assert "; 512 tokens\n" in done.stdout
         merged = AutoModelForCausalLM.from_pretrained(home / "merged")
         assert allowed[0] < (merged(tokens).logits - logits).abs().max() < allowed[1]

@@ -5,9 +5,7 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -29,6 +27,7 @@ from training_runs import (
     saved_files,
     start,
     stop,
+    train_on_two_nodes,
     wait_for_step,
     with_teacher,
 )
@@ -119,25 +118,7 @@ def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
 def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path):
     """HSDP: weights sharded within a node, replicated over nodes."""
     home = with_teacher(aligned_run, alone, tmp_path / "run")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    nodes = []
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1",
-                "--master-port", port, "--nproc-per-node", "2"]
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    for node in ("0", "1"):
-        command = [*launcher, "--node-rank", node, str(ROOT / STAGE), "--run-dir", str(home)]
-        command += ["--tasks", inputs["tasks"], *SHARED]
-        nodes.append(subprocess.Popen(command, **options))
-    try:
-        for node in nodes:
-            output, _ = node.communicate(timeout=120)
-            assert node.returncode == 0, output
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                kill(node)
+    train_on_two_nodes(home, inputs, *SHARED, processes=2)
     assert_same_training(home, alone)
     shards = {path.name.split("-")[1] for path in saved_files(home)[-1]}
     assert len(shards) >= 2  # more than one rank wrote
