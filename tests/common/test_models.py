@@ -161,35 +161,34 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
 def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashed, path, sha256 = [], tmp_path / "weights", files.sha256
 
-    def counted(file):
-        hashed.append(file)
-        return sha256(file)
-
     def count() -> int:
         """How often a file has been hashed, now that its known digest is the true one."""
         assert files.known_sha256(str(path)) == sha256(path)
         return len(hashed)
 
-    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(files, "sha256", lambda file: hashed.append(file) or sha256(file))
     monkeypatch.setattr(files, "LARGE", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(b"a" * 1000)
-    assert (count(), count()) == (1, 2)  # too young: another change may have the same time
-    monkeypatch.setattr(files, "MTIME_SLACK_NS", -1)
-    assert (count(), count()) == (3, 3)
+    now, slack = path.stat().st_ctime_ns, int(10 * files.MTIME_SLACK_NS)
+    for modified, clock in ((now, now), (now - slack, now), (now + slack, now + slack)):
+        os.utime(path, ns=(modified, modified))  # also of a copy, which keeps the time of its content
+        monkeypatch.setattr(files.time, "time_ns", lambda clock=clock: clock)
+        assert count() + 1 == count()  # too young: another change may have the same time
+    monkeypatch.setattr(files.time, "time_ns", lambda: now + 2 * slack)
+    assert (count(), count()) == (7, 7)
     before = path.stat()
     path.write_bytes(b"b" * 1000)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were unchanged
-    assert count() == 4
-    other = tmp_path / "other"
-    other.write_bytes(b"c" * 1000)
-    os.replace(other, path)
-    assert (count(), count()) == (5, 5)
+    assert (count(), count()) == (8, 8)
+    (tmp_path / "other").write_bytes(b"c" * 1000)
+    os.replace(tmp_path / "other", path)
+    assert (count(), count()) == (9, 9)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # where nothing can be written
-    assert (count(), count()) == (6, 7)
+    assert (count(), count()) == (10, 11)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(b"d" * 999)  # a small one
-    assert (count(), count()) == (8, 9)
+    assert (count(), count()) == (12, 13)
 
 
 # -- what is refused --
