@@ -243,10 +243,10 @@ def write_code(path: Path) -> None:
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
-INDEXES = {  # content -> what the message must contain
-    b"\xff": "expected an object", b"{}": "expected a field 'metadata', found none",
-    b'{"metadata": {}, "weight_map": {"a": 1}}': "found 1",
-} | {json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode(): f"found '{name}'" for name in ELSEWHERE}
+INDEXES = {  # what the message must contain -> content
+    "expected an object": b"\xff", "expected a field 'metadata', found none": b"{}",
+    "found 1": b'{"metadata": {}, "weight_map": {"a": 1}}',
+} | {f"found '{name}'": json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode() for name in ELSEWHERE}
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
@@ -266,8 +266,8 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),
     "a padding id outside": ("whole", lambda path: edit_config(path, pad_token_id=99_999), "AssertionError"),
     "a cut pickle": ("bin", lambda path: cut(path / PICKLE, 0.9), "model"),
-} | {f"an index {content}": ("shards", lambda path, content=content: write_index(path, content), message)
-     for content, message in INDEXES.items()}
+} | {f"an index, {message}": ("shards", lambda path, content=content: write_index(path, content), message)
+     for message, content in INDEXES.items()}
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 
 
