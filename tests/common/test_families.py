@@ -133,48 +133,37 @@ def test_a_fused_projection_is_blended_by_its_parts():
     model = tiny_model(model_type="phi3", num_key_value_heads=4)
     merged = merge_model(model, 2)
     assert merged_modules(model.config) == ("qkv_proj",)
-    rows = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
-    (queries, keys, values), means = next(rows).split((64, 32, 32)), next(rows)
+    rows, means = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
+    queries, keys, values = rows.split((64, 32, 32))
     expected = [queries, *(part.view(2, 2, 8, 48).mean(1).flatten(0, 1) for part in (keys, values))]
     torch.testing.assert_close(means, torch.cat(expected), rtol=0, atol=1e-6)
     for layer in merged.model.layers:
         layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
     student = blended(model, merged, ("qkv_proj",))
-    z, projection = torch.rand(4), student.model.layers[1].self_attn.qkv_proj
+    z, x, projection = torch.rand(4), torch.randn(5, 48), student.model.layers[1].self_attn.qkv_proj
     projection.z = z
-    source, shared = projection.original.weight, projection.merged.weight
-    heads = [*range(8)], [8 + head for head in range(4)], [12 + head for head in range(4)]
-    merged_heads = [*range(8)], [8, 8, 9, 9], [10, 10, 11, 11]
-    rows, x = [], torch.randn(5, 48)
-    for part, merged_part in zip(heads, merged_heads, strict=True):
-        for place, (old, new) in enumerate(zip(part, merged_part, strict=True)):
-            mask = z[place * 4 // len(part)]
-            rows.append(mask * source[8 * old : 8 * old + 8] + (1 - mask) * shared[8 * new : 8 * new + 8])
-    torch.testing.assert_close(projection(x), x @ torch.cat(rows).T, rtol=1e-4, atol=1e-5)
+    own, shared = projection.original.weight.view(16, 8, 48), projection.merged.weight.view(12, 8, 48)
+    heads = shared[[*range(8), 8, 8, 9, 9, 10, 10, 11, 11]]  # of which each of the source's is a member
+    masks_of_heads = torch.cat((z.repeat_interleave(2), z, z)).view(16, 1, 1)
+    expected = (masks_of_heads * own + (1 - masks_of_heads) * heads).flatten(0, 1)
+    torch.testing.assert_close(projection(x), x @ expected.T, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_heads_of_a_fused_projection_are_watched():
-    model, watched = tiny_model(model_type="phi3", num_key_value_heads=4), {}
-    attention, x = model.model.layers[0].self_attn, torch.randn(2, 5, 48)
-    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
-    attention.qkv_proj(x)
-    parts = {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}
-    for letter, rows in parts.items():
-        torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family, norms", [("llama", ""), ("qwen3", ""), ("olmo2", "qk")])
+@pytest.mark.parametrize(("family", "norms"), [("llama", ""), ("qwen3", ""), ("olmo2", "qk"), ("phi3", "")])
 def test_heads_are_watched_behind_norms_over_all_of_them(family, norms):
-    model, watched = tiny_model(model_type=family), {}
+    """And as parts of a fused projection."""
+    model, watched, inputs = tiny_model(model_type=family, num_key_value_heads=4), {}, []
     attention = model.model.layers[0].self_attn
     watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
-    inputs = []
-    attention.q_proj.register_forward_pre_hook(lambda module, given: inputs.extend(given))
+    projection = attention.get_submodule("qkv_proj" if family == "phi3" else "q_proj")
+    projection.register_forward_pre_hook(lambda module, given: inputs.extend(given))
     model(torch.arange(5)[None])
-    for letter in "qkv":
-        expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
+    for letter, rows in {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}.items():
+        if family == "phi3":
+            expected = inputs[0] @ projection.weight[rows].T
+        else:
+            expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
         if letter in norms:
             expected = attention.get_submodule(f"{letter}_norm")(expected)
         torch.testing.assert_close(watched[letter], expected)
@@ -199,11 +188,8 @@ def test_running_layer_after_layer_is_the_model(changes):
 def test_a_window_masks_what_is_further_behind(window):
     """Every text that is longer, by however little."""
     mask = window_mask(40, window, "cpu")
-    if window is None or window >= 40:
-        assert mask is None
-    else:
-        expected = [[0 <= query - key < window for key in range(40)] for query in range(40)]
-        assert mask.tolist() == [[expected]]
+    expected = [[0 <= query - key < (window or 40) for key in range(40)] for query in range(40)]
+    assert mask is None if window in (40, 41, None) else mask.tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)

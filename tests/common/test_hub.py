@@ -121,12 +121,13 @@ def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(rep
     """It has neither the list of the repository's files nor those that transformers does not read."""
     weights = store(repository.directory, "shards")
     cached = ["config.json", "tokenizer.json", "tokenizer_config.json", *weights]
-    for name in cached[:-1]:
-        hf_hub_download(NAME, name)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
-        local_model(NAME)  # a shard is missing
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for missing in (cached[1:], cached[-1:]):  # all weights, or a shard
+        for name in cached[: -len(missing)]:
+            hf_hub_download(NAME, name)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
+            local_model(NAME)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hf_hub_download(NAME, cached[-1])
     for offline in (True, False):  # or the hub does not answer
         repository.refusal = (403, "", "Forbidden.")
@@ -168,10 +169,3 @@ def test_a_data_set_that_is_refused_gives_the_same(monkeypatch, read):
         read()
     message = str(refused.value)
     assert "is a gated dataset on the Hub" in message and LOGIN in message and "; pass a " in message
-
-
-def test_a_repository_without_weights_has_nothing_to_read_offline(repository, monkeypatch):
-    hf_hub_download(NAME, "config.json")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="offline mode is enabled"):
-        local_model(NAME)

@@ -23,7 +23,7 @@ from common.models import describe, load_config, load_model, load_tokenizer, sou
 from common.weights import fingerprint, open_checkpoint, weight_files
 from helpers import ROOT, byte_tokenizer, save_tiny, tiny_model
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 9976576392\n" % (b"0" * 64)
 UP = "model.layers.1.mlp.up_proj.weight"
 ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
@@ -38,8 +38,8 @@ def checkpoints(tmp_path_factory) -> Path:
     tiny_model().save_pretrained(home / "shards", max_shard_size="20KB")
     byte_tokenizer().save_pretrained(home / "shards")
     shutil.copytree(home / "whole", home / "bin")
-    torch.save(load_file(home / "whole" / "model.safetensors"), home / "bin" / "pytorch_model.bin")
-    os.remove(home / "bin" / "model.safetensors")
+    torch.save(load_file(home / "whole" / WEIGHTS), home / "bin" / PICKLE)
+    os.remove(home / "bin" / WEIGHTS)
     return home
 
 
@@ -127,15 +127,13 @@ def refusal(action, *arguments) -> str:
 
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
 def test_other_files_beside_the_weights_change_nothing(copy, kind):
-    """Neither what is read nor the fingerprint: other safetensors, a second format, shards that no index
-    names."""
-    path = copy(kind)
-    before, state = fingerprint(str(path)), tiny_model().state_dict()
-    other = {name: tensor + 1 for name, tensor in state.items()}
-    for name in ("model_bf16", "aaa", "model-00001-of-00099", "zzz"):
-        save_file(other, path / f"{name}.safetensors")
-    if kind != "bin":
-        torch.save(other, path / "pytorch_model.bin")
+    """Neither what is read nor the fingerprint: a clone may have pointers of Git LFS for weights of other
+    names or kinds, and shards that no index names."""
+    path, state = copy(kind), tiny_model().state_dict()
+    before, others = fingerprint(str(path)), ["model_bf16", "aaa", "model-00001-of-00099", "zzz"]
+    for name in (*(f"{other}.safetensors" for other in others), "logo.png", INDEX, PICKLE):
+        if not (path / name).exists() and (kind, name) != ("bin", INDEX):
+            (path / name).write_bytes(LFS_POINTER)
     assert fingerprint(str(path)) == before
     assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
     with Layers(str(path), torch.float32, "cpu", layerwise=True).layer(1) as layer:
@@ -241,7 +239,6 @@ def write_code(path: Path) -> None:
     (path / PICKLE).write_bytes(pickle.dumps(content, protocol=2))
 
 
-WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
 INDEXES = {  # what the message must contain -> content
     "expected an object": b"\xff", "expected a field 'metadata', found none": b"{}",
@@ -478,15 +475,6 @@ def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, mak
     for action in actions.get(name, [load_tokenizer, fingerprint] if tokenizer else of_weights):
         message = refusal(action, str(path))
         assert f"{path / name}: expected" in message and NO_FILES[make] in message
-
-
-def test_files_that_are_not_read_may_be_pointers(copy):
-    """A clone may have fetched one kind of weights only."""
-    path = copy("whole")
-    for name in ("pytorch_model.bin", "logo.png", INDEX):
-        (path / name).write_bytes(LFS_POINTER)
-    load_model(str(path))
-    fingerprint(str(path))
 
 
 # -- stage 1 --
