@@ -308,46 +308,41 @@ def claims(args, tmp_path):
     return args
 
 
-def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
-    artifacts.begin_stage("05_prune_train.py", claims)
-    found = f"expected no 05_prune_train.py running there, found process {os.getpid()} on .* since 20"
+@pytest.mark.parametrize(("running", "refused"), [
+    ("05_prune_train.py", "05_prune_train.py"), ("04_align.py", "05_prune_train.py"),
+    ("05_prune_train.py", "04_align.py"),
+])
+def test_a_stage_at_work_refuses_a_second_one_and_what_replaces_its_inputs(claims, monkeypatch, running,
+                                                                           refused):
+    artifacts.begin_stage(running, claims)
+    found = f"expected no {running} running there, found process {os.getpid()} on .* since 20"
     with pytest.raises(UserError, match=found):
-        artifacts.begin_stage("05_prune_train.py", claims)
+        artifacts.begin_stage(refused, claims)
     artifacts.begin_stage("06_export.py", claims)  # another stage
-    artifacts.begin_stage("05_prune_train.py", SimpleNamespace(run=claims.run + "2", force=False))
+    artifacts.begin_stage(refused, SimpleNamespace(run=claims.run + "2", force=False))
     monkeypatch.setenv("RANK", "1")
-    artifacts.begin_stage("05_prune_train.py", claims)  # the first rank holds the lock for all
+    artifacts.begin_stage(refused, claims)  # the first rank holds the lock for all
     monkeypatch.delenv("RANK")
     cli.cleanup.close()
     assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
     os.mkdir(claims.run)
-    artifacts.begin_stage("05_prune_train.py", claims)
+    artifacts.begin_stage(refused, claims)
     cli.cleanup.close()
     assert os.listdir(claims.run) == []  # a directory that was there before stays
 
 
-@pytest.mark.parametrize("first, second", [("04_align.py", "05_prune_train.py"),
-                                           ("05_prune_train.py", "04_align.py")])
-def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
-    artifacts.begin_stage(first, claims)
-    with pytest.raises(UserError, match=f"no {first} running there, found process {os.getpid()} on "):
-        artifacts.begin_stage(second, claims)
-    cli.cleanup.close()
-    artifacts.begin_stage(second, claims)
-    artifacts.begin_stage("03_group.py", claims)
-
-
-@pytest.mark.parametrize("kind", ["hard link", "symbolic link", "FIFO", "file"])
-def test_a_lock_never_leads_to_another_file(claims, tmp_path, kind):
+@pytest.mark.parametrize("make", [
+    lambda lock, mine: lock.hardlink_to(mine), lambda lock, mine: lock.symlink_to(mine),
+    lambda lock, mine: os.mkfifo(lock), lambda lock, mine: lock.write_text("mine"),
+], ids=["hard link", "symbolic link", "FIFO", "file"])
+def test_a_lock_never_leads_to_another_file(claims, tmp_path, make):
     mine, lock = tmp_path / "mine", tmp_path / "run" / ".03_group.lock"
     lock.parent.mkdir()
     mine.write_text("mine")
-    make = {"hard link": lambda: lock.hardlink_to(mine), "symbolic link": lambda: lock.symlink_to(mine),
-            "FIFO": lambda: os.mkfifo(lock), "file": lambda: lock.write_text("mine")}
-    make[kind]()
+    make(lock, mine)
     with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
         artifacts.begin_stage("03_group.py", claims)
-    assert mine.read_text() == "mine" and (kind != "file" or lock.read_text() == "mine")
+    assert mine.read_text() == "mine" and (lock.is_fifo() or lock.read_text() == "mine")
 
 
 def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_path):

@@ -224,14 +224,14 @@ EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)
     ("It's two", False),
 ])
 def test_exact_match_is_equality_with_the_stripped_answer(answer, exact):
-    assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0])["exact"] is exact
+    verdict = {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
+               "generated": answer, "exact": exact}
+    assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0]) == verdict
 
 
 def test_the_likeliest_choice_has_the_largest_score():
-    assert evaluate.judge(EXAMPLE, "", [-1, -1, -2])["likelihood_choice"] == 0  # of equal ones the first
-    verdict = evaluate.judge(EXAMPLE, "x", [-3.0, -1.0, -2.0])
-    assert verdict == {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
-                       "generated": "x", "exact": False}
+    for scores, choice in (([-3, -1, -2], 1), ([-3, -2, -1], 2), ([-1, -1, -2], 0)):
+        assert evaluate.judge(EXAMPLE, "", scores)["likelihood_choice"] == choice  # of equal ones the first
 
 
 def test_rates_of_a_task():
