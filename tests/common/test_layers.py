@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.errors import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
 
@@ -160,12 +159,3 @@ def test_memory_is_that_of_a_layer(tmp_path):
     for part in ("calibration", "aligned", "merged"):
         for file in sorted((tmp_path / "whole" / part).glob("*.safetensors")):
             assert file.read_bytes() == (tmp_path / "layerwise" / part / file.name).read_bytes(), file
-
-
-def test_a_damaged_generation_config_is_one_line(tmp_path):
-    source, target = save_tiny(tmp_path / "source"), tmp_path / "target"
-    (tmp_path / "source" / "generation_config.json").write_text("[]")
-    target.mkdir()
-    with pytest.raises(UserError, match=r"cannot read generation_config\.json"):
-        with CheckpointWriter(str(target), tiny_model().config, torch.float32, source):
-            pass

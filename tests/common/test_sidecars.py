@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from common import sidecars
+from common.errors import UserError
 from common.models import load_config
 from helpers import byte_tokenizer, save_tiny, tiny_model
 
@@ -69,6 +70,13 @@ def test_a_generation_config_is_copied_and_none_invented(tmp_path):
     (tmp_path / "made").rename(tmp_path / "before")
     written(tmp_path)
     assert not (tmp_path / "made" / sidecars.GENERATION).exists()
+
+
+def test_a_damaged_generation_config_is_one_line(tmp_path):
+    save_tiny(tmp_path / "source")
+    (tmp_path / "source" / sidecars.GENERATION).write_text("[]")
+    with pytest.raises(UserError, match=r"cannot read generation_config\.json"):
+        written(tmp_path)
 
 
 def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
