@@ -70,16 +70,6 @@ def test_a_link_or_a_file_is_never_replaced_by_a_directory(tmp_path, target, kin
     assert path.is_symlink() if target else path.read_text() == "mine"
 
 
-def test_names_of_unfinished_output_are_our_own(tmp_path):
-    """Links in the place of a name that could be guessed lead nowhere."""
-    (tmp_path / "mine").write_text("mine")
-    for name in ("x.json.tmp", ".x.json.unfinished"):
-        (tmp_path / name).symlink_to(tmp_path / "mine")
-    files.write_json(str(tmp_path / "x.json"), {"a": 1})
-    assert (tmp_path / "mine").read_text() == "mine" and files.read_json(str(tmp_path / "x.json")) == {"a": 1}
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def killed_at_rename(number: int, work) -> bool:
     """Whether work() was killed at its `number`-th rename, from 0; else it has fewer."""
     child = os.fork()
@@ -98,6 +88,7 @@ def killed_at_rename(number: int, work) -> bool:
 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    """Nor what has such a name but is not ours; that of ours cannot be guessed."""
     path = str(tmp_path / "gqa")
     for name in (".gqa.mine.unfinished", ".gqa2.x.unfinished"):  # not of ours; of another output
         (tmp_path / name).mkdir()
