@@ -84,6 +84,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error, line", [
     (SafetensorError("I/O error: File too large"), "I/O error: File too large"),
+    (MemoryError("too little"), "too little"),
     (PanicException("over the limit"), "a library failed on this model or text: over the limit"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of"),
      f"CUDA out of memory. Tried to allocate 2.00 GiB. {cli.LESS_MEMORY}"),
@@ -215,13 +216,7 @@ def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
     assert fail_as(1, UserError("x")) == (2, "")  # else it would print the error itself
 
 
-@pytest.mark.parametrize("error", [UserError("x"), OSError("x"), MemoryError("x")])
-def test_an_error_of_one_rank_names_it(fail_as, error):
-    assert fail_as(3, error) == (2, "error: rank 3: x\n")
-    assert fail_as(0, BROKEN) == fail_as(1, BROKEN) == (2, "")
-
-
-def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail_as, monkeypatch):
+def test_what_ranks_print_of_a_fault_of_a_signal_and_of_an_error_alone(fail_as, monkeypatch):
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail_as(1, BROKEN)
     assert fail_as(0, BROKEN) == (2, "")
@@ -229,6 +224,8 @@ def test_a_fault_of_the_program_is_a_traceback_and_a_signal_is_printed_once(fail
     assert fail_as(0, KeyboardInterrupt())[1].startswith("interrupted: ")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert fail_as(1, KeyboardInterrupt()) == (130, "")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert fail_as(3, UserError("x")) == (2, "error: rank 3: x\n")
 
 
 @pytest.mark.parametrize(("name", "value"), [("TORCHELASTIC_USE_AGENT_STORE", "False"), ("MASTER_PORT", "1")])
