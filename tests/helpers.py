@@ -1,7 +1,6 @@
 """Shared by the tests: a tiny random checkpoint with a byte tokenizer, tiny tasks, running a command."""
 
 import contextlib
-import functools
 import io
 import itertools
 import json
@@ -15,6 +14,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from unittest import mock
 
 # read when the packages below are imported
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
@@ -142,15 +142,14 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    environment, argv, code = dict(os.environ), sys.argv, 0
-    sys.argv = [command, *arguments]
+    scopes = (contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors),
+              mock.patch.dict(os.environ), mock.patch.object(sys, "argv", [command, *arguments]),
+              torch.random.fork_rng(devices=[]), warnings.catch_warnings())
+    code = 0
     try:
-        with contextlib.ExitStack() as scope:
-            scope.enter_context(contextlib.chdir(ROOT))
-            scope.enter_context(contextlib.redirect_stdout(output))
-            scope.enter_context(contextlib.redirect_stderr(errors))
-            scope.enter_context(torch.random.fork_rng(devices=[]))
-            scope.enter_context(warnings.catch_warnings())
+        with contextlib.ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope)
             if "/" in command:
                 warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
                 runpy.run_module(module_name(command), run_name="__main__", alter_sys=True)
@@ -162,9 +161,6 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
         code = 1
         traceback.print_exc(file=errors)
     finally:
-        sys.argv = argv
-        os.environ.clear()
-        os.environ.update(environment)
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fills
         for number, handler in handlers.items():
@@ -272,15 +268,13 @@ def finish(home: Path, aligned_run: Path, inputs: dict[str, str], processes: int
 @pytest.fixture(scope="session")
 def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, each in one process."""
-    build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=0)
-    return build_run(tmp_path_factory, "finished", build)
+    return build_run(tmp_path_factory, "finished", lambda home: finish(home, aligned_run, inputs, 0))
 
 
 @pytest.fixture(scope="session")
 def distributed_run(aligned_run, inputs, tmp_path_factory) -> Path:
     """A run directory after all seven stages, trained on two processes: for slow tests."""
-    build = functools.partial(finish, aligned_run=aligned_run, inputs=inputs, processes=2)
-    return build_run(tmp_path_factory, "distributed", build)
+    return build_run(tmp_path_factory, "distributed", lambda home: finish(home, aligned_run, inputs, 2))
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Artifacts come back as written, or are refused; a stage makes each once, and replaces only its own."""
 
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +16,8 @@ from safetensors.torch import save_file
 
 from common import artifacts, calibration, cli, files
 from common.errors import Complete, UserError
+from common.training import checkpoints
+from helpers import calibrate_arguments, calibrated_layer, copy_run, run
 from test_records import MODEL, valid
 
 SIMILARITY, EXPORT = "02_similarity.py", "06_export.py"
@@ -29,32 +33,27 @@ def args(tmp_path):
 def similarity(args, value: float = 2.0, inputs: dict | None = None) -> str:
     """Stage 2 in small: a.safetensors and a.png, with the record a.json. Returns the path of the tensors."""
     path = os.path.join(args.run, "a.json")
-    try:
+    with cli.cleanup:
         started = artifacts.begin_stage(SIMILARITY, args, path, beside=("a.safetensors", "a.png"),
-                                  inputs=inputs or {})
+                                        inputs=inputs or {})
         with artifacts.write_beside(path) as aside:
             save_file({"x": torch.full((100,), value)}, os.path.join(aside, "a.safetensors"))
             Path(aside, "a.png").write_text(f"picture of {value}")
             artifacts.write_record(aside, started.record(MODEL, MEANS), "a.json")
-    finally:
-        cli.cleanup.close()
     return os.path.join(args.run, "a.safetensors")
 
 
-def export(args, content: str = "weights", inputs: dict | None = None) -> Path:
+def export(args, card: str = "card", inputs: dict | None = None) -> Path:
     """Stage 6 in small: gqa/ with three files, one of them in a folder, and a card."""
     path = Path(args.run, "gqa")
-    try:
+    with cli.cleanup:
         started = artifacts.begin_stage(EXPORT, args, str(path), inputs=inputs or {})
         with files.write_directory(str(path)) as aside:
             for name in ("config.json", "weights", "step-1/shard"):
                 Path(aside, name).parent.mkdir(exist_ok=True)
-                Path(aside, name).write_text(content)
-            Path(aside, "README.md").write_text("card <!-- scores -->none<!-- /scores --> end")
-            record = started.record(MODEL, valid(EXPORT)["summary"])
-            artifacts.write_record(aside, record)
-    finally:
-        cli.cleanup.close()
+                Path(aside, name).write_text("content")
+            Path(aside, "README.md").write_text(card)
+            artifacts.write_record(aside, started.record(MODEL, valid(EXPORT)["summary"]))
     return path
 
 
@@ -104,31 +103,35 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
         assert artifacts.source_commit() is None
 
 
-@pytest.mark.parametrize("fault", ["nan", "inf", "replaced"])
-def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, fault):
+@pytest.mark.parametrize(("value", "message"), [
+    (math.nan, "NaN or Inf in value.raw"), (-math.inf, "NaN or Inf in value.raw"),
+    (2, "its content does not match its record"),
+])
+def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, value, message):
     """A calibration may be replaced while a stage reads it layer by layer."""
     grams = torch.ones(10, 8, 8)  # of MODEL's 4 kv heads
     values = grams.clone()
-    if fault != "replaced":
-        values[-1, -1, -1] = -float(fault)
+    values[-1, -1, -1] = value
     for index in range(MODEL["layers"]):
         calibration.write_layer(str(tmp_path), index, {"key.raw": grams, "value.raw": values})
     calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
     artifacts.write_record(str(tmp_path), valid("01_calibrate.py"))
     opened = calibration.Calibration(str(tmp_path))
-    if fault == "replaced":
-        assert opened.layer(0)["key.raw"].equal(grams) and opened.tokens().shape == (2, 32)
-        calibration.write_layer(str(tmp_path), 0, {"key.raw": 2 * grams})
-    expected = "its content does not match its record" if fault == "replaced" else "NaN or Inf in value.raw"
-    with pytest.raises(UserError, match=f"layer-00000.safetensors: {expected}"):
+    assert opened.tokens().shape == (2, 32)
+    if math.isfinite(value):
+        assert opened.layer(0)["value.raw"].equal(values)
+        calibration.write_layer(str(tmp_path), 0, {"key.raw": grams, "value.raw": -values})
+    with pytest.raises(UserError, match=f"layer-00000.safetensors: {message}"):
         opened.layer(0)
 
 
-def test_files_are_verified_by_content(args):
+def test_a_directory_has_the_files_of_its_record_and_none_that_transformers_would_load_with_them(args):
     artifact = export(args)
     record = artifacts.read_record(str(artifact), EXPORT)
     assert record["files"].keys() == {"config.json", "weights", "step-1/shard", "README.md"}
-    (artifact / "README.md").write_text("edited later")
+    for harmless in (".metrics.jsonl.swp", ".cache/huggingface/x.json", "notes.txt", "README.md"):
+        (artifact / harmless).parent.mkdir(parents=True, exist_ok=True)
+        (artifact / harmless).write_text("anyone's")
     artifacts.verify_files(str(artifact), record)
     for name in ("config.json", "weights", "step-1/shard"):
         path, content = artifact / name, (artifact / name).read_bytes()
@@ -137,19 +140,11 @@ def test_files_are_verified_by_content(args):
             with pytest.raises(UserError, match=f"{name}: .*run 06_export.py again"):
                 artifacts.verify_files(str(artifact), record)
             path.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.py", "step-1/other.bin"])
-def test_files_that_transformers_would_load_beside_an_artifact_are_refused(args, name):
-    artifact = export(args)
-    record = artifacts.read_record(str(artifact), EXPORT)
-    for harmless in (".metrics.jsonl.swp", ".cache/huggingface/x.json", "notes.txt"):
-        (artifact / harmless).parent.mkdir(parents=True, exist_ok=True)
-        (artifact / harmless).write_text("anyone's")
-    artifacts.verify_files(str(artifact), record)
-    (artifact / name).write_text("mine")
-    with pytest.raises(UserError, match=f"expected only the files in its stage.json, found also {name}; rem"):
-        artifacts.verify_files(str(artifact), record)
+    for name in ("model.safetensors", "config.py", "step-1/other.bin"):
+        (artifact / name).write_text("mine")
+        with pytest.raises(UserError, match=f"expected only the files in its stage.json, found also {name};"):
+            artifacts.verify_files(str(artifact), record)
+        (artifact / name).unlink()
 
 
 def test_inputs_are_identified_by_content(args, tmp_path):
@@ -202,84 +197,80 @@ def test_an_edited_file_is_replaced_by_force_alone(args, tmp_path, make):
     assert edited.read_text() != "edited"
 
 
+@pytest.mark.parametrize(("edited", "noticed"), [
+    ("a card <!-- scores -->2<!-- /scores --> end", False),
+    ("edited <!-- scores -->1<!-- /scores --> end", True),
+    ("a card <!-- scores -->1<!-- /scores --> edited", True),
+])
+def test_an_edited_card_is_noticed_unless_scores_alone_changed(args, edited, noticed):
+    card = export(args, "a card <!-- scores -->1<!-- /scores --> end") / "README.md"
+    card.write_text(edited)
+    with pytest.raises(UserError if noticed else Complete, match="was modified" if noticed else "complete"):
+        export(args)
+
+
 def test_without_known_inputs_nothing_is_complete(args, tmp_path):
     export(args)
     with pytest.raises(UserError, match="gqa already exists; pass --force to replace it"):
         artifacts.begin_stage(EXPORT, args, str(tmp_path / "gqa"))
 
 
-@WHAT_IS_MADE
+@pytest.mark.parametrize(("make", "name"), [
+    (similarity, "a.png"), (export, "gqa/.git/config"), (export, "gqa"),
+])
 @pytest.mark.parametrize("kind", ["a file", "a link", "no record"])
-def test_what_no_record_names_is_never_replaced(args, tmp_path, make, kind):
+def test_what_no_record_names_is_never_replaced(args, tmp_path, make, name, kind):
     """Neither a user's files in a directory of ours, nor files or links in the place of ours."""
-    foreign = tmp_path / ("a.png" if make is similarity else "gqa/.git/config")
-    if make is export and kind == "no record":
+    foreign = tmp_path / name
+    if name == "gqa/.git/config" and kind == "no record":
         make(args)
         (tmp_path / "gqa" / "stage.json").write_text('{"files": {}}')
     foreign.parent.mkdir(parents=True, exist_ok=True)
     foreign.symlink_to("nowhere") if kind == "a link" else foreign.write_text("mine")
     before = contents(tmp_path)
     args.force = True
-    with pytest.raises(UserError, match="found a (symbolic link|file) that no record of it names; move"):
+    found = "a symbolic link" if kind == "a link" else "a file"
+    with pytest.raises(UserError, match=f"what 0.* wrote, found {found} that no record of it names; move"):
         make(args)
     assert contents(tmp_path) == before and foreign.is_symlink() == (kind == "a link")
 
 
-def test_a_file_in_the_place_of_a_directory_is_refused(args, tmp_path):
-    (tmp_path / "gqa").write_text("mine")
-    args.force = True
-    with pytest.raises(UserError, match="gqa: expected nothing or what 06_export.py wrote, found a file"):
-        export(args)
-
-
-def test_files_of_a_replaced_artifact_that_the_new_one_lacks_are_removed(args, tmp_path):
-    path = similarity(args)
-    record = tmp_path / "a.json"
-    extra = tmp_path / "b.png"
-    extra.write_text("drawn")
-    named = json.loads(record.read_text())
-    named["files"]["b.png"] = files.sha256(str(extra))
-    record.write_text(json.dumps(named))
-    args.force = True
-    assert similarity(args) == path and not extra.exists()
-
-
-@pytest.mark.parametrize("name", ["../mine", "{home}/mine", "folder/mine", "mine\x00", "edited"])
-def test_a_record_leads_to_no_file_that_is_not_its_own(args, tmp_path, name):
-    """Neither one elsewhere, with the right digest, nor one that was edited."""
+@pytest.mark.parametrize("name", ["b.png", "edited.png", "../mine", "{home}/mine", "folder/mine", "mine\x00"])
+def test_of_the_files_that_a_record_names_its_own_alone_are_removed(args, tmp_path, name):
+    """One that the new artifact lacks; but none elsewhere, with the right digest, nor one that was edited."""
     args.run = str(tmp_path / "run")
     similarity(args)
-    for path in (tmp_path / "mine", tmp_path / "run" / "folder" / "mine", tmp_path / "run" / "edited"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
+    for path in ("mine", "run/folder/mine", "run/edited.png", "run/b.png"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("mine")
     record = tmp_path / "run" / "a.json"
     named = json.loads(record.read_text())
-    digest = "ab" * 32 if name == "edited" else files.sha256(str(tmp_path / "mine"))
+    digest = "ab" * 32 if name == "edited.png" else files.sha256(str(tmp_path / "mine"))
     named["files"] |= {name.format(home=tmp_path): digest}
     record.write_text(json.dumps(named))
-    before = contents(tmp_path)
     args.force = True
     try:
         similarity(args, 3.0)
     except UserError as error:
         assert "move it away first" in str(error)  # of such a record no file counts as ours
-    after = contents(tmp_path)
-    assert {path: after.get(path) for path in before if "a." not in path} == {
-        path: text for path, text in before.items() if "a." not in path}
+    kept = {path for path, text in contents(tmp_path).items() if text == "mine"}
+    own = {"run/b.png"} if name == "b.png" else set()
+    assert kept == {"mine", "run/folder/mine", "run/edited.png", "run/b.png"} - own
 
 
-def test_inputs_of_one_name_are_told_apart_and_one_that_is_gone_is_missed(args, tmp_path):
-    first, second = "a/t.txt", "b/t.txt"
-    similarity(args, inputs={first: "ab" * 32, second: "cd" * 32})
-    for inputs, found in (
-        ({first: "cd" * 32, second: "ab" * 32}, "made from another t.txt"),
-        ({first: "ab" * 32, second: "ef" * 32}, "made from another t.txt"),
-        ({first: "ab" * 32}, "made from b/t.txt, which is gone"),
+def test_inputs_of_one_name_are_told_apart_and_one_that_is_gone_is_missed(args):
+    inputs = {"a/t.txt": "ab" * 32, "b/t.txt": "cd" * 32}
+    similarity(args, inputs=inputs)
+    for others, found in (
+        ({"a/t.txt": "cd" * 32, "b/t.txt": "ab" * 32}, "made from another t.txt"),
+        (inputs | {"a/t.txt": "ef" * 32}, "made from another t.txt"),
+        (inputs | {"b/t.txt": "ef" * 32}, "made from another t.txt"),
+        ({"a/t.txt": "ab" * 32}, "made from b/t.txt, which is gone"),
     ):
         with pytest.raises(UserError, match=f"already exists, {found}; pass --force"):
-            similarity(args, inputs=inputs)
+            similarity(args, inputs=others)
     with pytest.raises(Complete):
-        similarity(args, inputs={first: "ab" * 32, second: "cd" * 32})
+        similarity(args, inputs=inputs)
 
 
 def test_a_run_that_has_moved_is_complete(args, tmp_path):
@@ -314,56 +305,47 @@ def test_a_stage_does_not_replace_its_source(tmp_path):
 
 
 @pytest.fixture
-def claims(tmp_path):
-    yield SimpleNamespace(run=str(tmp_path / "run"), force=False)
-    cli.cleanup.close()
+def claims(args, tmp_path):
+    """The same, for a run directory that is not there yet."""
+    args.run = str(tmp_path / "run")
+    return args
 
 
-def test_a_stage_at_work_refuses_a_second_one(claims, monkeypatch):
-    artifacts.begin_stage("05_prune_train.py", claims)
-    with pytest.raises(UserError) as refused:
-        artifacts.begin_stage("05_prune_train.py", claims)
-    message = str(refused.value)
-    assert f"expected no 05_prune_train.py running there, found process {os.getpid()} on " in message
-    assert " since 20" in message
+@pytest.mark.parametrize(("running", "refused"), [
+    ("05_prune_train.py", "05_prune_train.py"), ("04_align.py", "05_prune_train.py"),
+    ("05_prune_train.py", "04_align.py"),
+])
+def test_a_stage_at_work_refuses_a_second_one_and_what_replaces_its_inputs(claims, monkeypatch, running,
+                                                                           refused):
+    artifacts.begin_stage(running, claims)
+    found = f"expected no {running} running there, found process {os.getpid()} on .* since 20"
+    with pytest.raises(UserError, match=found):
+        artifacts.begin_stage(refused, claims)
     artifacts.begin_stage("06_export.py", claims)  # another stage
-    other_run = SimpleNamespace(run=claims.run + "2", force=False)
-    artifacts.begin_stage("05_prune_train.py", other_run)
+    artifacts.begin_stage(refused, SimpleNamespace(run=claims.run + "2", force=False))
     monkeypatch.setenv("RANK", "1")
-    artifacts.begin_stage("05_prune_train.py", claims)  # the first rank holds the lock for all
+    artifacts.begin_stage(refused, claims)  # the first rank holds the lock for all
     monkeypatch.delenv("RANK")
     cli.cleanup.close()
     assert not os.path.exists(claims.run)  # neither a lock nor an empty directory is left
     os.mkdir(claims.run)
-    artifacts.begin_stage("05_prune_train.py", claims)
+    artifacts.begin_stage(refused, claims)
     cli.cleanup.close()
     assert os.listdir(claims.run) == []  # a directory that was there before stays
 
 
-@pytest.mark.parametrize("first, second", [("04_align.py", "05_prune_train.py"),
-                                           ("05_prune_train.py", "04_align.py")])
-def test_what_training_reads_is_not_replaced_meanwhile(claims, first, second):
-    artifacts.begin_stage(first, claims)
-    with pytest.raises(UserError, match=f"no {first} running there, found process {os.getpid()} on "):
-        artifacts.begin_stage(second, claims)
-    cli.cleanup.close()
-    artifacts.begin_stage(second, claims)
-    artifacts.begin_stage("03_group.py", claims)
-    cli.cleanup.close()
-    assert not os.path.exists(claims.run)
-
-
-@pytest.mark.parametrize("kind", ["hard link", "symbolic link", "FIFO", "file"])
-def test_a_lock_never_leads_to_another_file(claims, tmp_path, kind):
+@pytest.mark.parametrize("make", [
+    lambda lock, mine: lock.hardlink_to(mine), lambda lock, mine: lock.symlink_to(mine),
+    lambda lock, mine: os.mkfifo(lock), lambda lock, mine: lock.write_text("mine"),
+], ids=["hard link", "symbolic link", "FIFO", "file"])
+def test_a_lock_never_leads_to_another_file(claims, tmp_path, make):
     mine, lock = tmp_path / "mine", tmp_path / "run" / ".03_group.lock"
     lock.parent.mkdir()
     mine.write_text("mine")
-    make = {"hard link": lambda: lock.hardlink_to(mine), "symbolic link": lambda: lock.symlink_to(mine),
-            "FIFO": lambda: os.mkfifo(lock), "file": lambda: lock.write_text("mine")}
-    make[kind]()
+    make(lock, mine)
     with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
         artifacts.begin_stage("03_group.py", claims)
-    assert mine.read_text() == "mine" and (kind != "file" or lock.read_text() == "mine")
+    assert mine.read_text() == "mine" and (lock.is_fifo() or lock.read_text() == "mine")
 
 
 def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_path):
@@ -384,14 +366,40 @@ def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_
     os.waitpid(child, 0)
     artifacts.begin_stage("05_prune_train.py", claims)
     claims.run = original
-    artifacts.begin_stage("05_prune_train.py", claims)  # both at once
+    artifacts.begin_stage("05_prune_train.py", claims)  # both at once; a lock that is left blocks nobody
 
 
-def test_a_killed_process_blocks_nobody(claims):
-    child = os.fork()
-    if not child:
-        artifacts.begin_stage("05_prune_train.py", claims)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert os.listdir(claims.run) == [".05_prune_train.lock"]
-    artifacts.begin_stage("05_prune_train.py", claims)
+def test_calibration_runs_in_the_dtype_asked_for(inputs, tmp_path):
+    """What a pass in bfloat16 leaves are numbers of bfloat16; in float32 they are not."""
+    for dtype in ("float32", "bfloat16"):
+        home = tmp_path / dtype
+        run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs), "--dtype", dtype)
+        sample = calibrated_layer(home / "calibration", 1)["sample.value"]
+        assert sample.equal(sample.bfloat16().float()) == (dtype == "bfloat16")
+
+
+def test_an_export_has_the_held_out_metrics_of_its_step(finished_run, tmp_path, monkeypatch):
+    """The best checkpoint is not the last: here each step has figures of its own."""
+    home = copy_run(finished_run, tmp_path / "run")
+    train = home / "train"
+    monkeypatch.setattr(checkpoints, "origin", lambda path: {})  # other metrics than it was saved with
+    record = json.loads((train / "stage.json").read_text())
+    first, *_, last = map(checkpoints.step_of, checkpoints.saved_checkpoints(str(train)))
+    lines = [{"step": first, "heldout_kl": 0.125}, {"step": last, "heldout_kl": 0.25}]
+    (train / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record["arguments"]["tasks"] = "none"
+    artifacts.write_record(str(train), record, of=checkpoints.own_files(str(train), checkpoints.OF_STUDENT))
+    shutil.rmtree(home / "gqa")
+    run("06_export.py", "--run", home)
+    summary = json.loads((home / "gqa" / "stage.json").read_text())["summary"]
+    assert (summary["step"], summary["heldout_kl"]) == (first, 0.125)
+
+
+def test_every_file_of_a_training_is_in_its_record(tmp_path):
+    own = ["curves.png", "heldout.npy", "metrics.jsonl", "settings.json", "step-00000001/sha256.json",
+           "step-00000001/shard", "tensorboard/events.out.tfevents.1.host"]
+    for name in (*own, "notes.txt", "step-00000001/notes.txt", "tensorboard/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a")
+    (tmp_path / "step-00000001" / "sha256.json").write_text(json.dumps({"shard": "ab" * 32}))
+    assert checkpoints.own_files(str(tmp_path), checkpoints.OF_STUDENT) == own

@@ -28,11 +28,6 @@ def model():
     return tiny_model()
 
 
-def test_perplexity_is_transformers_loss(model):
-    losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]
-    assert evaluate.perplexity(model, TOKENS) == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
-
-
 @pytest.mark.parametrize("scale", [1e6, math.nan])
 def test_a_perplexity_that_overflows_is_refused(model, scale):
     logits = [model(row[None]).logits[0].detach() * scale for row in TOKENS]
@@ -44,8 +39,9 @@ def test_a_perplexity_that_overflows_is_refused(model, scale):
 def test_metrics_on_text_against_a_reference(model):
     """From whole logits; a reference of another vocabulary says nothing."""
     other = tiny_model(seed=1)
+    losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]  # by transformers
     figures, predictions = evaluate.text_metrics(model, TOKENS, None)
-    assert figures == {"perplexity": evaluate.perplexity(model, TOKENS)}
+    assert figures == {"perplexity": pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)}
     ours, theirs = (net(TOKENS).logits.double().log_softmax(-1) for net in (other, model))
     figures, _ = evaluate.text_metrics(other, TOKENS, predictions)
     assert figures["perplexity"] == evaluate.perplexity(other, TOKENS)
@@ -108,26 +104,22 @@ def test_all_devices_of_a_model_are_waited_for(monkeypatch):
 
 
 def test_logit_comparisons():
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(2, 4, 9, generator=generator).unbind() for _ in range(2))
+    first, second = torch.randn(2, 2, 4, 9, generator=torch.Generator().manual_seed(0))
     pairs = list(zip(first, second, strict=True))
     divergences = [F.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean") for a, b in pairs]
     assert equivalence.mean_kl(first, second) == pytest.approx(float(sum(divergences)) / 2, abs=1e-6)
-    assert equivalence.max_difference(first, second) == max(float((a - b).abs().max()) for a, b in pairs)
+    assert equivalence.max_difference(first, second) == float((first - second).abs().max())
 
 
 def examples() -> list[Example]:
-    examples = []
-    for task, rows in task_rows(3, 1).items():
-        examples += [example_from_row(task, row) for row in rows]
-    return examples
+    return [example_from_row(task, row) for task, rows in task_rows(3, 1).items() for row in rows]
 
 
+@torch.no_grad()
 def greedy(model, prompt, steps: int) -> list[int]:
     ids = list(prompt)
     for _ in range(steps):
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         if ids[-1] == END:
             break
     return ids[len(prompt) :]
@@ -191,28 +183,22 @@ def test_tokens_that_end_an_answer_are_also_those_of_the_configs(where):
     assert evaluate.generate_answers(script, tokenizer, [[1]], 8, 1, tqdm(disable=True)) == ["Yes."]
 
 
-def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model):
+@pytest.mark.parametrize("batch", [1, 4])
+@torch.no_grad()
+def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model, batch):
+    """Of one without tokens nothing, not that of the prompt."""
     tokenizer = byte_tokenizer()
     questions = [[tokenize(example, tokenizer) for example in examples()[i : i + 2]] for i in (0, 6, 12)]
-    scores = evaluate.choice_likelihoods(model, questions, 4, tqdm(disable=True))
-    assert [len(row) for row in scores] == [2, 2, 2]
+    questions += [[Sample((1, 2, 3), (END,)), Sample((1, 2, 3), (4, END))], [Sample((1, 2), (END,))]]
+    scores = evaluate.choice_likelihoods(model, questions, batch, tqdm(disable=True))
+    assert [len(row) for row in scores] == [2, 2, 2, 2, 1]
     for question, question_scores in zip(questions, scores, strict=True):
         for sample, score in zip(question, question_scores, strict=True):
             ids = torch.tensor([[*sample.prompt, *sample.answer[:-1]]])
-            with torch.no_grad():
-                log_probs = model(ids).logits[0].log_softmax(-1)
+            log_probs = model(ids).logits[0].log_softmax(-1)
             start = len(sample.prompt)
             direct = sum(float(log_probs[t - 1, ids[0, t]]) for t in range(start, ids.shape[1]))
             assert score == pytest.approx(direct, abs=1e-3)
-
-
-def test_a_choice_without_tokens_scores_nothing(model):
-    """Not the whole row, prompt included."""
-    samples = [[Sample((1, 2, 3), (END,)), Sample((1, 2, 3), (4, END))], [Sample((1, 2), (END,))]]
-    alone = evaluate.choice_likelihoods(model, samples, 1, tqdm(disable=True))
-    beside = evaluate.choice_likelihoods(model, samples, 3, tqdm(disable=True))
-    assert alone[0][0] == beside[0][0] == beside[1][0] == 0
-    assert beside[0][1] == pytest.approx(alone[0][1], abs=1e-4) and alone[0][1] < 0
 
 
 def test_speed_is_tokens_over_seconds(model, monkeypatch):
@@ -238,14 +224,14 @@ EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)
     ("It's two", False),
 ])
 def test_exact_match_is_equality_with_the_stripped_answer(answer, exact):
-    assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0])["exact"] is exact
+    verdict = {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
+               "generated": answer, "exact": exact}
+    assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0]) == verdict
 
 
 def test_the_likeliest_choice_has_the_largest_score():
-    assert evaluate.judge(EXAMPLE, "", [-1, -1, -2])["likelihood_choice"] == 0  # of equal ones the first
-    verdict = evaluate.judge(EXAMPLE, "x", [-3.0, -1.0, -2.0])
-    assert verdict == {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
-                       "generated": "x", "exact": False}
+    for scores, choice in (([-3, -1, -2], 1), ([-3, -2, -1], 2), ([-1, -1, -2], 0)):
+        assert evaluate.judge(EXAMPLE, "", scores)["likelihood_choice"] == choice  # of equal ones the first
 
 
 def test_rates_of_a_task():
@@ -263,14 +249,19 @@ def test_rates_of_a_task():
 SIZES, TRUTH = {"a": 40, "b": 400, "c": 150}, {"a": 0.9, "b": 0.5, "c": 0.3}
 
 
+def rates_of(questions: int, share: float, error: float = 0.0, chance: float = 0.5) -> dict[str, float]:
+    """The rates of a task where answers and likelihoods are right alike."""
+    return {"questions": questions, "chance": chance, "exact_match": share, "exact_match_stderr": error,
+            "likelihood": share, "likelihood_stderr": error}
+
+
 def random_evaluation(draw) -> dict[str, float]:
     """The figures of one evaluation of tasks of known difficulty, answered at random."""
     figures, tasks = {}, {}
     for task, size in SIZES.items():
         share, error = evaluate.accuracy(list(draw.random(size) < TRUTH[task]))
         figures |= {task: share, f"{task}_stderr": error}
-        tasks[task] = {"questions": size, "chance": 0.5, "exact_match": share, "exact_match_stderr": error,
-                       "likelihood": share, "likelihood_stderr": error}
+        tasks[task] = rates_of(size, share, error)
     return figures | evaluate.averages(tasks)
 
 
@@ -289,12 +280,8 @@ def test_standard_errors_are_the_spread_of_repeated_evaluations():
 ])
 def test_the_published_average_is_the_micro_average(rates, published):
     """Over the questions of Table 4; no macro average is within 3 percentage points."""
-    tasks = {}
-    for task, rate in zip(TASKS, rates.split(), strict=True):
-        shares = dict.fromkeys(("exact_match", "likelihood", "chance"), float(rate) / 100)
-        errors = {"exact_match_stderr": 0, "likelihood_stderr": 0}
-        tasks[task] = {"questions": PUBLISHED_SIZES[task][1]} | shares | errors
-    averages = evaluate.averages(tasks)
+    averages = evaluate.averages({task: rates_of(PUBLISHED_SIZES[task][1], float(rate) / 100)
+                                  for task, rate in zip(TASKS, rates.split(), strict=True)})
     assert 100 * averages["micro_exact_match"] == pytest.approx(published, abs=0.0051)
     assert 100 * averages["macro_exact_match"] < published - 3
 
@@ -307,8 +294,5 @@ def test_macro_counts_tasks_and_micro_counts_questions():
         assert run[f"macro_{kind}"] == pytest.approx((run["a"] + run["b"] + run["c"]) / 3)
         assert run[f"micro_{kind}"] == pytest.approx(numpy.mean(pooled))
         assert run[f"micro_{kind}_stderr"] == pytest.approx(numpy.std(pooled) / math.sqrt(590))
-    tasks = {name: {"questions": count, "chance": chance, "exact_match": 1, "exact_match_stderr": 0,
-                    "likelihood": 1, "likelihood_stderr": 0}
-             for name, count, chance in (("a", 1, 0.5), ("b", 3, 0.25))}
-    assert evaluate.averages(tasks)["macro_chance"] == 0.375
-    assert evaluate.averages(tasks)["micro_chance"] == 0.3125
+    averages = evaluate.averages({"a": rates_of(1, 1.0, chance=0.5), "b": rates_of(3, 1.0, chance=0.25)})
+    assert (averages["macro_chance"], averages["micro_chance"]) == (0.375, 0.3125)

@@ -95,12 +95,9 @@ def test_fused_model_is_the_same_function(changes, attention):
     assert before.std() > 0.5 and (logits_of(model, attention) - before).abs().max() < 1e-5
 
 
-def test_every_kind_of_rope_is_tried():
-    assert {*ROPES} == {"default", *ROPE_INIT_FUNCTIONS}
-
-
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotations_commute_with_every_kind_of_rope(kind):
+    assert {*ROPES} == {"default", *ROPE_INIT_FUNCTIONS}
     shape = {"num_key_value_heads": 4, "max_position_embeddings": 32}  # 40 tokens: dynamic scaling sets in
     rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
     model = tiny_model(rope_parameters=rope, **shape).double()
@@ -133,77 +130,63 @@ def test_a_fused_projection_is_blended_by_its_parts():
     model = tiny_model(model_type="phi3", num_key_value_heads=4)
     merged = merge_model(model, 2)
     assert merged_modules(model.config) == ("qkv_proj",)
-    rows = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
-    (queries, keys, values), means = next(rows).split((64, 32, 32)), next(rows)
+    rows, means = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
+    queries, keys, values = rows.split((64, 32, 32))
     expected = [queries, *(part.view(2, 2, 8, 48).mean(1).flatten(0, 1) for part in (keys, values))]
     torch.testing.assert_close(means, torch.cat(expected), rtol=0, atol=1e-6)
     for layer in merged.model.layers:
         layer.self_attn.qkv_proj.weight.add_(0.05 * torch.randn_like(layer.self_attn.qkv_proj.weight))
     student = blended(model, merged, ("qkv_proj",))
-    z, projection = torch.rand(4), student.model.layers[1].self_attn.qkv_proj
+    z, x, projection = torch.rand(4), torch.randn(5, 48), student.model.layers[1].self_attn.qkv_proj
     projection.z = z
-    source, shared = projection.original.weight, projection.merged.weight
-    heads = [*range(8)], [8 + head for head in range(4)], [12 + head for head in range(4)]
-    merged_heads = [*range(8)], [8, 8, 9, 9], [10, 10, 11, 11]
-    rows, x = [], torch.randn(5, 48)
-    for part, merged_part in zip(heads, merged_heads, strict=True):
-        for place, (old, new) in enumerate(zip(part, merged_part, strict=True)):
-            mask = z[place * 4 // len(part)]
-            rows.append(mask * source[8 * old : 8 * old + 8] + (1 - mask) * shared[8 * new : 8 * new + 8])
-    torch.testing.assert_close(projection(x), x @ torch.cat(rows).T, rtol=1e-4, atol=1e-5)
+    own, shared = projection.original.weight.view(16, 8, 48), projection.merged.weight.view(12, 8, 48)
+    heads = shared[[*range(8), 8, 8, 9, 9, 10, 10, 11, 11]]  # of which each of the source's is a member
+    masks_of_heads = torch.cat((z.repeat_interleave(2), z, z)).view(16, 1, 1)
+    expected = (masks_of_heads * own + (1 - masks_of_heads) * heads).flatten(0, 1)
+    torch.testing.assert_close(projection(x), x @ expected.T, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_heads_of_a_fused_projection_are_watched():
-    model, watched = tiny_model(model_type="phi3", num_key_value_heads=4), {}
-    attention, x = model.model.layers[0].self_attn, torch.randn(2, 5, 48)
-    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
-    attention.qkv_proj(x)
-    parts = {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}
-    for letter, rows in parts.items():
-        torch.testing.assert_close(watched[letter], x @ attention.qkv_proj.weight[rows].T)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family, norms", [("llama", ""), ("qwen3", ""), ("olmo2", "qk")])
+@pytest.mark.parametrize(("family", "norms"), [("llama", ""), ("qwen3", ""), ("olmo2", "qk"), ("phi3", "")])
 def test_heads_are_watched_behind_norms_over_all_of_them(family, norms):
-    model, watched = tiny_model(model_type=family), {}
+    """And as parts of a fused projection."""
+    model, watched, inputs = tiny_model(model_type=family, num_key_value_heads=4), {}, []
     attention = model.model.layers[0].self_attn
     watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
-    inputs = []
-    attention.q_proj.register_forward_pre_hook(lambda module, given: inputs.extend(given))
+    projection = attention.get_submodule("qkv_proj" if family == "phi3" else "q_proj")
+    projection.register_forward_pre_hook(lambda module, given: inputs.extend(given))
     model(torch.arange(5)[None])
-    for letter in "qkv":
-        expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
+    for letter, rows in {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}.items():
+        if family == "phi3":
+            expected = inputs[0] @ projection.weight[rows].T
+        else:
+            expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
         if letter in norms:
             expected = attention.get_submodule(f"{letter}_norm")(expected)
         torch.testing.assert_close(watched[letter], expected)
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+@torch.no_grad()
 def test_running_layer_after_layer_is_the_model(changes):
     """40 tokens see a window of 12, at positions from 0 and with a gap."""
     model, gap = tiny_model(**changes), torch.arange(40) + 30 * (torch.arange(40) >= 20)
     for positions in (None, gap):
-        with torch.no_grad():
-            hidden = model.model.embed_tokens(TOKENS)
-            for layer in model.model.layers:
-                hidden = run_layer(model, layer, hidden, positions)
-            places = {} if positions is None else {"position_ids": positions[None]}
-            mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
-            whole = model.model(TOKENS, attention_mask=mask, use_cache=False, **places).last_hidden_state
-            torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
+        hidden = model.model.embed_tokens(TOKENS)
+        for layer in model.model.layers:
+            hidden = run_layer(model, layer, hidden, positions)
+        places = {} if positions is None else {"position_ids": positions[None]}
+        mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
+        whole = model.model(TOKENS, attention_mask=mask, use_cache=False, **places).last_hidden_state
+        torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 2, 39, 40, 41, None])
 def test_a_window_masks_what_is_further_behind(window):
     """Every text that is longer, by however little."""
     mask = window_mask(40, window, "cpu")
-    if window is None or window >= 40:
-        assert mask is None
-    else:
-        expected = [[0 <= query - key < window for key in range(40)] for query in range(40)]
-        assert mask.tolist() == [[expected]]
+    expected = [[0 <= query - key < (window or 40) for key in range(40)] for query in range(40)]
+    assert mask is None if window in (40, 41, None) else mask.tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
@@ -260,11 +243,6 @@ def checkpoint_files(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
 
 
-def config_without_kv_heads(directory) -> dict:
-    config, _ = PreTrainedConfig.get_config_dict(directory)
-    return config | {"num_key_value_heads": None, "transformers_version": None}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whole_run(name, inputs, tmp_path):
@@ -301,7 +279,8 @@ def test_whole_run(name, inputs, tmp_path):
     assert ("lm_head.weight" in weights) != tied
     assert (exported.lm_head.weight is embedding) == tied
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]
-    configs = [config_without_kv_heads(directory) for directory in (model, home / "gqa")]
+    free = {"num_key_value_heads": None, "transformers_version": None}
+    configs = [PreTrainedConfig.get_config_dict(directory)[0] | free for directory in (model, home / "gqa")]
     assert configs[0].items() <= configs[1].items()  # keys that older releases read are added
     assert exported.config.num_key_value_heads == 2
     heads = head_parameters(exported.model.layers[0].self_attn)

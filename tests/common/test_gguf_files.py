@@ -161,7 +161,8 @@ def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
 def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     license = {"license": "other", "license_name": "mine", "license_link": "https://example.org/mine"}
     metadata = {f"general.{name.replace('_', '.')}": value for name, value in license.items()}
-    made = converted(tmp_path, tiny_model(**SIZES), metadata=metadata)
+    neutral = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.attention.causal": True}
+    made = converted(tmp_path, tiny_model(**SIZES), metadata=metadata | neutral | {PRE: "smollm"})
     tokenizer, expected = load_tokenizer(made), merging_tokenizer()
     text = "def the café():\n\treturn  '北京' <eos>"
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
@@ -222,8 +223,8 @@ def refused(file, message: str) -> None:
 @pytest.mark.parametrize("keep", [0, 100, 5000, -1])
 def test_damaged_files_are_refused(keep, tmp_path):
     file = tmp_path / "a.gguf"
-    content = file.read_bytes() if write_gguf(file, tiny_model()) else b""
-    file.write_bytes(content[:keep])
+    write_gguf(file, tiny_model())
+    file.write_bytes(file.read_bytes()[:keep])
     refused(file, f"{file}: expected a GGUF file, found none that can be read: ")
     file.unlink()
     refused(file, "expected a GGUF file, found none")
@@ -267,8 +268,3 @@ def test_the_packages_that_read_it_may_be_missing(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", tiny_model())
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(file, "expected the packages gguf and accelerate, which read it, found no gguf; pip install")
-
-
-def test_metadata_that_changes_nothing_is_accepted(tmp_path):
-    neutral = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.attention.causal": True}
-    assert converted(tmp_path, tiny_model(), metadata=neutral | {PRE: "smollm"})

@@ -4,13 +4,12 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import datasets
 import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import constants, hf_hub_download, list_repo_files
 
-from common.data import tasks, text
+from common import hub
 from common.errors import UserError
 from common.files import files_in
 from common.layers import Layers
@@ -121,12 +120,13 @@ def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(rep
     """It has neither the list of the repository's files nor those that transformers does not read."""
     weights = store(repository.directory, "shards")
     cached = ["config.json", "tokenizer.json", "tokenizer_config.json", *weights]
-    for name in cached[:-1]:
-        hf_hub_download(NAME, name)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
-        local_model(NAME)  # a shard is missing
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for missing in (cached[1:], cached[-1:]):  # all weights, or a shard
+        for name in cached[: -len(missing)]:
+            hf_hub_download(NAME, name)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
+            local_model(NAME)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hf_hub_download(NAME, cached[-1])
     for offline in (True, False):  # or the hub does not answer
         repository.refusal = (403, "", "Forbidden.")
@@ -155,23 +155,6 @@ def test_a_refusal_gives_the_hubs_reason_and_what_to_do(repository, refusal, tex
     assert (LOGIN in message) == (LOGIN in texts)
 
 
-@pytest.mark.parametrize("read", [
-    lambda: tasks.load_task("piqa", "train", "hub"),
-    lambda: text.load_tokens("c4", byte_tokenizer(), sequences=2, length=25),
-], ids=["task", "c4"])
-def test_a_data_set_that_is_refused_gives_the_same(monkeypatch, read):
-    def load_dataset(name, *arguments, **options):
-        raise DatasetNotFoundError(f"Dataset '{name}' is a gated dataset on the Hub.")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UserError) as refused:
-        read()
-    message = str(refused.value)
-    assert "is a gated dataset on the Hub" in message and LOGIN in message and "; pass a " in message
-
-
-def test_a_repository_without_weights_has_nothing_to_read_offline(repository, monkeypatch):
-    hf_hub_download(NAME, "config.json")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="offline mode is enabled"):
-        local_model(NAME)
+def test_the_reason_for_a_data_set_is_the_same():
+    reason = hub.reason(DatasetNotFoundError("Dataset 'x' is a gated dataset on the Hub."))
+    assert reason.startswith("Dataset 'x' is a gated dataset on the Hub.;") and LOGIN in reason

@@ -23,7 +23,7 @@ from common.models import describe, load_config, load_model, load_tokenizer, sou
 from common.weights import fingerprint, open_checkpoint, weight_files
 from helpers import ROOT, byte_tokenizer, save_tiny, tiny_model
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 9976576392\n" % (b"0" * 64)
 UP = "model.layers.1.mlp.up_proj.weight"
 ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
@@ -38,8 +38,8 @@ def checkpoints(tmp_path_factory) -> Path:
     tiny_model().save_pretrained(home / "shards", max_shard_size="20KB")
     byte_tokenizer().save_pretrained(home / "shards")
     shutil.copytree(home / "whole", home / "bin")
-    torch.save(load_file(home / "whole" / "model.safetensors"), home / "bin" / "pytorch_model.bin")
-    os.remove(home / "bin" / "model.safetensors")
+    torch.save(load_file(home / "whole" / WEIGHTS), home / "bin" / PICKLE)
+    os.remove(home / "bin" / WEIGHTS)
     return home
 
 
@@ -127,15 +127,13 @@ def refusal(action, *arguments) -> str:
 
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
 def test_other_files_beside_the_weights_change_nothing(copy, kind):
-    """Neither what is read nor the fingerprint: other safetensors, a second format, shards that no index
-    names."""
-    path = copy(kind)
-    before, state = fingerprint(str(path)), tiny_model().state_dict()
-    other = {name: tensor + 1 for name, tensor in state.items()}
-    for name in ("model_bf16", "aaa", "model-00001-of-00099", "zzz"):
-        save_file(other, path / f"{name}.safetensors")
-    if kind != "bin":
-        torch.save(other, path / "pytorch_model.bin")
+    """Neither what is read nor the fingerprint: a clone may have pointers of Git LFS for weights of other
+    names or kinds, and shards that no index names."""
+    path, state = copy(kind), tiny_model().state_dict()
+    before, others = fingerprint(str(path)), ["model_bf16", "aaa", "model-00001-of-00099", "zzz"]
+    for name in (*(f"{other}.safetensors" for other in others), "logo.png", INDEX, PICKLE):
+        if not (path / name).exists() and (kind, name) != ("bin", INDEX):
+            (path / name).write_bytes(LFS_POINTER)
     assert fingerprint(str(path)) == before
     assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
     with Layers(str(path), torch.float32, "cpu", layerwise=True).layer(1) as layer:
@@ -161,56 +159,37 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
 def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     hashed, path, sha256 = [], tmp_path / "weights", files.sha256
 
-    def counted(file):
-        hashed.append(file)
-        return sha256(file)
-
     def count() -> int:
         """How often a file has been hashed, now that its known digest is the true one."""
         assert files.known_sha256(str(path)) == sha256(path)
         return len(hashed)
 
-    monkeypatch.setattr(files, "sha256", counted)
+    monkeypatch.setattr(files, "sha256", lambda file: hashed.append(file) or sha256(file))
     monkeypatch.setattr(files, "LARGE", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(b"a" * 1000)
-    assert (count(), count()) == (1, 2)  # too young: another change may have the same time
-    monkeypatch.setattr(files, "MTIME_SLACK_NS", -1)
-    assert (count(), count()) == (3, 3)
+    now, slack = path.stat().st_ctime_ns, int(10 * files.MTIME_SLACK_NS)
+    for modified, clock in ((now, now), (now - slack, now), (now + slack, now + slack)):
+        os.utime(path, ns=(modified, modified))  # also of a copy, which keeps the time of its content
+        monkeypatch.setattr(files.time, "time_ns", lambda clock=clock: clock)
+        assert count() + 1 == count()  # too young: another change may have the same time
+    monkeypatch.setattr(files.time, "time_ns", lambda: now + 2 * slack)
+    assert (count(), count()) == (7, 7)
     before = path.stat()
     path.write_bytes(b"b" * 1000)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were unchanged
-    assert count() == 4
-    other = tmp_path / "other"
-    other.write_bytes(b"c" * 1000)
-    os.replace(other, path)
-    assert (count(), count()) == (5, 5)
+    assert (count(), count()) == (8, 8)
+    (tmp_path / "other").write_bytes(b"c" * 1000)
+    os.replace(tmp_path / "other", path)
+    assert (count(), count()) == (9, 9)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # where nothing can be written
-    assert (count(), count()) == (6, 7)
+    assert (count(), count()) == (10, 11)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path.write_bytes(b"d" * 999)  # a small one
-    assert (count(), count()) == (8, 9)
+    assert (count(), count()) == (12, 13)
 
 
 # -- what is refused --
-
-
-ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
-
-
-@pytest.mark.parametrize(("content", "expected"), [
-    (b"\xff", "expected an object"), (b"{}", "expected a field 'metadata', found none"),
-    (b'{"metadata": {}, "weight_map": {"a": 1}}', "found 1"),
-    *((json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode(), f"found '{name}'")
-      for name in ELSEWHERE),
-])
-def test_a_damaged_index_and_one_of_files_elsewhere_are_refused(copy, content, expected):
-    path = copy("shards")
-    save_file({UP: torch.zeros(64, 48)}, path / ELSEWHERE[0])
-    (path / INDEX).write_bytes(content)
-    for action in (weight_files, fingerprint, open_checkpoint, load_model):
-        message = refusal(action, str(path))
-        assert f"{INDEX}: " in message and expected in message and message.isprintable()
 
 
 class Command:
@@ -221,20 +200,6 @@ class Command:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("make", ["torch.save", "pickle"])
-def test_a_pickle_that_would_run_code_is_refused(copy, tmp_path, make):
-    path, trap = copy("bin"), tmp_path / "executed"
-    content = {UP: Command(trap)}
-    if make == "torch.save":
-        torch.save(content, path / "pytorch_model.bin")
-    else:
-        (path / "pytorch_model.bin").write_bytes(pickle.dumps(content, protocol=2))
-    for action in (open_checkpoint, load_model):
-        message = refusal(action, str(path))
-        assert str(path) in message and len(message) < 500
-    assert not trap.exists()
 
 
 def drop(path: Path, *names: str, **extra: torch.Tensor) -> None:
@@ -250,9 +215,9 @@ def cut(path: Path, keep: float) -> None:
     path.write_bytes(content[: int(len(content) * keep)])
 
 
-def edit_config(path: Path, **changes) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
+def edit_config(path: Path, name: str = "config.json", **changes) -> None:
+    settings = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps(settings | changes))
 
 
 def replace_up(path: Path, tensor: torch.Tensor) -> None:
@@ -260,29 +225,46 @@ def replace_up(path: Path, tensor: torch.Tensor) -> None:
 
 
 def replace_up_in_pickle(path: Path, value) -> None:
-    state = torch.load(path / "pytorch_model.bin")
-    torch.save(state | {UP: value}, path / "pytorch_model.bin")
+    state = torch.load(path / PICKLE)
+    torch.save(state | {UP: value}, path / PICKLE)
 
 
-WEIGHTS = "model.safetensors"
+def write_index(path: Path, content: bytes) -> None:
+    save_file({UP: torch.zeros(64, 48)}, path / ELSEWHERE[0])
+    (path / INDEX).write_bytes(content)
+
+
+def write_code(path: Path) -> None:
+    content = {UP: Command(path / "executed")}
+    (path / PICKLE).write_bytes(pickle.dumps(content, protocol=2))
+
+
+ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
+INDEXES = {  # what the message must contain -> content
+    "expected an object": b"\xff", "expected a field 'metadata', found none": b"{}",
+    "found 1": b'{"metadata": {}, "weight_map": {"a": 1}}',
+} | {f"found '{name}'": json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode() for name in ELSEWHERE}
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
     "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN), f"NaN or Inf in {UP}"),
     "infinity": ("whole", lambda path: replace_up(path, ONE_INFINITY), f"NaN or Inf in {UP}"),
-    "text among tensors": ("bin", lambda path: replace_up_in_pickle(path, "text"), "pytorch_model.bin"),
-    "a list": ("bin", lambda path: torch.save([1], path / "pytorch_model.bin"), "pytorch_model.bin"),
+    "text among tensors": ("bin", lambda path: replace_up_in_pickle(path, "text"), PICKLE),
+    "a list": ("bin", lambda path: torch.save([1], path / PICKLE), PICKLE),
     "a sparse tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to_sparse()), UP),
     "a meta tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to("meta")), UP),
+    "code": ("bin", lambda path: replace_up_in_pickle(path, Command(path / "executed")), PICKLE),
+    "code in an older pickle": ("bin", write_code, PICKLE),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
     "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),
     "a padding id outside": ("whole", lambda path: edit_config(path, pad_token_id=99_999), "AssertionError"),
-    "a cut pickle": ("bin", lambda path: cut(path / "pytorch_model.bin", 0.9), "model"),
-}
+    "a cut pickle": ("bin", lambda path: cut(path / PICKLE, 0.9), "model"),
+} | {f"an index, {message}": ("shards", lambda path, content=content: write_index(path, content), message)
+     for message, content in INDEXES.items()}
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 
 
@@ -301,6 +283,7 @@ def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage, laye
     action(path)
     message = refusal(use_everything, str(path), layerwise)
     assert expected in message and str(path) in message and len(message) < 800, message
+    assert message.isprintable() and not (path / "executed").exists()
 
 
 def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
@@ -310,40 +293,25 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
         use_everything(str(path), layerwise)
 
 
-@pytest.mark.parametrize("name", models.SIZES)
-def test_sizes_in_the_config_are_positive_integers(copy, name):
-    path = copy("whole")
-    for wrong in ("8", 8.5, 0):
-        edit_config(path, **{name: wrong})
-        message = refusal(load_config, str(path))
-        assert str(path) in message and name in message, message
-
-
-@pytest.mark.parametrize(("changes", "message"), [
+@pytest.mark.parametrize(("content", "message"), [
+    (b"{", "expected a model config, found none"), (b"[]", "expected an object"),
+    (b'{"model_type": "nonesuch"}', "nonesuch"),
+    *(({name: wrong}, name) for name in models.SIZES for wrong in ("8", 8.5, 0)),
     ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected at most 1000, found 100000"),
     ({"dtype": 5}, "expected weights in floating point, found 5"),
     ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
+    ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
 ])
-def test_values_of_a_config_that_no_model_has_are_refused(copy, changes, message):
-    path = copy("whole")
-    edit_config(path, **changes)
-    assert f"{path}: " in refusal(load_config, str(path)) and message in refusal(load_config, str(path))
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"model_type": "nonesuch"}'])
-def test_a_damaged_config_is_refused(copy, content):
-    path = copy("whole")
-    (path / "config.json").write_bytes(content)
-    assert str(path) in refusal(load_config, str(path))
-
-
-def test_code_beside_a_config_is_never_run(copy):
+def test_a_config_that_no_model_has_is_refused(copy, content, message):
+    """Nor is code beside it run."""
     path = copy("whole")
     (path / "strange.py").write_text(f"open({str(path / 'ran')!r}, 'w')\n")
-    config = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
-    (path / "config.json").write_text(json.dumps(config))
-    assert "custom code" in refusal(load_config, str(path))
-    assert not (path / "ran").exists()
+    if isinstance(content, bytes):
+        (path / "config.json").write_bytes(content)
+    else:
+        edit_config(path, **content)
+    refused = refusal(load_config, str(path))
+    assert f"{path}: " in refused and message in refused and not (path / "ran").exists()
 
 
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -412,19 +380,17 @@ def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
     others = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
               "merges.txt", "chat_template.jinja", "qwen.tiktoken", "additional_chat_templates/tools.jinja"]
     (source / "additional_chat_templates").mkdir()
-    for name in others:
+    known = {fingerprint(str(source))}
+    for number, name in enumerate(others, 2):
         (source / name).write_bytes(name.encode() + b"\r\n\xff")
+        known.add(fingerprint(str(source)))
+        assert len(known) == number, name  # each is part of what the model is
     target.mkdir()
     models.save_tokenizer(str(source), str(target))
     written = files_in(str(target))
     assert written == sorted([*others, "tokenizer.json", "tokenizer_config.json"])
     for name in written:
         assert (target / name).read_bytes() == (source / name).read_bytes(), name
-    before = fingerprint(str(source))
-    for name in others:  # each is part of what the model is
-        (source / name).write_bytes(b"another")
-        assert fingerprint(str(source)) != before, name
-        before = fingerprint(str(source))
 
 
 @pytest.mark.parametrize("named", ["OwnTokenizer", "LlamaTokenizerFast", None])
@@ -432,51 +398,50 @@ def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path, named):
     """A tokenizer.json does without the code, which is not copied; without one the model is refused."""
     source, target = copy("whole"), tmp_path / "target"
     target.mkdir()
-    path = source / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": named, "chat_template": "é"}
-    path.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}))
-    models.save_tokenizer(str(source), str(target))
+    edit_config(source, "tokenizer_config.json", tokenizer_class=named, chat_template="é")
+    settings = files.read_json(str(source / "tokenizer_config.json"))
+    edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
+    for directory in (target, source):  # into itself it is not copied
+        before = (source / "tokenizer_config.json").read_bytes()
+        models.save_tokenizer(str(source), str(directory))
+        assert (source / "tokenizer_config.json").read_bytes() == before
     expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    assert json.loads((target / path.name).read_text()) == expected
+    assert files.read_json(str(target / "tokenizer_config.json")) == expected
     shutil.copy(source / "config.json", target)
-    for each in (source, target):
-        tokenizer = load_tokenizer(str(each))
+    for tokenizer in (load_tokenizer(str(source)), load_tokenizer(str(target)),
+                      AutoTokenizer.from_pretrained(target)):
         assert tokenizer("a b é").input_ids == byte_tokenizer()("a b é").input_ids
         assert (tokenizer.eos_token, tokenizer.chat_template) == ("<eos>", "é")
-    assert AutoTokenizer.from_pretrained(target)("a b").input_ids == byte_tokenizer()("a b").input_ids
-    before = path.read_bytes()
-    models.save_tokenizer(str(source), str(source))
-    assert path.read_bytes() == before
     (source / "tokenizer.json").unlink()
     message = refusal(load_tokenizer, str(source))
     assert f"{source}: expected a tokenizer.json" in message and "names code (auto_map)" in message
 
 
-def test_a_sentencepiece_model_alone_needs_a_package(copy):
-    path = copy("whole")
+def replace_by_sentencepiece(path: Path) -> None:
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (path / "tokenizer.model").write_bytes(b"damaged")
-    assert "tokenizer.model; pip install sentencepiece protobuf" in refusal(load_tokenizer, str(path))
 
 
-def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy):
-    path = copy("whole")
-    assert load_tokenizer(str(path)).eos_token_id == 256
-    edit_config(path, vocab_size=256)
-    message = "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"
-    assert message in refusal(load_tokenizer, str(path))
-    edit_config(path, vocab_size=257)
-    load_tokenizer(str(path))
-    settings = path / "tokenizer_config.json"
-    before = settings.read_text()
-    settings.write_text(json.dumps(json.loads(before) | {"model_max_length": "many"}))
-    assert "expected a number for model_max_length" in refusal(load_tokenizer, str(path))
-    settings.write_text(before)
+def without_end(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
-    assert "end-of-sequence token, found none" in refusal(load_tokenizer, str(path))
-    (path / "tokenizer.json").write_text("{")
-    assert "cannot load a tokenizer" in refusal(load_tokenizer, str(path))
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda path: edit_config(path, vocab_size=256),
+     "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"),
+    (lambda path: edit_config(path, "tokenizer_config.json", model_max_length="many"),
+     "expected a number for model_max_length"),
+    (without_end, "end-of-sequence token, found none"),
+    (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
+    (replace_by_sentencepiece, "tokenizer.model; pip install sentencepiece protobuf"),
+])
+def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, message):
+    path = copy("whole")
+    edit_config(path, vocab_size=257)
+    assert load_tokenizer(str(path)).eos_token_id == 256
+    damage(path)
+    assert message in refusal(load_tokenizer, str(path))
 
 
 # -- files that are none --
@@ -491,7 +456,7 @@ NO_FILES = {  # what stands for a file -> what the message must contain
 @pytest.mark.parametrize("make", NO_FILES, ids=["lfs", "fifo"])
 @pytest.mark.parametrize(("kind", "name"), [
     ("whole", "config.json"), ("whole", WEIGHTS), ("shards", INDEX), ("shards", "a shard"),
-    ("bin", "pytorch_model.bin"), ("whole", "tokenizer.json"), ("whole", "tokenizer_config.json"),
+    ("bin", PICKLE), ("whole", "tokenizer.json"), ("whole", "tokenizer_config.json"),
     ("whole", "tokenizer.model"), ("whole", "chat_template.jinja"), ("whole", "generation_config.json"),
 ])
 def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, make):
@@ -507,15 +472,6 @@ def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, mak
     for action in actions.get(name, [load_tokenizer, fingerprint] if tokenizer else of_weights):
         message = refusal(action, str(path))
         assert f"{path / name}: expected" in message and NO_FILES[make] in message
-
-
-def test_files_that_are_not_read_may_be_pointers(copy):
-    """A clone may have fetched one kind of weights only."""
-    path = copy("whole")
-    for name in ("pytorch_model.bin", "logo.png", INDEX):
-        (path / name).write_bytes(LFS_POINTER)
-    load_model(str(path))
-    fingerprint(str(path))
 
 
 # -- stage 1 --

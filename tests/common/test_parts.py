@@ -40,20 +40,18 @@ def test_parts_of_another_command_are_removed(home, name):
     assert left == ["first.old-1", "first.old-1/notes", "notes"]
 
 
-@pytest.mark.parametrize("damage", ["modified", "missing", "more", "no record", "no files"])
+def forget_files(part) -> None:
+    record = json.loads((part / "stage.json").read_text())
+    del record["files"]
+    (part / "stage.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("damage", [
+    lambda part: (part / "weights").write_text("wEights"), lambda part: (part / "weights").unlink(),
+    lambda part: (part / "more").touch(), lambda part: (part / "stage.json").write_text("[]"), forget_files,
+], ids=["modified", "missing", "more", "no record", "no files"])
 def test_a_part_that_was_changed_is_not_found_and_is_replaced(home, damage):
-    record, weights = home / "first" / "stage.json", home / "first" / "weights"
-    if damage == "modified":
-        weights.write_text("wEights")
-    elif damage == "missing":
-        weights.unlink()
-    elif damage == "more":
-        (home / "first" / "more").touch()
-    elif damage == "no record":
-        record.write_text("[]")
-    else:
-        record.write_text(json.dumps({name: value for name, value in json.loads(record.read_text()).items()
-                                      if name != "files"}))
+    damage(home / "first")
     parts = Parts(str(home), COMMAND)
     assert parts.find("first") is None
     parts.add("first", fill)

@@ -1,6 +1,7 @@
 """Records: whatever is edited, damaged, cut off or of another stage is refused in one line."""
 
 import copy
+import functools
 import json
 import math
 from pathlib import Path
@@ -106,9 +107,7 @@ def places(value, prefix: tuple = (), closed=OPEN):
 
 def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
     record = copy.deepcopy(record)
-    parent = record
-    for key in place[:-1]:
-        parent = parent[key]
+    parent = at(record, place[:-1])
     if remove:
         del parent[place[-1]]
     else:
@@ -117,9 +116,7 @@ def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dic
 
 
 def at(record, place: tuple):
-    for key in place:
-        record = record[key]
-    return record
+    return functools.reduce(lambda value, key: value[key], place, record)
 
 
 WRONG = {  # type of a valid value -> values that are none of its kind
@@ -185,7 +182,6 @@ FAULTS = [  # stage, the field, a wrong value of it, message
     ("01_calibrate.py", "model.layers", 10**18, "files: expected tokens.safetensors and one per layer"),
     ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found"),
     ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
-    ("04_align.py", "summary.within_group_cosine", [[]], "cosine[0]: expected an object, found []"),
     ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
     ("05_prune_train.py", "arguments.tasks", 3, "expected text, found 3"),
     ("05_prune_train.py", "arguments.only", "piqa", "expected a list, found 'piqa'"),
@@ -194,7 +190,6 @@ FAULTS = [  # stage, the field, a wrong value of it, message
     ("05_prune_train.py", "arguments.teacher", 5, "expected text, found 5"),
     ("05_prune_train.py", "arguments.seed", "0", "expected an integer of at least 0, found '0'"),
     ("05_prune_train.py", "summary.lr", -1.0, "expected a finite number of at least 0, found -1.0"),
-    ("05_prune_train.py", "summary.masks", "on", "expected one of l0-released, l0, off, found 'on'"),
     ("07_eval.py", "results.gqa.kv_heads", 0, "expected an integer of at least 1, found 0"),
     ("03_group.py", "kv_heads", 1, "record.kv_heads: expected 2 as in its summary, found 1"),
     ("03_group.py", "summary.kv_heads", 4, "record.kv_heads: expected 4 as in its summary, found 2"),
@@ -202,15 +197,13 @@ FAULTS = [  # stage, the field, a wrong value of it, message
     ("04_align.py", "summary.kv_heads", 1, "record.groups[0]: expected 1 groups of 4 heads, found sizes [2"),
     *(("04_align.py", "summary.kv_heads", count,
        f"record.kv_heads: expected a proper divisor of 4, found {count}") for count in (3, 4, 8)),
-    *(("04_align.py", "groups", groups, f"record.groups: expected 2 layers, found {len(groups)}")
-      for groups in (GROUPS[:1], [*GROUPS, GROUPS[0]], [])),
+    ("04_align.py", "groups", GROUPS[:1], "record.groups: expected 2 layers, found 1"),
+    ("04_align.py", "groups", [*GROUPS, GROUPS[0]], "record.groups: expected 2 layers, found 3"),
     ("04_align.py", "groups", [[[0, 2], [1, 1]], GROUPS[1]], HEADS),
     ("04_align.py", "groups", [[[0, 2], [1, 7]], GROUPS[1]], HEADS),
     *(("04_align.py", "groups", [layer, GROUPS[1]], f"{PAIRS} {[len(group) for group in layer]}")
-      for layer in ([[0, 2, 1], [3]], [[0, 2, 1, 3], []], [[0], [2], [1], [3]], [[0, 1, 2, 3]],
-                    [[0, 2, 4], [1, 3, 5]], [[0, 2], [1, 3], [0, 2]])),
+      for layer in ([[0, 2, 1], [3]], [[0], [2], [1], [3]], [[0, 2, 4], [1, 3, 5]])),
     ("04_align.py", "groups", [[[0, 2], [1, 3.0]], GROUPS[1]], "record.groups[0][1][1]: expected an integer"),
-    ("04_align.py", "groups", [[0, 2, 1, 3], GROUPS[1]], "record.groups[0][0]: expected a list, found 0"),
     *((stage, f"summary.{name}", [item] * count, f"record.summary.{name}: expected 2 layers, found {count}")
       for stage, name, item in (("03_group.py", "score_default", -1.0), ("03_group.py", "score_found", -1.0),
                                 ("04_align.py", "within_group_cosine", COSINES),
@@ -231,21 +224,13 @@ def test_every_kind_of_fault_names_its_place(tmp_path, stage, field, wrong, mess
     assert message in fault and (f"record.{field}" in fault or message.startswith(("record.", "files:")))
 
 
-def test_sizes_beyond_any_memory_are_refused():
-    for kv_heads in (10**6, 10**18):
-        record = valid("03_group.py") | {"kv_heads": kv_heads}
-        record["summary"]["kv_heads"] = kv_heads
-        record["model"]["heads"] = record["model"]["kv_heads"] = 2 * kv_heads
-        assert "groups of 2 heads" in find_fault(record, "03_group.py")
-
-
-def test_groups_come_back_as_written(tmp_path):
-    (tmp_path / "groups.json").write_text(json.dumps(valid("03_group.py")))
-    record = artifacts.read_record(str(tmp_path / "groups.json"), "03_group.py", MODEL)
-    assert record["groups"] == GROUPS
-    for name, value in (("fingerprint", "cd" * 32), ("layers", 3), ("kv_heads", 8), ("head_dim", 16)):
-        with pytest.raises(UserError, match="groups.json: expected"):
-            artifacts.read_record(str(tmp_path / "groups.json"), "03_group.py", MODEL | {name: value})
+@pytest.mark.parametrize(("name", "value"), [("fingerprint", "cd" * 32), ("layers", 3), ("kv_heads", 8),
+                                             ("head_dim", 16)])
+def test_a_record_of_another_model_is_refused(tmp_path, name, value):
+    path = write(tmp_path / "a", valid("03_group.py"))
+    assert artifacts.read_record(path, "03_group.py", MODEL)["groups"] == GROUPS
+    with pytest.raises(UserError, match="a: expected"):
+        artifacts.read_record(path, "03_group.py", MODEL | {name: value})
 
 
 def test_a_teacher_needs_no_students_fields_and_a_student_all():

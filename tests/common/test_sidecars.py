@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from common import sidecars
+from common.errors import UserError
 from common.models import load_config
 from helpers import byte_tokenizer, save_tiny, tiny_model
 
@@ -25,7 +26,7 @@ def written(tmp_path, **changes) -> dict:
     config = load_config(str(tmp_path / "source"))
     for name, value in changes.items():
         setattr(config, name, value)
-    (tmp_path / "made").mkdir()
+    (tmp_path / "made").mkdir(exist_ok=True)
     sidecars.write(str(tmp_path / "made"), config, str(tmp_path / "source"))
     return settings_of(tmp_path / "made")
 
@@ -59,16 +60,18 @@ def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, model_type, 
     assert ours.rope_parameters == theirs.rope_parameters and str(ours.dtype) == "torch.bfloat16"
 
 
-def test_a_generation_config_is_copied_and_none_invented(tmp_path):
+def test_a_generation_config_is_copied_none_invented_and_a_damaged_one_refused(tmp_path):
     save_tiny(tmp_path / "source")
-    content = b'{"eos_token_id": [256, 7], "mine": 1}'
-    (tmp_path / "source" / sidecars.GENERATION).write_bytes(content)
+    source, made = (tmp_path / name / sidecars.GENERATION for name in ("source", "made"))
+    source.write_text("[]")
+    with pytest.raises(UserError, match=r"cannot read generation_config\.json"):
+        written(tmp_path)
+    source.unlink()
     written(tmp_path)
-    assert (tmp_path / "made" / sidecars.GENERATION).read_bytes() == content
-    (tmp_path / "source" / sidecars.GENERATION).unlink()
-    (tmp_path / "made").rename(tmp_path / "before")
+    assert not made.exists()
+    source.write_bytes(b'{"eos_token_id": [256, 7], "mine": 1}')
     written(tmp_path)
-    assert not (tmp_path / "made" / sidecars.GENERATION).exists()
+    assert made.read_bytes() == source.read_bytes()
 
 
 def test_a_model_of_another_class_keeps_its_own_config(tmp_path):

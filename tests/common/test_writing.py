@@ -40,8 +40,7 @@ def test_a_replaced_directory_loses_only_the_files_that_its_record_names(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["gqa", "gqa.old-1", "gqa.old-2", "gqa.old-3", "gqa.old-4"]
 
 
-@pytest.mark.parametrize("moment", ["in the block", "before the rename"])
-def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatch, moment):
+def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatch):
     path, rename = tmp_path / "gqa", os.rename
     write(path, "first", record=False)
 
@@ -50,35 +49,21 @@ def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatc
             raise KeyboardInterrupt
         rename(source, target)
 
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(KeyboardInterrupt):
-        with files.write_directory(str(path)) as aside:
-            Path(aside, "file").write_text("second")
-            if moment == "in the block":
-                raise KeyboardInterrupt
-            monkeypatch.setattr(os, "rename", refuse)
+        write(path, "second", record=False)
     assert contents(tmp_path) == {"gqa/file": "first"}
 
 
-def test_a_link_or_a_file_is_never_replaced_by_a_directory(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "file").write_text("mine")
-    for name, kind in (("link", "a symbolic link"), ("dangling", "a symbolic link"), ("file", "a file")):
-        with pytest.raises(UserError, match=f"expected nothing or a directory, found {kind}"):
-            with files.write_directory(str(tmp_path / name)):
-                pass
-    assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
-
-
-def test_names_of_unfinished_output_are_our_own(tmp_path):
-    """Links in the place of a name that could be guessed lead nowhere."""
-    (tmp_path / "mine").write_text("mine")
-    for name in ("x.json.tmp", ".x.json.unfinished"):
-        (tmp_path / name).symlink_to(tmp_path / "mine")
-    files.write_json(str(tmp_path / "x.json"), {"a": 1})
-    assert (tmp_path / "mine").read_text() == "mine" and files.read_json(str(tmp_path / "x.json")) == {"a": 1}
-    assert len(list(tmp_path.iterdir())) == 4
+@pytest.mark.parametrize(("target", "kind"), [("folder", "a symbolic link"), ("nowhere", "a symbolic link"),
+                                              (None, "a file")])
+def test_a_link_or_a_file_is_never_replaced_by_a_directory(tmp_path, target, kind):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "gqa"
+    path.symlink_to(tmp_path / target) if target else path.write_text("mine")
+    with pytest.raises(UserError, match=f"expected nothing or a directory, found {kind}"):
+        write(path, "ours")
+    assert path.is_symlink() if target else path.read_text() == "mine"
 
 
 def killed_at_rename(number: int, work) -> bool:
@@ -99,6 +84,7 @@ def killed_at_rename(number: int, work) -> bool:
 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    """Nor what has such a name but is not ours; that of ours cannot be guessed."""
     path = str(tmp_path / "gqa")
     for name in (".gqa.mine.unfinished", ".gqa2.x.unfinished"):  # not of ours; of another output
         (tmp_path / name).mkdir()
@@ -163,19 +149,18 @@ def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", ["chmod", "fsync"])
 def test_what_a_file_system_does_not_offer_ends_nothing_and_a_broken_disk_does(tmp_path, monkeypatch, name):
-    for fault in (errno.EPERM, errno.EINVAL, errno.EIO):
-        def refuse(*_, fault=fault):
-            raise OSError(fault, os.strerror(fault))
+    def refuse(*_):
+        raise OSError(fault, os.strerror(fault))
 
-        monkeypatch.setattr(os, name, refuse)
-        if fault == errno.EIO:
-            with pytest.raises(UserError, match="gqa.*: cannot be written: .*Input/output error"):
-                write(tmp_path / "gqa", "third")
-            if name == "fsync":
-                with pytest.raises(UserError, match="text: cannot be written: .*Input/output error"):
-                    files.write_text(str(tmp_path / "text"), "text")
-        else:
-            write(tmp_path / "gqa", str(fault))
+    monkeypatch.setattr(os, name, refuse)
+    for fault in (errno.EPERM, errno.EINVAL):
+        write(tmp_path / "gqa", str(fault))
+    fault = errno.EIO
+    with pytest.raises(UserError, match="gqa.*: cannot be written: .*Input/output error"):
+        write(tmp_path / "gqa", "third")
+    if name == "fsync":
+        with pytest.raises(UserError, match="text: cannot be written: .*Input/output error"):
+            files.write_text(str(tmp_path / "text"), "text")
     assert (tmp_path / "gqa" / "file").read_text() == str(errno.EINVAL)
 
 
@@ -190,19 +175,16 @@ def test_errors_of_descriptors_name_the_file(tmp_path, error):
             raise error
 
 
-def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path):
-    (tmp_path / "x.json").mkdir()
+def test_a_file_that_fails_leaves_nothing(tmp_path):
+    for name in ("x.json", "empty"):
+        (tmp_path / name).mkdir()
     with pytest.raises(UserError, match="x.json: cannot be written: .*Is a directory"):
         files.write_json(str(tmp_path / "x.json"), {})
-    assert os.listdir(tmp_path) == ["x.json"]
-
-
-def test_a_file_that_fails_leaves_no_new_directory(tmp_path):
-    (tmp_path / "empty").mkdir()
     for home in ("new", "empty"):
         with pytest.raises(UserError), files.write_file(str(tmp_path / home / "file")):
             raise UserError("bad input")
-    assert os.listdir(tmp_path) == ["empty"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "x.json"]
+    assert not os.listdir(tmp_path / "empty") and not os.listdir(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
