@@ -70,15 +70,21 @@ def sample_logits(trainee, sample: Sample) -> torch.Tensor:
     return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
 
 
-def distillation_terms(student, teacher, kl_on: str = "prompt") -> dict[str, torch.Tensor]:
-    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
+def distillation_terms(
+    student, teacher, kl_on: str = "prompt", temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples.
+
+    The KL is of softened distributions, times the temperature squared so that gradients keep their size.
+    """
     terms = {"kl": 0.0, "bild": 0.0}
     for sample in SAMPLES:
         prompt = len(sample.prompt) - 1
         ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
         last = prompt if kl_on == "prompt" else None
         answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
-        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
+        kl = temperature**2 * paper.kl(ours[:last] / temperature, theirs[:last] / temperature).mean()
+        terms["kl"] = terms["kl"] + kl / len(SAMPLES)
         terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
     return terms
 
