@@ -54,24 +54,11 @@ def heldout_sets() -> dict[str, list[Sample]]:
 HELDOUT = Heldout(heldout_sets(), every=2)
 
 
-@pytest.fixture
-def head_products(monkeypatch) -> list[torch.Tensor]:
-    """The logits that are formed: a student's, its teacher's, and so on."""
-    formed = []
-
-    def product(hidden, head):
-        formed.append(losses.product(hidden, head))
-        return formed[-1]
-
-    monkeypatch.setattr("common.training.heldout.product", product)
-    return formed
-
-
 @torch.no_grad()
-def metrics_by_sample(student, teacher) -> dict[str, float]:
+def metrics_by_sample(student, teacher, sets: dict[str, list[Sample]]) -> dict[str, float]:
     """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
     figures = {}
-    for prefix, samples in HELDOUT.sets.items():
+    for prefix, samples in sets.items():
         columns = {"kl": [], "loss": [], "teacher_loss": [], "agreement": []}
         for sample in samples:
             ids = torch.tensor([id for segment in sample.segments for id in segment])
@@ -92,29 +79,26 @@ def measured(student) -> dict[str, float]:
     return figures
 
 
-def test_metrics_are_their_definition(group_of_one, tmp_path):
+def test_metrics_are_their_definition(group_of_one, tmp_path, monkeypatch):
     student = gqa_student(group_of_one, tmp_path)
-    expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
+    expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1), HELDOUT.sets)
     assert len(expected) == len(set(expected.values())) == 8
-    assert measured(student) == pytest.approx(expected, rel=1e-5)
-
-
-def test_seconds_are_those_of_measuring(group_of_one, tmp_path, monkeypatch):
-    student = gqa_student(group_of_one, tmp_path)
     clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
     monkeypatch.setattr("common.training.heldout.time", clock)
     figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
-    assert figures["heldout_seconds"] == 2.5
+    assert figures == pytest.approx(expected | {"heldout_seconds": 2.5}, rel=1e-5)
 
 
-def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_products):
-    student = gqa_student(group_of_one, tmp_path)
+def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, monkeypatch):
+    formed, student = [], gqa_student(group_of_one, tmp_path)  # a student's logits, its teacher's, and so on
+    monkeypatch.setattr("common.training.heldout.product",
+                        lambda *factors: formed.append(losses.product(*factors)) or formed[-1])
     measured(student)
-    tokens = [len(logits) for logits in head_products]
-    assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in head_products)
-    predicted = [sum(map(len, HELDOUT.sets[TEXT_SET])) - len(HELDOUT.sets[TEXT_SET]),
-                 sum(sample.answer_tokens for sample in HELDOUT.sets[TASK_SET])]
-    assert sum(tokens[::2]) == sum(tokens[1::2]) == sum(predicted)
+    tokens = [len(logits) for logits in formed]
+    assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in formed)
+    texts, tasks = HELDOUT.sets[TEXT_SET], HELDOUT.sets[TASK_SET]
+    predicted = sum(map(len, texts)) - len(texts) + sum(sample.answer_tokens for sample in tasks)
+    assert sum(tokens[::2]) == sum(tokens[1::2]) == predicted
     parameters = student.job.trainee.parameters()
     assert all(isinstance(parameter, DTensor) for parameter in parameters)  # sharded again
 
@@ -122,15 +106,14 @@ def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_pro
 def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
     student = half_masked_student(group_of_one, tmp_path)
-    reference = tiny_model()
-    merged = tiny_model(seed=2, num_key_value_heads=2)
+    reference, merged = tiny_model(), tiny_model(seed=2, num_key_value_heads=2)
     masks.patch(reference, 2)
     for name, tensor in merged.state_dict().items():
         if ".k_proj." in name or ".v_proj." in name:
             reference.get_parameter(masks.blended_name(name)).data.copy_(tensor)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
-    expected = metrics_by_sample(reference, tiny_model(seed=1))
+    expected = metrics_by_sample(reference, tiny_model(seed=1), HELDOUT.sets)
     assert measured(student) == pytest.approx(expected, rel=1e-5)
     for step in steps(student.job, SCHEDULE, SAMPLES, until=1):
         student.take(step)
@@ -258,7 +241,7 @@ def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
     return load_heldout(sources, origin, [*texts, *heldout_texts(sources, origin)], every=7)
 
 
-def test_what_is_held_out(group_of_one, inputs):
+def test_what_is_held_out(group_of_one, inputs, tmp_path):
     """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
     heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
@@ -269,14 +252,11 @@ def test_what_is_held_out(group_of_one, inputs):
     examples = [example for task in ("piqa", "siqa")
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
-
-
-def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, inputs, tmp_path):
     text = Sample((1, 2, 3))
-    heldout = kept_out(inputs, group_of_one, [text], tasks=NONE)
-    assert heldout.sets == {TEXT_SET: [text]} and not heldout.unmeasured
-    heldout.write_text(str(tmp_path))
-    assert not list(tmp_path.iterdir())
+    single = kept_out(inputs, group_of_one, [text], tasks=NONE)
+    assert single.sets == {TEXT_SET: [text]} and not single.unmeasured
+    single.write_text(str(tmp_path))
+    assert not list(tmp_path.iterdir())  # none is left for stage 7
 
 
 def test_number_of_questions(group_of_one, inputs, tmp_path):
@@ -296,23 +276,22 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
-    ("--text TEXT --heldout-text TEXT", "/text.txt: expected text that is not in --text, found the same in "),
-    ("--text TEXT --heldout-text COPY", "/copy.txt: expected text that is not in --text, found the same in "),
-    ("--text TEXT --heldout-text LINK", "/link.txt: expected text that is not in --text, found the same in "),
+    *((f"--tasks none --text TEXT --heldout-text {place}",
+       f"/{place.lower()}.txt: expected text that is not in --text, found the same in ")
+      for place in ("TEXT", "COPY", "LINK")),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
 ])  # fmt: skip
 def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (tmp_path / "tasks").mkdir()
+    home, train = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
+    train.mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
-        shutil.copy(path, tmp_path / "tasks")
+        shutil.copy(path, train)
     shutil.copy(inputs["text"], tmp_path / "copy.txt")
     os.link(tmp_path / "copy.txt", tmp_path / "link.txt")
-    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks"), "COPY": str(tmp_path / "copy.txt"),
-              "LINK": str(tmp_path / "link.txt")}
-    words = [places.get(word, word) for word in words.split()]
-    flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
+    places = {"TEXT": inputs["text"], "TRAIN": train, "COPY": tmp_path / "copy.txt",
+              "LINK": tmp_path / "link.txt"}
+    flags = [places.get(word, word) for word in words.split()]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert "missing.txt" not in words or not (home / "tokens").exists()  # before --text is tokenized
@@ -337,19 +316,12 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
 
 
 def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run, inputs):
-    """start_heldout_task_kl of a run with masks: that of merged/, by transformers alone."""
+    """start_heldout_task_kl of a run with masks: that of merged/."""
     line = read_metrics(str(finished_run / "train" / METRICS))[0]
-    samples = kept_out(inputs, ALONE, only=TASKS).sets[TASK_SET]
-    models = [load_model(str(finished_run / name)) for name in ("teacher", "merged")]
-    sums = torch.zeros(2, dtype=torch.float64)
-    for sample in samples:
-        ids = torch.tensor([[*sample.prompt, *sample.answer]])
-        answer = slice(len(sample.prompt) - 1, ids.numel() - 1)
-        with torch.no_grad():
-            teacher, merged = (model(ids).logits[0, answer].double().log_softmax(-1) for model in models)
-        divergence = (teacher.exp() * (teacher - merged)).sum()
-        sums += torch.tensor([float(divergence), len(teacher)])
-    assert line["start_heldout_task_kl"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-4)
+    sets = {TASK_SET: kept_out(inputs, ALONE, only=TASKS).sets[TASK_SET]}
+    merged, teacher = (load_model(str(finished_run / name)) for name in ("merged", "teacher"))
+    expected = metrics_by_sample(merged, teacher, sets)
+    assert line["start_heldout_task_kl"] == pytest.approx(expected["heldout_task_kl"], rel=1e-4)
 
 
 def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
