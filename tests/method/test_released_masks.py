@@ -141,15 +141,3 @@ def test_training_is_a_transcription_of_the_released_code():
     slopes[3] = 3.0  # clamped
     ours, released = trained(start, slopes), torch.tensor(transcription(start.tolist(), slopes.tolist()))
     torch.testing.assert_close(ours.float(), released, rtol=0, atol=1e-5)  # the noise is in float32
-
-
-def test_masks_follow_the_target_without_any_gradient():
-    """Behind it by 0.12 at most over 400 steps; in the end all are closed."""
-    log_alpha, size, behind, masked = released_masks.start((8, 32), seed=0), torch.ones(()), [], 320
-    for step in range(masked):
-        goal, next_goal = masks.target(step, 400), masks.target(step + 1, 400)
-        copy = released_masks.pulled(log_alpha, size, goal, step / masked)
-        behind.append(abs(float(released_masks.deterministic(copy).mean()) - goal))
-        size = released_masks.after_update(log_alpha, copy, next_goal, (step + 1) / masked)
-    assert max(behind) == pytest.approx(0.117, abs=0.005)
-    assert float(released_masks.deterministic(copy).max()) < 0.01

@@ -12,6 +12,7 @@ from common.method.losses import cross_entropy
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import (
+    Row,
     batch_indices,
     build_row,
     idle_row,
@@ -119,37 +120,31 @@ def test_what_a_thread_cannot_read_stops_training():
         next(batches)
 
 
-@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
-def test_attention_does_not_cross_samples(attention):
-    trainee = Trainee(tiny_model(attn_implementation=attention))
-    first, second = random_samples(2)
-    row = build_row([first, second], 2)
+def without_borders(row: Row) -> Row:
+    """A row whose samples are not told apart and whose positions do not restart."""
     length = row.input_ids.shape[1]
-    # the faults: positions that do not restart, samples not told apart
-    merged = replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
-    with torch.no_grad():
-        together, faulty = (trainee(each)[len(first) :] for each in (row, merged))
-        alone = trainee(build_row([second], 2))
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    assert (faulty - alone).abs().max() > 1e-2
+    return replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
 
 
 @pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
 def test_packed_gradient_equals_one_sample_at_a_time(attention):
-    samples = random_samples(8)
+    """As attention does not cross samples: where it does, another gradient is seen."""
     gradients = []
-    for capacity in (1, 64, 10_000):  # a row each, several rows, one row
+    for capacity, change in ((1, None), (64, None), (10_000, None), (10_000, without_borders)):
         trainee = Trainee(tiny_model(attn_implementation=attention))
 
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
 
-        for row in rows_of_step(samples, 0, schedule(capacity), ALONE):
+        for row in rows_of_step(random_samples(8), 0, schedule(capacity), ALONE):
+            row = change(row) if change else row
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
-    close = 1e-5 * float(gradients[0].abs().max()) + 1e-7
-    for packed in gradients[1:]:
-        torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=close)
+    alone, *packed, crossing = gradients
+    close = 1e-5 * float(alone.abs().max()) + 1e-7
+    for gradient in packed:
+        torch.testing.assert_close(gradient, alone, rtol=1e-3, atol=close)
+    assert (crossing - alone).abs().max() > 1e-2 * alone.abs().max()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
