@@ -15,12 +15,9 @@ from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, 
 from common.layers import run_layer
 from helpers import tiny_model
 from students import merge_model
+from test_keys import normal
 
 TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))
-
-
-def normal(*shape: int, seed: int = 4) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def ridge_regression(h: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, ridge: float) -> np.ndarray:

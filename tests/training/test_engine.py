@@ -243,10 +243,10 @@ def test_a_rank_whose_launcher_is_gone_saves_and_stops(job, monkeypatch):
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     """A kill between two checkpoints leaves lines of steps that are trained again."""
     path = Path(job.directory, metrics.METRICS)
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     job.step = 2
     metrics.Metrics(job, schedule_of(4)).close()
-    assert [line["step"] for line in metrics.read_metrics(str(path))] == [1, 2]
+    assert metrics.read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
 def test_tensorboard_that_cannot_be_written_costs_a_line(job, capsys):
@@ -256,23 +256,19 @@ def test_tensorboard_that_cannot_be_written_costs_a_line(job, capsys):
     assert len(saved_checkpoints(job.directory)) == 1
 
 
-@pytest.mark.parametrize("line", [b"{", b'{"step": "1"}'])
+@pytest.mark.parametrize("line", ["{", '{"step": "1"}'])
 def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 1.0, "tokens": 2}\n' + line + b"\n")
-    message = "metrics.jsonl line 2: (not UTF-8|not JSON|cannot be read|expected .*, found)"
-    with pytest.raises(UserError, match=message):
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl line 2: (not JSON|expected .*, found)"):
         metrics.read_metrics(str(path))
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut off by a kill
-    assert metrics.read_metrics(str(path)) == [{"step": 1}]
-    summary = metrics.summarize([{"loss": 2.0, "tokens": 3.0}, {"loss": 1.0, "tokens": 4.0}])
-    assert summary == {"loss": 1.0, "tokens": 7}
 
 
-def test_the_outcome_of_a_training_in_words():
-    first = {"loss": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
-    last = {"loss": 1.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
+def test_the_outcome_of_a_training_in_words_and_its_summary():
+    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
+    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
     better = "held-out KL of text 0.0600 before, 0.0600 after; of questions 0.2000 before, 0.1500 after"
     assert outcome([first, last]) == better
     assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
     assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
+    assert metrics.summarize([first, last]) == {**first, **last, "tokens": 7}

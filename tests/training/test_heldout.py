@@ -32,23 +32,17 @@ from common.training.metrics import METRICS, read_metrics
 from helpers import TRAINING as TRAINING_FLAGS
 from helpers import copy_run, expect_error, run, tiny_model
 from students import ALONE, NOTHING, SAMPLES, SCHEDULE, gqa_student, half_masked_student
+from test_packing import random_samples
 from training_runs import MEASURED, STAGE, run_script, with_teacher
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
 
 
-def random_ids(draw: torch.Generator, low: int, high: int) -> tuple[int, ...]:
-    length = int(torch.randint(low, high, (1,), generator=draw))
-    return tuple(torch.randint(0, 256, (length,), generator=draw).tolist())
-
-
 def heldout_sets() -> dict[str, list[Sample]]:
     """Texts; and questions with a chat among them, whose answers are told apart."""
-    draw = torch.Generator().manual_seed(0)
-    texts = [Sample(random_ids(draw, 20, 40)) for _ in range(5)]
-    tasks = [Sample(random_ids(draw, 5, 30), random_ids(draw, 2, 6)) for _ in range(6)]
-    chat = Sample(*(random_ids(draw, 2, 9) for _ in range(4)))
-    return {TEXT_SET: texts, TASK_SET: [*tasks, chat]}
+    texts = [Sample(sample.prompt) for sample in random_samples(5)]
+    chat = Sample(*(segment for sample in random_samples(2, seed=1) for segment in sample.segments))
+    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=2), chat]}
 
 
 HELDOUT = Heldout(heldout_sets(), every=2)
