@@ -39,10 +39,13 @@ NAMES = ("kl", "loss", "teacher_loss", "agreement")
 
 
 def heldout_sets() -> dict[str, list[Sample]]:
-    """Texts; and questions with a chat among them, whose answers are told apart."""
-    texts = [Sample(sample.prompt) for sample in random_samples(5)]
+    """Texts; and questions with a chat among them, whose answers are told apart.
+
+    Of these seeds the tiny student and its teacher agree on a token here and there.
+    """
+    texts = [Sample(sample.prompt) for sample in random_samples(5, seed=27)]
     chat = Sample(*(segment for sample in random_samples(2, seed=1) for segment in sample.segments))
-    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=2), chat]}
+    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=27), chat]}
 
 
 HELDOUT = Heldout(heldout_sets(), every=2)
