@@ -70,15 +70,19 @@ def sample_logits(trainee, sample: Sample) -> torch.Tensor:
     return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
 
 
-def distillation_terms(student, teacher, kl_on: str = "prompt") -> dict[str, torch.Tensor]:
-    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
+def distillation_terms(student, teacher, kl_on="prompt", temperature=1.0) -> dict[str, torch.Tensor]:
+    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples.
+
+    The KL is of softened distributions, times the temperature squared so that gradients keep their size.
+    """
     terms = {"kl": 0.0, "bild": 0.0}
     for sample in SAMPLES:
         prompt = len(sample.prompt) - 1
         ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
         last = prompt if kl_on == "prompt" else None
         answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
-        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
+        kl = temperature**2 * paper.kl(ours[:last] / temperature, theirs[:last] / temperature).mean()
+        terms["kl"] = terms["kl"] + kl / len(SAMPLES)
         terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
     return terms
 
@@ -181,30 +185,29 @@ class Student:
         return not self.job.stopped
 
 
-def gqa_student(
-    ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32
-) -> Student:
+def in_training(ranks, directory: Path, execution: Execution, trainee, optimizer, masks=None) -> Student:
+    """A student that starts in this directory, beside which its teacher is."""
+    directory.mkdir(exist_ok=True)
+    teacher = teacher_of(ranks, directory.parent, execution)
+    return Student(Job(trainee, optimizer, str(directory), ranks), teacher, masks)
+
+
+def gqa_student(ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32) -> Student:
     """A student with two kv heads. Its checkpoint has dropout, which no training takes over."""
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
     student = built(source, ranks, execution)
-    (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.student_optimizer(student, RATES, masks.KEY_VALUE)
-    teacher = teacher_of(ranks, tmp_path, execution)
-    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher)
+    return in_training(ranks, tmp_path / name, execution, student, optimizer)
 
 
-def half_masked_student(
-    ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32
-) -> Student:
+def half_masked_student(ranks, tmp_path, name: str = "train", execution: Execution = IN_FLOAT32) -> Student:
     """A student whose masks are partly open."""
     aligned = saved(tmp_path / "aligned")
     merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     student = build(load_config(aligned), ranks, execution, students.start_of_masked(aligned, merged),
                     lambda model: masks.patch(model, 2), {"log_alpha": log_alpha})
-    (tmp_path / name).mkdir(exist_ok=True)
     optimizer = students.masked_optimizer(student, RATES, "l0", mask_lr=1.0)
     trained = Masks(student.replicated, STEPS, seed=0)
     masks.set_masks(student.net, trained.noiseless())
-    teacher = teacher_of(ranks, tmp_path, execution)
-    return Student(Job(student, optimizer, str(tmp_path / name), ranks), teacher, trained)
+    return in_training(ranks, tmp_path / name, execution, student, optimizer, trained)

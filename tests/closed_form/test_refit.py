@@ -2,7 +2,7 @@
 plain training of a whole decoder layer; Muon against torch's own."""
 
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from functools import partial
 
 import numpy as np
@@ -15,12 +15,9 @@ from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, 
 from common.layers import run_layer
 from helpers import tiny_model
 from students import merge_model
+from test_keys import normal
 
 TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))
-
-
-def normal(*shape: int, seed: int = 4) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def ridge_regression(h: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, ridge: float) -> np.ndarray:
@@ -66,20 +63,6 @@ def test_a_weight_that_no_ridge_improves_is_kept(case, error):
     assert error is None or after == error
 
 
-class Attention(nn.Module):
-    """o_proj alone."""
-
-    def __init__(self, seed: int, bias: bool = False):
-        super().__init__()
-        self.o_proj = nn.Linear(6, 6, bias=bias, dtype=torch.float64)
-        with torch.no_grad():
-            for number, parameter in enumerate(self.o_proj.parameters()):
-                parameter.copy_(normal(*parameter.shape, seed=seed + number))
-
-    def forward(self, hidden):
-        return self.o_proj(hidden)
-
-
 class Layer(nn.Module):
     """A layer of which o_proj reads the hidden states themselves; its output replaces them.
 
@@ -88,7 +71,11 @@ class Layer(nn.Module):
 
     def __init__(self, seed: int, bias: bool = False, norm: bool = True):
         super().__init__()
-        self.self_attn = Attention(seed, bias)
+        projection = nn.Linear(6, 6, bias=bias, dtype=torch.float64)
+        with torch.no_grad():
+            for number, parameter in enumerate(projection.parameters()):
+                parameter.copy_(normal(*parameter.shape, seed=seed + number))
+        self.self_attn = nn.Sequential(OrderedDict(o_proj=projection))
         if norm:
             self.input_layernorm = nn.Identity()
 
@@ -106,13 +93,12 @@ def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(se
     inputs = targets + 0.1 * inputs
     original, merged = Layer(10, bias, norm), Layer(20, bias, norm)
     weight = merged.self_attn.o_proj.weight.detach().clone()
+    held_out = torch.arange(16) % 8 == 7
+    texts = [list(text.clone()) for text in (targets, inputs, inputs)]
     with torch.no_grad():
         y = original.self_attn(targets) - (merged.self_attn.o_proj.bias if bias else 0)
         y = y + 0.5 * (targets - inputs) if norm else y
-    held_out = torch.tensor([False] * 7 + [True] + [False] * 7 + [True])
-    fit, judge = ((inputs[part].flatten(0, 2), y[part].flatten(0, 2)) for part in (~held_out, held_out))
-    texts = [list(text.clone()) for text in (targets, inputs, inputs)]
-    with torch.no_grad():
+        fit, judge = ((inputs[part].flatten(0, 2), y[part].flatten(0, 2)) for part in (~held_out, held_out))
         unrefitted = merged(inputs)
         row = Refit(lambda module, hidden, positions: module(hidden), *texts).layer(original, merged)
         expected = ridge_regression(*fit, weight, row["ridge"])
@@ -147,7 +133,7 @@ def test_a_sequence_is_read_with_two_gaps():
 def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
     """But for one that is alone, as the judge of fewer than sixteen: it is read as it is."""
     gapped = Refit(None, [normal(1, 9, 6)] * count, [], context=36)
-    assert len(gapped.fitted) + len(gapped.held_out) == count
+    assert len(gapped.fitted) + len(gapped.held_out) == count and len(gapped.held_out) == max(1, count // 8)
     for numbers in (gapped.fitted, gapped.held_out):
         kinds = [gapped.positions[number] is not None for number in numbers]
         assert kinds == [False, True] * (len(numbers) // 2) + [False] * (len(numbers) % 2)
@@ -167,11 +153,6 @@ def test_both_models_read_a_sequence_at_the_same_positions():
     for module, expected in ((original, gaps), (merged.self_attn, gaps), (merged, [None] * 4 + gaps)):
         for ours, theirs in zip(read[module], expected, strict=True):  # without gaps: text for perplexities
             assert ours is theirs is None or torch.equal(ours, theirs)
-
-
-def test_of_two_batches_one_is_held_out():
-    two = Refit(None, [normal(1, 3, 6), normal(1, 3, 6)], [])
-    assert two.fitted == [0] and list(two.held_out) == [1]
 
 
 def refit_attention(model, merged, tokens) -> list[dict]:
@@ -263,18 +244,15 @@ def test_attention_refit_is_plain_training_of_whole_layers(monkeypatch, options)
 
 def test_the_epoch_of_the_least_held_out_error_is_kept(monkeypatch):
     """Errors of 0.5, 0.3, 0.4 and 0.3 after the epochs: the second stays."""
-    errors = iter([0.5, 0.3, 0.4, 0.3])
-    states = []
+    errors, states, real = iter([0.5, 0.3, 0.4, 0.3]), [], Refit._error
 
-    class Watched(Refit):
-        def _error(self, merged, outputs, numbers):
-            error = super()._error(merged, outputs, numbers)
-            if numbers is not self.held_out:
-                return error
-            states.append(merged.self_attn.q_proj.weight.clone())
-            return torch.tensor(next(errors))
+    def watched(refitting, merged, outputs, numbers):
+        if numbers is not refitting.held_out:
+            return real(refitting, merged, outputs, numbers)
+        states.append(merged.self_attn.q_proj.weight.clone())
+        return torch.tensor(next(errors))
 
-    monkeypatch.setattr(refit, "Refit", Watched)
+    monkeypatch.setattr(Refit, "_error", watched)
     _, _, merged = trained(monkeypatch)
     kept = merged.model.layers[0].self_attn.q_proj.weight
     assert len(states) == 4 and [torch.equal(kept, state) for state in states] == [False, True, False, False]

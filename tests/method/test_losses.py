@@ -38,53 +38,38 @@ def pieces_of(tokens: int, chunk: int) -> list:
     return [("bild", part) for part in answers] + [("kl", part) for part in prompt]
 
 
-def both(teacher, weight):
-    return lambda kind, at, logits: ({"kl": kl, "bild": bild}[kind](logits, teacher[at]) * weight[at]).sum()
+@pytest.mark.parametrize("tokens, chunk", [(10, 1), (10, 4), (10, 100), (1, 4)])
+@pytest.mark.parametrize("head_is_trained", [True, False])
+def test_chunked_equals_plain(monkeypatch, tokens, chunk, head_is_trained):
+    """Value and gradients of hidden states and head, formed chunk by chunk; each piece's loss called once.
 
-
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_chunked_equals_plain(chunk):
-    """Value and gradients of hidden states and head, formed chunk by chunk; each piece's loss called once."""
+    A rank with nothing to predict takes part in the backward pass; a frozen head's gradient is not formed.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden, head, weight = (torch.rand(*shape, dtype=torch.float64, generator=generator)
-                            for shape in ((10, 8), (30, 8), (10,)))
-    teacher, calls, results = logits(10, 30), [], []
+                            for shape in ((tokens, 8), (30, 8), (tokens,)))
+    teacher, pieces, called, products, results = logits(tokens, 30), pieces_of(tokens, chunk), [], [], []
+    monkeypatch.setattr(losses, "product", lambda *factors: products.append(factors) or product(*factors))
 
-    def counted(*piece):
-        calls.append(piece)
-        return both(teacher, weight)(*piece)
+    def loss(kind, at, student):
+        called.append(at)
+        return ({"kl": kl, "bild": bild}[kind](student, teacher[at]) * weight[at]).sum()
 
     def plain(hidden, head):
-        whole, at = hidden @ head.T, torch.arange(9)
-        loss, answers, prompt = both(teacher, weight), at[::3], at[at % 3 > 0]
-        return loss("bild", answers, whole[answers]) + loss("kl", prompt, whole[prompt])
+        return sum(loss(kind, at, hidden[at] @ head.T) for kind, at in pieces_of(tokens, 100))
 
-    for run in (lambda h, w: chunked(counted, pieces_of(10, chunk), h, w), plain):
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        value = run(h, w)
+    filled = sum(len(at) > 0 for _, at in pieces)
+    for function in (lambda h, w: chunked(loss, pieces, h, w), plain):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(head_is_trained)
+        value = function(h, w)
+        assert results or (len(called), len(products)) == (filled, (1 + head_is_trained) * filled)
         (3 * value).backward()
         results.append((value.detach(), h.grad, w.grad))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    assert (results[0][1][9] == 0).all() and len(calls) == len(pieces_of(10, chunk))
+    assert (results[0][1][-1] == 0).all() and (results[0][2] is None) != head_is_trained
     with torch.no_grad():
-        value = float(chunked(counted, pieces_of(10, chunk), hidden, head))
-        assert value == pytest.approx(float(results[1][0]), abs=1e-12)
-
-
-def test_a_frozen_head_gets_no_gradient(monkeypatch):
-    """The hidden states get the same one, and the product that sums the head's is not taken."""
-    hidden, head = torch.rand(6, 8, dtype=torch.float64), torch.rand(30, 8, dtype=torch.float64)
-    products, gradients, counts = [], [], []
-    monkeypatch.setattr(losses, "product", lambda *factors: products.append(factors) or product(*factors))
-    for head_is_trained in (True, False):
-        products.clear()
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(head_is_trained)
-        chunked(lambda kind, at, logits: logits.square().sum(), [("all", torch.arange(6))], h, w).backward()
-        gradients.append(h.grad)
-        counts.append(len(products))
-        assert (w.grad is not None) == head_is_trained
-    assert torch.equal(*gradients) and counts == [2, 1]
+        torch.testing.assert_close(chunked(loss, pieces, hidden, head), results[1][0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -121,14 +106,6 @@ def test_products_on_a_gpu_have_16_bit_factors_and_sums_in_float32(monkeypatch):
         product(left, right, total)
     into = {"out_dtype": torch.float32}
     assert seen == [((left, right), into), ((total, left, right), into | {"out": total})]
-
-
-def test_chunked_without_pieces_is_zero():
-    """A rank with nothing to predict still takes part in the backward pass."""
-    hidden, head = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    value = chunked(None, [("kl", torch.arange(0))], hidden, head)  # its loss is not called
-    value.backward()
-    assert float(value.detach()) == 0 and (hidden.grad == 0).all() and (head.grad == 0).all()
 
 
 def test_head_gradient_does_not_accumulate_in_bfloat16():

@@ -35,24 +35,20 @@ def test_fusing_writes_equations_12_to_16(repeats):
     values, keys = random_rotations(heads, 8)
     order = torch.randperm(heads).tolist()
     fuse_layer(attention, order, values, keys)
-
-    def rows(head):
-        return slice(8 * head, 8 * head + 8)
-
+    rows = [slice(8 * head, 8 * head + 8) for head in range(8)]
     for new, old in enumerate(order):
         turns = torch.stack([torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
         R_K, Q_V = paper.eq_14(turns.double()), values[new]
         readers = [(new * repeats + query, old * repeats + query) for query in range(repeats)]
         moved = [("k_proj", new, old, paper.eq_16, R_K), ("v_proj", new, old, paper.eq_12, Q_V)]
-        for name, to, source, equation, rotation in [
-            *moved, *(("q_proj", *reader, paper.eq_15, R_K) for reader in readers)
-        ]:
+        moved += [("q_proj", *reader, paper.eq_15, R_K) for reader in readers]
+        for name, to, source, equation, rotation in moved:
             for part, parameter in getattr(attention, name).named_parameters():
-                rotated = equation(rotation, before[f"{name}.{part}"][rows(source)])
-                torch.testing.assert_close(parameter[rows(to)], rotated)
+                rotated = equation(rotation, before[f"{name}.{part}"][rows[source]])
+                torch.testing.assert_close(parameter[rows[to]], rotated)
         for to, source in readers:
-            columns = paper.eq_13(before["o_proj.weight"][:, rows(source)], Q_V)
-            torch.testing.assert_close(attention.o_proj.weight[:, rows(to)], columns)
+            columns = paper.eq_13(before["o_proj.weight"][:, rows[source]], Q_V)
+            torch.testing.assert_close(attention.o_proj.weight[:, rows[to]], columns)
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
 
 
@@ -145,21 +141,19 @@ def test_shared_keys_of_zero_stay_zero_behind_a_norm():
 def test_merging_writes_the_sums_of_its_definition(source_kv_heads):
     """v~ = sum value_in v, k~ = sum key_in k, W_O,i <- W_O,i value_out_i, q_i <- key_out_i^T q_i."""
     attention = tiny_model(bias=True, num_key_value_heads=source_kv_heads).double().model.layers[0].self_attn
-    members, repeats = source_kv_heads // 2, 8 // source_kv_heads
+    members = source_kv_heads // 2
     value_in, value_out, key_in, key_out = torch.randn(4, 2, members, 8, 8, dtype=torch.float64)
     state = merged_state(attention, Merge(value_in, value_out, key_in, key_out))
     assert "o_proj.bias" not in state
-    rows = [slice(8 * head, 8 * head + 8) for head in range(8)]
-    for kind in ("weight", "bias"):
-        value, key, query = (getattr(getattr(attention, f"{name}_proj"), kind) for name in "vkq")
-        for group in range(2):
-            heads = range(group * members, (group + 1) * members)
-            for name, maps, source in (("v", value_in, value), ("k", key_in, key)):
-                shared = sum(maps[group, i] @ source[rows[head]] for i, head in enumerate(heads))
-                torch.testing.assert_close(state[f"{name}_proj.{kind}"][rows[group]], shared)
-            for i, head in enumerate(heads):
-                for reader in range(head * repeats, (head + 1) * repeats):
-                    absorbed = key_out[group, i].T @ query[rows[reader]]
-                    torch.testing.assert_close(state[f"q_proj.{kind}"][rows[reader]], absorbed)
-                    columns = attention.o_proj.weight[:, rows[reader]] @ value_out[group, i]
-                    torch.testing.assert_close(state["o_proj.weight"][:, rows[reader]], columns)
+    for name, parameter in attention.named_parameters():
+        if name.startswith("o"):
+            continue
+        heads = parameter.view(2, members, -1, 8, parameter[0].numel())  # group, member, query head, row
+        if name.startswith("q"):
+            expected = torch.einsum("giba,girbn->giran", key_out, heads)
+        else:
+            expected = torch.einsum("giab,girbn->gan", value_in if name.startswith("v") else key_in, heads)
+        torch.testing.assert_close(state[name], expected.reshape(state[name].shape))
+    columns = attention.o_proj.weight.view(48, 2, members, -1, 8)
+    expected = torch.einsum("ngira,giab->ngirb", columns, value_out)
+    torch.testing.assert_close(state["o_proj.weight"], expected.reshape(48, 64))

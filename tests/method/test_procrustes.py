@@ -34,18 +34,13 @@ def test_similarity_equals_direct_formulas(heads, criterion):
     values = procrustes.value_similarity(value_gram(chosen), N, criterion)
     keys = procrustes.key_similarity(key_gram(chosen), N, criterion)
     direct = paper.eq_19 if criterion == "cos" else paper.eq_22_squared
-    for i in range(H):
-        for j in range(H):
-            x, y, raw_x, raw_y = (part[:, head].T for part in (chosen, heads) for head in (i, j))
-            # min |y R - x|
-            best, _ = scipy.linalg.orthogonal_procrustes(y.T.numpy(), x.T.numpy())
-            before = float(direct(raw_x, raw_y, eye()[0]))
-            values_after = float(direct(x, y, torch.from_numpy(best).T))
-            keys_after = float(direct(x, y, paper.key_rotation(x, y)))
-            assert values[0][i, j] == pytest.approx(before, abs=1e-10)
-            assert values[1][i, j] == pytest.approx(values_after, abs=1e-10)
-            assert keys[0][i, j] == pytest.approx(before, abs=1e-10)
-            assert keys[1][i, j] == pytest.approx(keys_after, abs=1e-10)
+    for i, j in np.ndindex(H, H):
+        x, y, raw_x, raw_y = (part[:, head].T for part in (chosen, heads) for head in (i, j))
+        best, _ = scipy.linalg.orthogonal_procrustes(y.T.numpy(), x.T.numpy())  # min |y R - x|
+        before = float(direct(raw_x, raw_y, eye()[0]))
+        for ours, rotation in ((values, torch.from_numpy(best).T), (keys, paper.key_rotation(x, y))):
+            expected = before, float(direct(x, y, rotation))
+            assert [float(matrix[i, j]) for matrix in ours] == pytest.approx(expected, abs=1e-10)
 
 
 def value_gram(values: torch.Tensor) -> torch.Tensor:
@@ -65,48 +60,37 @@ def test_key_gram_is_its_definition(heads):
     assert key_gram(heads).imag.abs().max() > 1
 
 
-def test_statistics_in_batches_equal_one_product(heads):
-    """Of float32 vectors of which one is zero, and stays so at unit norm, and some are shorter than 1."""
+def multiply_as_on_a_gpu(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """torch.mm of 16-bit factors, with exact products and sums in the dtype that is asked for."""
+    assert left.dtype == right.dtype == torch.bfloat16
+    return (left.double() @ right.double()).to(out_dtype)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_statistics_in_batches_equal_one_product(heads, on_gpu, monkeypatch):
+    """Of float32 vectors, or bfloat16 ones by a GPU's matrix units.
+
+    One of them is zero, and stays so at unit norm, and some are shorter than 1.
+    """
     heads[3, 1], heads[5:9] = 0, 1e-3 * heads[5:9]
-    heads = heads.float().double()
-    sums = LayerStats(H, D)
-    for part in heads.float().split(70):
+    vectors, sums = heads.bfloat16() if on_gpu else heads.float(), LayerStats(H, D)
+    if on_gpu:
+        monkeypatch.setattr(stats, "has_exact_products", lambda vectors: vectors.dtype == torch.bfloat16)
+        monkeypatch.setattr(torch, "mm", multiply_as_on_a_gpu)
+    for part in vectors.split(70):
         sums.update_keys(part)
         sums.update_values(part)
-    grams = LayerGrams(sums.tensors(), H)
+    grams, exact = LayerGrams(sums.tensors(), H), vectors.double()
     float32 = {"rtol": 1e-5, "atol": 1e-3}  # batch products are float32, sums of 300 terms of size ~10
-    torch.testing.assert_close(grams.value("raw"), value_gram(heads), **float32)
-    torch.testing.assert_close(grams.key("raw"), complex_gram(heads), **float32)
-    torch.testing.assert_close(grams.full_key, value_gram(heads), **float32)
-    torch.testing.assert_close(grams.key_mean, heads.mean(0), rtol=0, atol=1e-12)  # in float64
+    torch.testing.assert_close(grams.value("raw"), value_gram(exact), **float32)
+    torch.testing.assert_close(grams.key("raw"), complex_gram(exact), **float32)
+    torch.testing.assert_close(grams.full_key, value_gram(exact), **float32)
+    torch.testing.assert_close(grams.key_mean, exact.mean(0), rtol=0, atol=1e-12)  # in float64
     assert grams.tokens == N and not grams.joint_norm
-    unit = {"rtol": 1e-5, "atol": 1e-5}
-    directions = heads / heads.norm(dim=-1, keepdim=True).clamp(min=1e-9)
-    torch.testing.assert_close(grams.value("unit"), value_gram(directions), **unit)
-    torch.testing.assert_close(grams.key("unit"), complex_gram(directions), **unit)
-
-
-def test_grams_of_16_bit_vectors_by_a_gpus_matrix_units(heads, monkeypatch):
-    """With torch.mm as on a GPU: 16-bit factors, exact products, sums in the dtype that is asked for."""
-    multiply, dtypes = torch.mm, []
-
-    def on_gpu(left, right, out_dtype):
-        dtypes.append((left.dtype, right.dtype))
-        return multiply(left.double(), right.double()).to(out_dtype)
-
-    monkeypatch.setattr(stats, "has_exact_products", lambda vectors: vectors.dtype == torch.bfloat16)
-    monkeypatch.setattr(torch, "mm", on_gpu)
-    rounded, sums = heads.bfloat16(), LayerStats(H, D)
-    for part in rounded.split(70):
-        sums.update_keys(part)
-        sums.update_values(part)
-    assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
-    grams, exact = LayerGrams(sums.tensors(), H), rounded.double()
-    for gram in (grams.value("raw"), grams.full_key):
-        torch.testing.assert_close(gram, value_gram(exact), rtol=1e-6, atol=1e-4)
-    unit = exact / exact.norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(grams.value("unit"), value_gram(unit), rtol=0, atol=1e-3)  # in 8 bits: 3e-2
-    torch.testing.assert_close(grams.key("unit"), complex_gram(unit), rtol=1e-5, atol=1e-5)
+    directions = exact / exact.norm(dim=-1, keepdim=True).clamp(min=1e-9)
+    in_half = 1e-3 if on_gpu else 1e-5  # unit vectors in bfloat16 alone are off by 3e-2
+    torch.testing.assert_close(grams.value("unit"), value_gram(directions), rtol=1e-5, atol=in_half)
+    torch.testing.assert_close(grams.key("unit"), complex_gram(directions), rtol=1e-5, atol=1e-5)
 
 
 def test_query_and_output_grams_are_sums_over_the_query_heads_of_a_key_value_head():
@@ -234,7 +218,10 @@ def test_both_starts_are_near_the_end_and_the_better_end_is_kept():
 
 
 def test_key_rotation_is_orthogonal_never_a_reflection_and_commutes_with_rope(heads):
+    """A pair of zeros is left alone."""
+    heads[:, :, [0, D // 2]] = 0
     rotation = align_keys(key_gram(heads)[None])[0]
+    assert torch.equal(rotation[:, 0], torch.ones(H, dtype=torch.complex128))
     matrix = rotate_pairs(eye(), rotation)  # the d x d map of each head
     torch.testing.assert_close(matrix @ matrix.mT, eye(), rtol=0, atol=1e-12)
     pairs = torch.stack([matrix[:, [p, p + D // 2]][:, :, [p, p + D // 2]] for p in range(D // 2)])
@@ -245,24 +232,16 @@ def test_key_rotation_is_orthogonal_never_a_reflection_and_commutes_with_rope(he
     torch.testing.assert_close(rope @ matrix, matrix @ rope, rtol=0, atol=1e-12)
 
 
-def test_silent_pair_is_left_alone(heads):
-    silent = heads.clone()
-    silent[:, :, [0, D // 2]] = 0
-    assert torch.equal(align_keys(key_gram(silent)[None])[0][:, 0], torch.ones(H, dtype=torch.complex128))
-
-
 def test_similarity_of_pairs_that_only_flip_is_the_real_part(heads):
     """Eq. 18 where only u = 1 and -1 are exact: |Re c[p]|, and |c[p]| over the free pairs; the larger of that
     and |Im c[p]| where 1j and -1j are exact, too."""
-    free = torch.tensor([True, False, True, False])
-    gram = key_gram(heads)
-    _, after = procrustes.key_similarity(gram, N, "cos", free)
-    best = torch.where(free, gram.abs(), torch.maximum(gram.real, -gram.real)).sum(-1) / N
-    torch.testing.assert_close(after, best, rtol=0, atol=1e-12)
-    assert (after < procrustes.key_similarity(gram, N, "cos")[1] - 1e-6).any()
-    _, after = procrustes.key_similarity(gram, N, "cos", free, quarters=True)
-    best = torch.where(free, gram.abs(), torch.stack((gram.real, -gram.real, gram.imag, -gram.imag)).amax(0))
-    torch.testing.assert_close(after, best.sum(-1) / N, rtol=0, atol=1e-12)
+    free, gram = torch.tensor([True, False, True, False]), key_gram(heads)
+    flipped, turned = gram.real.abs(), torch.maximum(gram.real.abs(), gram.imag.abs())
+    for quarters, allowed in ((False, flipped), (True, turned)):
+        _, after = procrustes.key_similarity(gram, N, "cos", free, quarters)
+        best = torch.where(free, gram.abs(), allowed).sum(-1) / N
+        torch.testing.assert_close(after, best, rtol=0, atol=1e-12)
+        assert (after < procrustes.key_similarity(gram, N, "cos")[1] - 1e-6).any()
 
 
 def test_phases_are_the_best_of_many_starts_in_nearly_all_groups():

@@ -9,10 +9,6 @@ from common.method.rope import free_pairs, rotate_pairs, to_complex
 from helpers import tiny_model
 
 
-def angles(*shape: int, seed: int = 0) -> torch.Tensor:
-    return 6.3 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def test_rope_multiplies_pairs_by_unit_numbers():
     """Of transformers: to_complex(RoPE(k)) = to_complex(k) e^(i angle), of position 3 and each pair."""
     config = tiny_model().config
@@ -25,8 +21,7 @@ def test_rope_multiplies_pairs_by_unit_numbers():
 
 
 def test_rotate_pairs_is_complex_multiplication():
-    rows = torch.randn(3, 8, 5, dtype=torch.float64)
-    factor = torch.polar(1 + torch.rand(3, 4, dtype=torch.float64), angles(3, 4))
+    rows, factor = torch.randn(3, 8, 5, dtype=torch.float64), torch.randn(3, 4, dtype=torch.complex128)
     expected = to_complex(rows.transpose(1, 2)) * factor[:, None]
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
@@ -41,33 +36,21 @@ def test_only_qwen3_norms_heads():
         assert torch.equal(pairs, torch.tensor([free] * 4))
 
 
-@pytest.mark.parametrize(
-    ("weights", "free"),
-    [
-        ((1, 1, 1, 1), True),
-        ((2, 2, 3, 3), True),
-        ((1, 2, 2, 1), False),  # ac = be alone
-        ((1, 2, 1, 2), False),  # ae = bc alone
-        ((1, 2, 3, 4), False),
-        ((2, 2, 3, 4), False),  # a = b alone
-    ],
-)
+@pytest.mark.parametrize(("weights", "free"), [
+    ((1, 1, 1, 1), True), ((2, 2, 3, 3), True), ((1, 2, 2, 1), False),  # ac = be alone
+    ((1, 2, 1, 2), False),  # ae = bc alone
+    ((2, 2, 3, 4), False),  # a = b alone
+])  # fmt: skip
 def test_a_pair_is_free_where_every_rotation_commutes_with_the_norm_weights(weights, free):
     """The definition: q^T diag(a, b) RoPE diag(c, e) k does not change when q and k rotate by one angle."""
     attention = tiny_model(model_type="qwen3").model.layers[0].self_attn
-    a, b, c, e = weights
+    of_query, of_key = torch.tensor(weights).float().view(2, 2)
     with torch.no_grad():
         attention.q_norm.weight.copy_(torch.arange(1.0, 9.0))
         attention.k_norm.weight.copy_(torch.arange(8.0, 0.0, -1.0))
-        attention.q_norm.weight[[1, 5]] = torch.tensor([a, b]).float()
-        attention.k_norm.weight[[1, 5]] = torch.tensor([c, e]).float()
+        attention.q_norm.weight[[1, 5]], attention.k_norm.weight[[1, 5]] = of_query, of_key
     assert free_pairs(attention).tolist() == [False, free, False, False]
-
-    def rotation(angle):
-        u = torch.polar(torch.ones(1, 1), torch.full((1, 1), angle))
-        return rotate_pairs(torch.eye(2)[None], u)[0]
-
-    query, key = torch.diag(torch.tensor([a, b]).float()), torch.diag(torch.tensor([c, e]).float())
-    scores = query @ rotation(0.7) @ key
-    rotated = rotation(1.1).T @ scores @ rotation(1.1)
-    assert torch.allclose(rotated, scores, atol=1e-5) == free
+    factors = torch.polar(torch.ones(2, 1), torch.tensor([[0.7], [1.1]]))
+    rope, turn = rotate_pairs(torch.eye(2).expand(2, 2, 2), factors)
+    scores = torch.diag(of_query) @ rope @ torch.diag(of_key)
+    assert torch.allclose(turn.T @ scores @ turn, scores, atol=1e-5) == free

@@ -36,3 +36,17 @@ def test_a_device_that_is_not_there_is_refused(stage, monkeypatch):
     monkeypatch.setattr(sys, "argv", [stage, "--device", "tpu"])
     with pytest.raises(UserError, match="--device: expected auto, cpu, cuda or cuda:N, found tpu"):
         importlib.import_module(stage).parse()
+
+
+@pytest.mark.parametrize("stage", ["05_prune_train", *LEFT_OUT])
+def test_a_stage_has_its_manual_and_refuses_a_wrong_flag(stage, monkeypatch, capsys):
+    parse = importlib.import_module(stage).parse
+    monkeypatch.setattr(sys, "argv", [stage, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        parse()
+    assert ended.value.code == 0 and "\n\nevery stage:\n  -" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [stage, "--runs", "there"])
+    with pytest.raises(SystemExit) as ended:
+        parse()
+    message = "error: unknown flag --runs; did you mean --run? (--help lists all)\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, message)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common.errors import UserError
 from common.models import load_config
@@ -47,32 +47,31 @@ def saved(request, group_of_one, tmp_path):
 
 @pytest.mark.parametrize("saved", [{}, {"tie_word_embeddings": True}], indirect=True, ids=["llama", "tied"])
 def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_step(saved, tmp_path):
+    """A layer is a file, and its tensors are what safetensors reads."""
     job, path = saved
     other = new_job(str(tmp_path / "model"), tmp_path, job.ranks, shift=0.1)
     other.step = 0
     checkpoints.load(other, path)
     assert other.step == 1
+    files = [load_file(file) for file in sorted(Path(path).glob("*.safetensors"))]
+    assert len(files) == 1 + 3 and all(".layers.2." in name for name in files[3])
+    stored = {name: tensor for tensors in files for name, tensor in tensors.items()}
     for (name, ours), theirs in zip(other.trainee.named_parameters(), job.trainee.parameters(), strict=True):
-        assert torch.equal(whole(ours), whole(theirs)), name
+        assert torch.equal(whole(ours), whole(theirs)) and torch.equal(stored[f"weights.{name}"], whole(ours))
         for kind, tensor in job.optimizer.state[theirs].items():
             assert torch.equal(whole(other.optimizer.state[ours][kind]), whole(tensor)), (name, kind)
-    weights = checkpoints.whole_weights(path)
-    assert weights.keys() == {name for name, _ in job.trainee.net.named_parameters()}
-    assert all(torch.equal(weights[name], whole(p)) for name, p in job.trainee.net.named_parameters())
-    replicated = checkpoints.whole_weights(path, "replicated")
-    assert replicated.keys() == {"extra"}
-    assert torch.equal(replicated["extra"], job.trainee.replicated["extra"].detach())
+    for part in ("net", "replicated"):
+        weights = checkpoints.whole_weights(path, part)
+        parameters = dict(getattr(job.trainee, part).named_parameters())
+        assert weights.keys() == parameters.keys()
+        assert all(torch.equal(weights[name], whole(parameters[name])) for name in weights)
 
 
 def test_the_first_rank_lists_a_directory_for_all(saved, monkeypatch):
     """This rank does not see the checkpoint yet; what the first rank sees comes by broadcast."""
     job, path = saved
     monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: [])
-
-    def receive(values):
-        values[0] = [path]
-
-    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", receive)
+    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", lambda lists: lists[0].append(path))
     assert checkpoints.newest(job.directory, job.ranks) == path == checkpoints.path_of(job.directory, 1)
 
 
@@ -87,16 +86,16 @@ def test_some_weights_are_read_alone(saved):
         weights.read({name: torch.zeros(3)})
 
 
-def test_the_last_two_are_kept_and_other_names_are_not_checkpoints(saved):
-    job, path = saved
-    for step in (2, 3):
-        job.step = step
-        checkpoints.save(job)
+def test_the_last_two_and_the_best_are_kept_and_other_names_are_not_checkpoints(saved):
+    job, _ = saved
+    write_metrics(Path(job.directory), [{"step": step, "heldout_kl": abs(step - 2)} for step in range(1, 7)])
     for name in ("step-00000009.tmp", "step-00000009.damaged-1", "step-9", "notes"):
         os.mkdir(os.path.join(job.directory, name))
+    for job.step in range(2, 7):
+        checkpoints.save(job)
     steps = [checkpoints.step_of(path) for path in checkpoints.saved_checkpoints(job.directory)]
-    assert steps == [2, 3]
-    assert checkpoints.newest(job.directory, job.ranks).endswith("step-00000003")
+    assert steps == [2, 5, 6]
+    assert checkpoints.newest(job.directory, job.ranks).endswith("step-00000006")
     assert checkpoints.saved_checkpoints(os.path.join(job.directory, "missing")) == []
 
 
@@ -132,23 +131,6 @@ def test_ranks_share_the_files_that_they_check(saved):
         Path(path, file).write_bytes(content)
 
 
-def test_files_of_tensors_beside_the_recorded_ones_are_damage(saved):
-    """They would be read, too."""
-    _, path = saved
-    save_file({"weights.net.lm_head.weight": torch.zeros(260, 48)}, Path(path, "more.safetensors"))
-    assert "more.safetensors is not in its sha256.json" in checkpoints.damage(path)
-
-
-def test_a_layer_is_a_file_and_its_tensors_are_what_safetensors_reads(saved):
-    job, path = saved
-    stored = [load_file(file) for file in sorted(Path(path).glob("*.safetensors"))]
-    assert len(stored) == 1 + 3
-    assert all(".layers.2." in name for name in stored[3])
-    tensors = {name: tensor for part in stored for name, tensor in part.items()}
-    for name, parameter in job.trainee.named_parameters():
-        assert torch.equal(tensors[f"weights.{name}"], whole(parameter)), name
-
-
 @pytest.mark.parametrize("name", ["origin.json", "shard-*-00002-*"])
 @pytest.mark.parametrize("fault", [flip, Path.unlink])
 def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault, capsys):
@@ -167,25 +149,26 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
         checkpoints.newest(job.directory, job.ranks)
 
 
-def metrics_line(step: int, **figures) -> str:
-    return json.dumps({"step": step, "loss": 1.0, "tokens": 8} | figures) + "\n"
+def write_metrics(directory: Path, lines: list[dict]) -> None:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize(("name", "text", "fault"), [
     ("settings.json", '{"lr": 2.0}', "its settings is not"),
-    ("metrics.jsonl", metrics_line(1) + metrics_line(2, loss=0.5), "its metrics is not"),
+    ("metrics.jsonl", '{"step": 1}\n{"step": 2, "loss": 0.5}\n', "its metrics is not"),
     ("step-00000002/origin.json", "[]", "sha256.json or origin.json is missing"),
     ("step-00000002/sha256.json", "[", "sha256.json or origin.json is missing"),
+    ("step-00000002/more.safetensors", "", "more.safetensors is not in its sha256.json"),  # it would be read
 ])  # fmt: skip
 def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, name, text, fault):
     job, _ = saved
     home = Path(job.directory)
     (home / "settings.json").write_text('{"lr": 1.0}')
-    (home / "metrics.jsonl").write_text(metrics_line(1) + metrics_line(2))
+    write_metrics(home, [{"step": 1}, {"step": 2}])
     job.step = 2
     checkpoints.save(job)
     with open(home / "metrics.jsonl", "a") as file:
-        file.write(metrics_line(3) + '{"step": 4, "lo')  # of a run that was killed
+        file.write('{"step": 3}\n{"step": 4, "lo')  # of a run that was killed
     last = checkpoints.saved_checkpoints(job.directory)[-1]
     assert checkpoints.damage(last) is None
     other = shutil.copytree(last, home / "step-00000007")
@@ -205,20 +188,15 @@ def test_damaged_settings_are_refused(group_of_one, tmp_path, text):
     ({20: 0.3, 30: 0.2, 40: 0.25}, 30), ({20: 0.2, 40: 0.2}, 40), ({35: 0.1, 40: 0.2}, 40), ({}, None),
 ])  # fmt: skip
 def test_the_best_checkpoint_is_a_gqa_students_with_the_lowest_held_out_kl(tmp_path, kl, best):
+    """Of text and chats, not of the questions, which stage 7 asks."""
     for step in (10, 20, 30, 40):
         Path(checkpoints.path_of(str(tmp_path), step)).mkdir()
     lines = [{"step": 10, "heldout_kl": 0.01, "mask_target": 0.5}]  # open masks: nearly the source
-    lines += [{"step": step} | ({"heldout_kl": kl[step]} if step in kl else {}) for step in (20, 30, 35, 40)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (20, 30, 35, 40):
+        line = {"step": step, "heldout_task_kl": 1 / step}
+        if step in kl:
+            of_text = 2 * kl[step] if step == 30 else 0.0
+            line |= {"heldout_kl": of_text, "heldout_chat_kl": 2 * kl[step] - of_text}
+        lines.append(line)
+    write_metrics(tmp_path, lines)
     assert checkpoints.best(str(tmp_path)) == (checkpoints.path_of(str(tmp_path), best) if best else None)
-
-
-def test_the_best_checkpoint_is_kept(saved):
-    job, path = saved
-    directory = Path(path).parent
-    lines = [{"step": step, "heldout_kl": abs(step - 2)} for step in range(1, 7)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for job.step in range(2, 7):
-        checkpoints.save(job)
-    kept = [checkpoints.step_of(path) for path in checkpoints.saved_checkpoints(str(directory))]
-    assert kept == [2, 5, 6]

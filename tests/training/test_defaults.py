@@ -22,7 +22,7 @@ PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
      if isinstance(flag.default, list)} for column in range(3))
 
 
-def pair_of(group_size: int, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Conversion:
+def pair_of(group_size: int = 4, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Conversion:
     model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
     return Conversion("a", "m", model, 16 // group_size, "mean", blended)
 
@@ -77,48 +77,30 @@ def test_what_a_resumed_training_may_change():
     assert args.merged_lr_factor == args.temperature == args.clip == 1
 
 
-def planned(demo: bool, samples: int, group_size: int, *words, texts: int = 0) -> dict[str, int]:
-    """Steps of each phase."""
-    schedules = schedules_of(pair_of(group_size, demo), samples, *words, texts=texts)
-    return {name: schedule.steps for name, schedule in schedules.items()}
+@pytest.mark.parametrize("pair, samples, texts, words, steps", [
+    *((pair_of(group_size), 147_580, 0, "", [2306, student])
+      for group_size, student in ((2, 11530), (4, 23060), (8, 34590))),
+    (pair_of(4), 640, 0, "--epochs 0.5 --teacher-epochs 1", [5, 5]),
+    (pair_of(16), 640, 0, "--steps 7 --teacher-steps 3", [3, 7]),
+    (pair_of(4), 640, 0, "--steps 1 --masks off", [10, 1]),
+    (pair_of(16, demo=True), 640, 0, "", [100, 350]),
+    (pair_of(16, demo=True), 640, 0, "--epochs 2 --teacher-epochs 3", [60, 80]),
+    # text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch
+    (pair_of(2), 640, 640, "", [10, 100]),
+    (pair_of(16), 640, 640, "--tasks none --batch 64", [20]),
+    (pair_of(16), 0, 640, "--tasks none --epochs 2", [640]),
+    (pair_of(16, demo=True), 0, 160, "--tasks none", [80]),  # batches of 2
+    (pair_of(2), 640, 0, "--teacher source", [50]),
+    (pair_of(16), 640, 640, "--tasks none --teacher DIR", [10, 256]),
+])
+def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise(pair, samples, texts, words, steps):
+    schedules = schedules_of(pair, samples, *words.split(), texts=texts)
+    assert [schedule.steps for schedule in schedules.values()] == steps
+    assert list(schedules) == ["teacher", "student"][-len(steps) :]
 
 
-def steps(teacher: int, student: int) -> dict[str, int]:
-    return {"teacher": teacher, "student": student}
-
-
-def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise():
-    for group_size, student in ((2, 11530), (4, 23060), (8, 34590)):
-        assert planned(False, 147_580, group_size) == steps(2306, student)
-    assert planned(False, 640, 4, "--epochs", "0.5", "--teacher-epochs", "1") == steps(5, 5)
-    assert planned(False, 640, 16, "--steps", "7", "--teacher-steps", "3") == steps(3, 7)
-    assert planned(True, 640, 16) == steps(100, 350)
-    assert planned(True, 640, 16, "--epochs", "2", "--teacher-epochs", "3") == steps(60, 80)
-    with pytest.raises(UserError, match="no published value for groups of 16 kv heads"):
-        planned(False, 640, 16)
-    with pytest.raises(UserError, match="--steps: expected at least 2"):
-        planned(False, 640, 4, "--steps", "1")
-    assert planned(False, 640, 4, "--steps", "1", "--masks", "off") == steps(10, 1)
-
-
-def test_budgets_of_texts_and_chats():
-    """Text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch."""
-    assert planned(False, 640, 2, texts=640) == steps(10, 100)
-    assert planned(False, 640, 16, "--tasks", "none", "--batch", "64", texts=640) == {"student": 20}
-    assert planned(False, 0, 16, "--tasks", "none", "--epochs", "2", texts=640) == {"student": 640}
-    assert planned(True, 0, 16, "--tasks", "none", texts=160) == {"student": 80}  # batches of 2
-    assert planned(False, 640, 2, "--teacher", "source") == {"student": 50}
-    assert planned(False, 640, 16, "--tasks", "none", "--teacher", "DIR", texts=640) == steps(10, 256)
-
-
-def test_chats_left_out_are_chosen_by_text_and_model(monkeypatch):
-    given = []
-    monkeypatch.setattr(settings, "choose_chats", lambda *which: given.append(which) or [])
-    filled(pair_of(4), "--text", "a.txt")
-    assert given == [(None, ["a.txt"], "a/model")]
-
-
-def test_data_flags_left_out():
+def test_data_flags_left_out(monkeypatch):
+    monkeypatch.setattr(settings, "choose_chats", lambda *given: [str(given)])
     demo_tasks, given = "runs/demo-model/tasks", ["--tasks", "none"]
     for demo, words, tasks, text, teacher, heldout in (
         (False, [], "hub", [], None, "split"),
@@ -129,50 +111,46 @@ def test_data_flags_left_out():
         (False, [*given, "--teacher", "DIR/", "--text", "a", "b"], "none", ["a", "b"], "DIR", "split"),
         (True, ["--heldout-text", "b.txt"], demo_tasks, ["demo"], None, "b.txt"),
     ):
-        args = filled(pair_of(4, demo), *words, positions=100)
-        assert (args.tasks, args.text, args.chat, args.teacher) == (tasks, text, [], teacher)
-        assert (args.heldout_text, args.text_length) == (heldout, 100)
-    with pytest.raises(UserError, match="--text-length: expected 2 to 100 tokens"):
-        filled(pair_of(4), "--text-length", "101", positions=100)
+        args = filled(pair_of(demo=demo), *words, positions=100)
+        assert (args.tasks, args.text, args.chat) == (tasks, text, [str((None, text, "a/model"))])
+        assert (args.teacher, args.heldout_text, args.text_length) == (teacher, heldout, 100)
 
 
-def test_flags_left_out_take_the_published_values():
-    for demo, expected in ((False, PUBLISHED), (True, OF_DEMO)):
-        args, of_schedule = filled(pair_of(4, demo)), set(settings.OF_LENGTH)
-        values = {name: getattr(args, name) for name in expected.keys() - of_schedule}
-        assert values.items() <= expected.items()
-        schedules = schedules_of(pair_of(4, demo), 64_000)
+@pytest.mark.parametrize("demo, expected", [(False, PUBLISHED), (True, OF_DEMO)])
+def test_flags_left_out_take_the_published_values(demo, expected):
+    args = filled(pair_of(demo=demo))
+    values = {name: getattr(args, name) for name in expected.keys() - set(settings.OF_LENGTH)}
+    assert values.items() <= expected.items()
+    for cuda, tokens in ((False, 2048), (True, 4096)):
+        schedules = schedules_of(pair_of(demo=demo), 64_000, cuda=cuda)
         for name, prefix in (("teacher", "teacher_"), ("student", "")):
-            schedule, batch = schedules[name], expected[f"{prefix}batch"]
-            assert (schedule.batch, schedule.warmup) == (batch, expected[f"{prefix}warmup"])
+            schedule = schedules[name]
+            assert schedule.batch == expected[f"{prefix}batch"]
+            assert schedule.warmup == expected[f"{prefix}warmup"]
             assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
-            assert schedule.tokens_per_microbatch == 2048
-    on_gpus = schedules_of(pair_of(4), 640, cuda=True).values()
-    assert [schedule.tokens_per_microbatch for schedule in on_gpus] == [4096, 4096]
-    args = filled(pair_of(4), "--lr", "3e-4", "--batch", "5")
+            assert schedule.tokens_per_microbatch == tokens
+    args = filled(pair_of(), "--lr", "3e-4", "--batch", "5")
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
 
-TEXT_ALONE = ["--tasks", "none", "--text", "a.txt"]
-
-
-def test_defaults_without_tasks():
+@pytest.mark.parametrize("demo", [False, True])
+@pytest.mark.parametrize("blended, chosen", [
+    (masks.KEY_VALUE, "l0-released"), (masks.WHOLE_HEAD, "off"),
+    (("qkv_proj",), "l0-released"), (("qkv_proj", "o_proj"), "off"),
+])
+def test_defaults_without_tasks(demo, blended, chosen):
     """Learning rates of their own, and no masks where merging changed whole heads."""
-    for pair, chosen in ((pair_of(4), "l0-released"), (pair_of(4, blended=masks.WHOLE_HEAD), "off"),
-                         (pair_of(4, blended=("qkv_proj",)), "l0-released"),
-                         (pair_of(4, blended=("qkv_proj", "o_proj")), "off"),
-                         (pair_of(4, True), "l0-released"), (pair_of(4, True, masks.WHOLE_HEAD), "off")):
-        args = filled(pair, *TEXT_ALONE)
-        assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
-        assert filled(pair, *TEXT_ALONE, "--masks", "l0").masks == "l0"
-    with_tasks = [filled(pair_of(4, demo, masks.WHOLE_HEAD)).masks for demo in (False, True)]
-    assert with_tasks == ["l0-released", "l0"]
+    pair, words = pair_of(demo=demo, blended=blended), ["--tasks", "none", "--text", "a.txt"]
+    args = filled(pair, *words)
+    assert (args.masks, args.lr, args.rest_lr_factor) == (chosen, 2e-4, 0.25)
+    assert filled(pair, *words, "--masks", "l0").masks == "l0"
+    assert filled(pair).masks == ("l0" if demo else "l0-released")  # with tasks
 
 
 def test_the_batch_without_tasks_follows_from_the_samples():
     assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
     for extra, batch, count in (([], 8, 250), (["--batch", "5"], 5, 400)):
-        student = schedules_of(pair_of(4), 0, *TEXT_ALONE, *extra, texts=2000)["student"]
+        student = schedules_of(pair_of(), 0, "--tasks", "none", *extra, texts=2000)["student"]
         assert (student.batch, student.steps) == (batch, count)
 
 
@@ -180,13 +158,18 @@ def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     assert [warmup_for(32, steps) for steps in (1, 9, 25, 320, 10_000)] == [1, 1, 2, 32, 32]
     assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
     for extra, warmup in (([], 5), (["--warmup", "20"], 20)):
-        schedules = schedules_of(pair_of(4), 640, "--steps", "50", "--teacher-steps", "40", *extra)
+        schedules = schedules_of(pair_of(), 640, "--steps", "50", "--teacher-steps", "40", *extra)
         assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
 
 
-@pytest.mark.parametrize("words", ["--epochs nan", "--clip -1", "--lr 1e-300", "--seed -1", "--beta2 1",
-                                   "--merged-lr-factor 0", "--steps 0", "--masks on", "--only foo",
-                                   "--plan 1xH200-141GB --dtype float32"])
-def test_flags_out_of_range_are_refused_when_parsed(words):
-    with pytest.raises(UserError, match=rf"{words.split()[0]}: expected .*, found {words.split()[-1]}"):
-        flags(*words.split())
+@pytest.mark.parametrize("group_size, words, message", [
+    (16, "", "no published value for groups of 16 kv heads"),
+    (4, "--steps 1", "--steps: expected at least 2"),
+    (4, "--text-length 2049", "--text-length: expected 2 to 2048 tokens"),
+    *((4, words, f"{words.split()[0]}: expected .*, found {words.split()[-1]}") for words in (
+        "--epochs nan", "--clip -1", "--lr 1e-300", "--seed -1", "--beta2 1", "--merged-lr-factor 0",
+        "--steps 0", "--masks on", "--only foo", "--plan 1xH200-141GB --dtype float32")),
+])
+def test_flags_that_cannot_be_are_refused(group_size, words, message):
+    with pytest.raises(UserError, match=message):
+        schedules_of(pair_of(group_size), 640, *words.split())

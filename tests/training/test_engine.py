@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.rows import Sample
 from common.errors import UserError
-from common.training import checkpoints, engine, metrics, sharding
+from common.training import checkpoints, engine, metrics
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
@@ -33,12 +32,14 @@ def schedule_of(count: int, **changes) -> Schedule:
     return replace(SCHEDULE, **{"steps": count, "batch": 1, "print_every": 1} | changes)
 
 
-def train_squares(job: Job, schedule: Schedule, before_step=lambda step: None) -> bool:
+def train_squares(
+    job: Job, schedule: Schedule, before_step=lambda step: None, loss=lambda hidden: hidden.square().mean()
+) -> bool:
     """Train on a loss that needs no teacher. Returns False if a signal stopped it."""
     for step in steps(job, schedule, SAMPLES):
         before_step(step)
         for row in step.rows:
-            step.backward(job.trainee(row).square().mean())
+            step.backward(loss(job.trainee(row)))
         step.update()
     return not job.stopped
 
@@ -53,8 +54,7 @@ def job(group_of_one, tmp_path) -> Job:
 
 
 @pytest.mark.parametrize("rank, changes, expected", [
-    (0, {"save_minutes": 1.5}, [2, 4, 5]), (0, {"save_steps": 2}, [2, 4, 5]), (0, {}, [5]),
-    (1, {"save_minutes": 1.5}, [5]),
+    (0, {"save_minutes": 1.5}, [2, 4, 5]), (0, {"save_steps": 2}, [2, 4, 5]), (1, {"save_minutes": 1.5}, [5]),
 ])  # fmt: skip
 def test_a_checkpoint_restarts_the_clock_of_the_first_rank(job, monkeypatch, rank, changes, expected):
     """A step takes a minute. The other ranks' clocks decide nothing."""
@@ -97,11 +97,8 @@ def lonely_rank(monkeypatch) -> tuple[Step, torch.nn.Parameter]:
     optimizer = torch.optim.SGD([{"params": [weight], "initial_lr": 0.1}], lr=0.1)
     job = Job(trainee, optimizer, "", Ranks(1, 2, torch.device("cpu")), step=4)
     monkeypatch.setattr(engine.dist, "all_reduce", lambda tensor: tensor.mul_(2))
-
-    def gather(into: list, loss: float) -> None:
-        into[:] = [1.0, loss]
-
-    monkeypatch.setattr(engine.dist, "all_gather_object", gather)
+    monkeypatch.setattr(engine.dist, "all_gather_object",
+                        lambda into, loss: into.__setitem__(slice(None), [1.0, loss]))
     return Step(job, schedule_of(5, clip=0.0, batch=3), [], SAMPLES), weight
 
 
@@ -202,21 +199,26 @@ def test_no_clipping_leaves_gradients_as_they_are():
     assert norm == pytest.approx(1, rel=1e-3) and (trainee.replicated["log_alpha"].grad == 1).all()
 
 
-@pytest.mark.parametrize("loss, message", [
-    (lambda hidden: (0 * hidden).abs().sum().sqrt(),  # finite where its gradient is not
+def spoil_weights(step: Step) -> None:
+    """As an update with a weight decay of 1e300 would, after the second step."""
+    optimizer, (*_, weight) = step.job.optimizer, step.job.trainee.net.parameters()
+    if step.number == 1:
+        optimizer.register_step_post_hook(lambda *_: weight.data.fill_(math.inf))
+
+
+@pytest.mark.parametrize("loss, before_step, saved, message", [
+    (lambda hidden: (0 * hidden).abs().sum().sqrt(), None, [],  # finite where its gradient is not
      r"step 1: expected a finite loss, found a gradient of norm nan, samples \[[01]\]"),
-    (lambda hidden: (0 * hidden).sum(), "step 1: expected a gradient, found zeros: nothing to learn"),
+    (lambda hidden: (0 * hidden).sum(), None, [], "step 1: expected a gradient, found zeros: nothing to"),
+    (lambda hidden: hidden.square().mean(), spoil_weights, [1], "step 2: expected finite weights, found NaN"),
 ])  # fmt: skip
-def test_a_gradient_not_finite_or_zero_stops_before_the_update(job, loss, message):
-    before = [p.full_tensor().clone() for p in job.trainee.parameters()]
+def test_what_is_not_finite_or_zero_stops_before_it_is_saved(job, loss, before_step, saved, message):
+    before = [parameter.full_tensor().clone() for parameter in job.trainee.parameters()]
     with pytest.raises(UserError, match=message):
-        for step in steps(job, schedule_of(3, save_steps=1), SAMPLES):
-            for row in step.rows:
-                step.backward(loss(job.trainee(row)))
-            step.update()
-    after = [p.full_tensor() for p in job.trainee.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert saved_checkpoints(job.directory) == []
+        train_squares(job, schedule_of(3, save_steps=1), before_step or (lambda step: None), loss)
+    assert [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)] == saved
+    same = map(torch.equal, before, [parameter.full_tensor() for parameter in job.trainee.parameters()])
+    assert saved or all(same)
 
 
 def test_masks_may_change_alone(group_of_one, tmp_path):
@@ -226,20 +228,6 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     step.backward(job.trainee.replicated["log_alpha"].sum())
     step.update()
     assert step.metrics["grad_norm"] == 0
-
-
-def test_weights_that_are_not_finite_are_not_saved(job):
-    """As after an update with a weight decay of 1e300: loss and gradient of the step were finite."""
-
-    def spoil(step: Step) -> None:
-        if step.number == 1:
-            optimizer_step = job.optimizer.step
-            job.optimizer.step = lambda: (optimizer_step(), [p.data.fill_(math.inf) for p in weights[-1:]])
-
-    weights = list(job.trainee.net.parameters())
-    with pytest.raises(UserError, match="step 2: expected finite weights, found NaN or Inf"):
-        train_squares(job, schedule_of(2, save_steps=1), spoil)
-    assert [checkpoints.step_of(path) for path in saved_checkpoints(job.directory)] == [1]
 
 
 def test_a_rank_whose_launcher_is_gone_saves_and_stops(job, monkeypatch):
@@ -252,29 +240,13 @@ def test_a_rank_whose_launcher_is_gone_saves_and_stops(job, monkeypatch):
     assert job.step == 1 and checkpoints.step_of(saved_checkpoints(job.directory)[0]) == 1
 
 
-def test_a_signal_after_the_last_step_is_passed_on():
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        with engine.signals_noted():
-            signal.raise_signal(signal.SIGTERM)
-            assert not received
-        assert received == [signal.SIGTERM]
-        with engine.signals_noted():
-            signal.raise_signal(signal.SIGTERM)
-            sharding.pending_signals.clear()
-        assert len(received) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     """A kill between two checkpoints leaves lines of steps that are trained again."""
     path = Path(job.directory, metrics.METRICS)
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     job.step = 2
     metrics.Metrics(job, schedule_of(4)).close()
-    assert [line["step"] for line in metrics.read_metrics(str(path))] == [1, 2]
+    assert metrics.read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
 def test_tensorboard_that_cannot_be_written_costs_a_line(job, capsys):
@@ -284,30 +256,19 @@ def test_tensorboard_that_cannot_be_written_costs_a_line(job, capsys):
     assert len(saved_checkpoints(job.directory)) == 1
 
 
-@pytest.mark.parametrize("line", [b"{", b'{"step": "1"}'])
+@pytest.mark.parametrize("line", ["{", '{"step": "1"}'])
 def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 1.0, "tokens": 2}\n' + line + b"\n")
-    message = "metrics.jsonl line 2: (not UTF-8|not JSON|cannot be read|expected .*, found)"
-    with pytest.raises(UserError, match=message):
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl line 2: (not JSON|expected .*, found)"):
         metrics.read_metrics(str(path))
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut off by a kill
-    assert metrics.read_metrics(str(path)) == [{"step": 1}]
-    summary = metrics.summarize([{"loss": 2.0, "tokens": 3.0}, {"loss": 1.0, "tokens": 4.0}])
-    assert summary == {"loss": 1.0, "tokens": 7}
 
 
-def test_the_outcome_of_a_training_in_words():
-    first = {"loss": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
-    last = {"loss": 1.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
+def test_the_outcome_of_a_training_in_words_and_its_summary():
+    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
+    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
     better = "held-out KL of text 0.0600 before, 0.0600 after; of questions 0.2000 before, 0.1500 after"
     assert outcome([first, last]) == better
     assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
     assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
-
-
-def test_checkpoints_are_compared_by_text_and_chats():
-    """Not by the questions, which stage 7 asks."""
-    figures = {"heldout_task_kl": 0.3}
-    assert metrics.heldout_kl(figures) is None
-    assert metrics.heldout_kl(figures | {"heldout_kl": 0.1, "heldout_chat_kl": 0.2}) == pytest.approx(0.15)
+    assert metrics.summarize([first, last]) == {**first, **last, "tokens": 7}

@@ -32,46 +32,30 @@ from common.training.metrics import METRICS, read_metrics
 from helpers import TRAINING as TRAINING_FLAGS
 from helpers import copy_run, expect_error, run, tiny_model
 from students import ALONE, NOTHING, SAMPLES, SCHEDULE, gqa_student, half_masked_student
+from test_packing import random_samples
 from training_runs import MEASURED, STAGE, run_script, with_teacher
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
 
 
-def random_ids(draw: torch.Generator, low: int, high: int) -> tuple[int, ...]:
-    length = int(torch.randint(low, high, (1,), generator=draw))
-    return tuple(torch.randint(0, 256, (length,), generator=draw).tolist())
-
-
 def heldout_sets() -> dict[str, list[Sample]]:
-    """Texts; and questions with a chat among them, whose answers are told apart."""
-    draw = torch.Generator().manual_seed(0)
-    texts = [Sample(random_ids(draw, 20, 40)) for _ in range(5)]
-    tasks = [Sample(random_ids(draw, 5, 30), random_ids(draw, 2, 6)) for _ in range(6)]
-    chat = Sample(*(random_ids(draw, 2, 9) for _ in range(4)))
-    return {TEXT_SET: texts, TASK_SET: [*tasks, chat]}
+    """Texts; and questions with a chat among them, whose answers are told apart.
+
+    Of these seeds the tiny student and its teacher agree on a token here and there.
+    """
+    texts = [Sample(sample.prompt) for sample in random_samples(5, seed=27)]
+    chat = Sample(*(segment for sample in random_samples(2, seed=1) for segment in sample.segments))
+    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=27), chat]}
 
 
 HELDOUT = Heldout(heldout_sets(), every=2)
 
 
-@pytest.fixture
-def head_products(monkeypatch) -> list[torch.Tensor]:
-    """The logits that are formed: a student's, its teacher's, and so on."""
-    formed = []
-
-    def product(hidden, head):
-        formed.append(losses.product(hidden, head))
-        return formed[-1]
-
-    monkeypatch.setattr("common.training.heldout.product", product)
-    return formed
-
-
 @torch.no_grad()
-def metrics_by_sample(student, teacher) -> dict[str, float]:
+def metrics_by_sample(student, teacher, sets: dict[str, list[Sample]]) -> dict[str, float]:
     """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
     figures = {}
-    for prefix, samples in HELDOUT.sets.items():
+    for prefix, samples in sets.items():
         columns = {"kl": [], "loss": [], "teacher_loss": [], "agreement": []}
         for sample in samples:
             ids = torch.tensor([id for segment in sample.segments for id in segment])
@@ -92,29 +76,26 @@ def measured(student) -> dict[str, float]:
     return figures
 
 
-def test_metrics_are_their_definition(group_of_one, tmp_path):
+def test_metrics_are_their_definition(group_of_one, tmp_path, monkeypatch):
     student = gqa_student(group_of_one, tmp_path)
-    expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1))
+    expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1), HELDOUT.sets)
     assert len(expected) == len(set(expected.values())) == 8
-    assert measured(student) == pytest.approx(expected, rel=1e-5)
-
-
-def test_seconds_are_those_of_measuring(group_of_one, tmp_path, monkeypatch):
-    student = gqa_student(group_of_one, tmp_path)
     clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
     monkeypatch.setattr("common.training.heldout.time", clock)
     figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
-    assert figures["heldout_seconds"] == 2.5
+    assert figures == pytest.approx(expected | {"heldout_seconds": 2.5}, rel=1e-5)
 
 
-def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_products):
-    student = gqa_student(group_of_one, tmp_path)
+def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, monkeypatch):
+    formed, student = [], gqa_student(group_of_one, tmp_path)  # a student's logits, its teacher's, and so on
+    monkeypatch.setattr("common.training.heldout.product",
+                        lambda *factors: formed.append(losses.product(*factors)) or formed[-1])
     measured(student)
-    tokens = [len(logits) for logits in head_products]
-    assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in head_products)
-    predicted = [sum(map(len, HELDOUT.sets[TEXT_SET])) - len(HELDOUT.sets[TEXT_SET]),
-                 sum(sample.answer_tokens for sample in HELDOUT.sets[TASK_SET])]
-    assert sum(tokens[::2]) == sum(tokens[1::2]) == sum(predicted)
+    tokens = [len(logits) for logits in formed]
+    assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in formed)
+    texts, tasks = HELDOUT.sets[TEXT_SET], HELDOUT.sets[TASK_SET]
+    predicted = sum(map(len, texts)) - len(texts) + sum(sample.answer_tokens for sample in tasks)
+    assert sum(tokens[::2]) == sum(tokens[1::2]) == predicted
     parameters = student.job.trainee.parameters()
     assert all(isinstance(parameter, DTensor) for parameter in parameters)  # sharded again
 
@@ -122,15 +103,14 @@ def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, head_pro
 def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
     student = half_masked_student(group_of_one, tmp_path)
-    reference = tiny_model()
-    merged = tiny_model(seed=2, num_key_value_heads=2)
+    reference, merged = tiny_model(), tiny_model(seed=2, num_key_value_heads=2)
     masks.patch(reference, 2)
     for name, tensor in merged.state_dict().items():
         if ".k_proj." in name or ".v_proj." in name:
             reference.get_parameter(masks.blended_name(name)).data.copy_(tensor)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
-    expected = metrics_by_sample(reference, tiny_model(seed=1))
+    expected = metrics_by_sample(reference, tiny_model(seed=1), HELDOUT.sets)
     assert measured(student) == pytest.approx(expected, rel=1e-5)
     for step in steps(student.job, SCHEDULE, SAMPLES, until=1):
         student.take(step)
@@ -138,6 +118,12 @@ def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     assert all(torch.equal(projection.z, z[index])
                for index, _, projections in masks.blended_projections(student.job.trainee.net)
                for projection in projections)
+
+
+def lines_of(directory: Path) -> list[dict]:
+    """Of a training's metrics.jsonl, what does not depend on the machine."""
+    return [{name: figure for name, figure in line.items() if name not in MEASURED}
+            for line in read_metrics(str(directory / METRICS))]
 
 
 @pytest.mark.parametrize("make_student", [gqa_student, half_masked_student])
@@ -148,13 +134,11 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
         torch.manual_seed(0)
         assert student.train(heldout)
         assert student.job.trainee.training  # or layers would no longer be recomputed
-        lines.append(read_metrics(str(tmp_path / name / METRICS)))
+        lines.append(lines_of(tmp_path / name))
         weights.append(whole_weights(saved_checkpoints(student.job.directory)[-1]))
-    steps = [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line]
-    assert steps == [1, 2, 4, 5] and not any("heldout" in name for line in lines[0] for name in line)
-    for line, other in zip(*lines, strict=True):
-        kept = {name for name in other if not name.startswith("heldout")} - MEASURED
-        assert line.keys() - MEASURED == kept and all(line[name] == other[name] for name in kept)
+    assert [line["step"] for line in lines[1] if f"{TEXT_SET}_kl" in line] == [1, 2, 4, 5]
+    others = [{name: line[name] for name in line if not name.startswith("heldout")} for line in lines[1]]
+    assert lines[0] == others
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
@@ -182,18 +166,12 @@ def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path):
         if step.number == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    lines = []
-    for name in ("whole", "stopped"):
-        student = half_masked_student(group_of_one, tmp_path, name)
-        if name == "stopped":
-            assert not student.train(HELDOUT, interrupt)
-            student = half_masked_student(group_of_one, tmp_path, name)
-            checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
-            assert student.job.step == 3
-        assert student.train(HELDOUT)
-        lines.append([{key: value for key, value in line.items() if key not in MEASURED}
-                      for line in read_metrics(str(tmp_path / name / METRICS))])
-    assert lines[0] == lines[1]
+    assert half_masked_student(group_of_one, tmp_path, "whole").train(HELDOUT)
+    assert not half_masked_student(group_of_one, tmp_path, "stopped").train(HELDOUT, interrupt)
+    student = half_masked_student(group_of_one, tmp_path, "stopped")
+    checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
+    assert student.job.step == 3 and student.train(HELDOUT)
+    assert lines_of(tmp_path / "stopped") == lines_of(tmp_path / "whole")
 
 
 ON_EVERY_RANK = """
@@ -258,7 +236,7 @@ def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
     return load_heldout(sources, origin, [*texts, *heldout_texts(sources, origin)], every=7)
 
 
-def test_what_is_held_out(group_of_one, inputs):
+def test_what_is_held_out(group_of_one, inputs, tmp_path):
     """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
     heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
@@ -269,14 +247,11 @@ def test_what_is_held_out(group_of_one, inputs):
     examples = [example for task in ("piqa", "siqa")
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
-
-
-def test_a_single_text_is_measured_and_none_is_left_for_stage_7(group_of_one, inputs, tmp_path):
     text = Sample((1, 2, 3))
-    heldout = kept_out(inputs, group_of_one, [text], tasks=NONE)
-    assert heldout.sets == {TEXT_SET: [text]} and not heldout.unmeasured
-    heldout.write_text(str(tmp_path))
-    assert not list(tmp_path.iterdir())
+    single = kept_out(inputs, group_of_one, [text], tasks=NONE)
+    assert single.sets == {TEXT_SET: [text]} and not single.unmeasured
+    single.write_text(str(tmp_path))
+    assert not list(tmp_path.iterdir())  # none is left for stage 7
 
 
 def test_number_of_questions(group_of_one, inputs, tmp_path):
@@ -296,23 +271,22 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
-    ("--text TEXT --heldout-text TEXT", "/text.txt: expected text that is not in --text, found the same in "),
-    ("--text TEXT --heldout-text COPY", "/copy.txt: expected text that is not in --text, found the same in "),
-    ("--text TEXT --heldout-text LINK", "/link.txt: expected text that is not in --text, found the same in "),
+    *((f"--tasks none --text TEXT --heldout-text {place}",
+       f"/{place.lower()}.txt: expected text that is not in --text, found the same in ")
+      for place in ("TEXT", "COPY", "LINK")),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
     ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
 ])  # fmt: skip
 def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (tmp_path / "tasks").mkdir()
+    home, train = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
+    train.mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
-        shutil.copy(path, tmp_path / "tasks")
+        shutil.copy(path, train)
     shutil.copy(inputs["text"], tmp_path / "copy.txt")
     os.link(tmp_path / "copy.txt", tmp_path / "link.txt")
-    places = {"TEXT": inputs["text"], "TRAIN": str(tmp_path / "tasks"), "COPY": str(tmp_path / "copy.txt"),
-              "LINK": str(tmp_path / "link.txt")}
-    words = [places.get(word, word) for word in words.split()]
-    flags = words if "--tasks" in words else ["--tasks", inputs["tasks"], *words]
+    places = {"TEXT": inputs["text"], "TRAIN": train, "COPY": tmp_path / "copy.txt",
+              "LINK": tmp_path / "link.txt"}
+    flags = [places.get(word, word) for word in words.split()]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert "missing.txt" not in words or not (home / "tokens").exists()  # before --text is tokenized
@@ -337,19 +311,12 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
 
 
 def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run, inputs):
-    """start_heldout_task_kl of a run with masks: that of merged/, by transformers alone."""
+    """start_heldout_task_kl of a run with masks: that of merged/."""
     line = read_metrics(str(finished_run / "train" / METRICS))[0]
-    samples = kept_out(inputs, ALONE, only=TASKS).sets[TASK_SET]
-    models = [load_model(str(finished_run / name)) for name in ("teacher", "merged")]
-    sums = torch.zeros(2, dtype=torch.float64)
-    for sample in samples:
-        ids = torch.tensor([[*sample.prompt, *sample.answer]])
-        answer = slice(len(sample.prompt) - 1, ids.numel() - 1)
-        with torch.no_grad():
-            teacher, merged = (model(ids).logits[0, answer].double().log_softmax(-1) for model in models)
-        divergence = (teacher.exp() * (teacher - merged)).sum()
-        sums += torch.tensor([float(divergence), len(teacher)])
-    assert line["start_heldout_task_kl"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-4)
+    sets = {TASK_SET: kept_out(inputs, ALONE, only=TASKS).sets[TASK_SET]}
+    merged, teacher = (load_model(str(finished_run / name)) for name in ("merged", "teacher"))
+    expected = metrics_by_sample(merged, teacher, sets)
+    assert line["start_heldout_task_kl"] == pytest.approx(expected["heldout_task_kl"], rel=1e-4)
 
 
 def test_the_plan_counts_held_out_measurement(aligned_run, inputs):

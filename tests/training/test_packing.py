@@ -12,6 +12,7 @@ from common.method.losses import cross_entropy
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import (
+    Row,
     batch_indices,
     build_row,
     idle_row,
@@ -61,20 +62,11 @@ def test_batches_are_shuffled_epochs():
 
 
 def test_weights_stand_where_tokens_are_predicted():
-    row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6, 7), (8,))], batch=2)
-    assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert row.targets.tolist() == [2, 3, 4, 5, 0, 7, 8, 0]
-    assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0, 0, 0.5, 0, 0]
-    assert row.answer_weight.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0.5, 0]
-    assert row.all_weight.tolist() == [0.125] * 4 + [0, 0.25, 0.25, 0]
-
-
-def test_texts_and_chats_weigh_their_prompts_and_answers():
     """A text is all prompt; a chat's mean over answer tokens runs over all of its answers."""
     text, chat = Sample((1, 2, 3)), Sample((4, 5), (6,), (7,), (8, 9, 10))
     row = build_row([text, chat], batch=2)
     assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]
     assert row.targets.tolist() == [2, 3, 0, 5, 6, 7, 8, 9, 10, 0]
     assert row.prompt_weight.tolist() == [0.25, 0.25, 0, 0.25, 0, 0.25, 0, 0, 0, 0]
     assert row.answer_weight.tolist() == [0, 0, 0, 0, 0.125, 0, 0.125, 0.125, 0.125, 0]
@@ -97,29 +89,25 @@ class Reads(list):
 
 
 def test_rows_are_built_one_step_ahead_by_a_thread():
-    ranks, counted = Ranks(1, 2, torch.device("cpu")), Reads(random_samples(20))
-    for step in range(3, 6):
-        rows_of_step(counted, step, schedule(64), ranks)
-    samples = Reads(counted)
-    batches = rows_ahead(samples, range(3, 6), schedule(64), ranks)
-    for step in range(3, 6):
-        rows, expected = next(batches), rows_of_step(list(samples), step, schedule(64), ranks)
-        for row, theirs in zip(rows, expected, strict=True):
-            for field in fields(row):
-                ours = getattr(row, field.name)
-                assert torch.equal(torch.as_tensor(ours), torch.as_tensor(getattr(theirs, field.name)))
-    assert next(batches, None) is None
-    assert len(samples.threads) == len(counted.threads)  # no step more than these
-    assert threading.current_thread() not in samples.threads and len(set(samples.threads)) == 1
-    assert not samples.threads[0].is_alive()
-
-    samples.threads.clear()
-    batches = rows_ahead(samples, range(100), schedule(64), ranks)
-    next(batches)
-    batches.close()
-    one_step = len(samples.threads) // 2
-    assert one_step and not samples.threads[0].is_alive()  # this step's rows and the next one's
-    assert len(samples.threads) < 3 * one_step
+    ranks, samples = Ranks(1, 2, torch.device("cpu")), Reads(random_samples(20))
+    for taken, last in ((3, 6), (1, 100)):  # steps taken of those from 3
+        samples.threads.clear()
+        for step in range(3, min(4 + taken, last)):
+            rows_of_step(samples, step, schedule(64), ranks)
+        reads = len(samples.threads)
+        samples.threads.clear()
+        batches = rows_ahead(samples, range(3, last), schedule(64), ranks)
+        for step in range(3, 3 + taken):
+            rows, expected = next(batches), rows_of_step(list(samples), step, schedule(64), ranks)
+            for row, theirs in zip(rows, expected, strict=True):
+                for field in fields(row):
+                    ours = getattr(row, field.name)
+                    assert torch.equal(torch.as_tensor(ours), torch.as_tensor(getattr(theirs, field.name)))
+        assert last == 100 or next(batches, None) is None
+        batches.close()
+        assert len(samples.threads) == reads  # those of these steps, and of the next one
+        assert threading.current_thread() not in samples.threads and len(set(samples.threads)) == 1
+        assert not samples.threads[0].is_alive()
 
 
 def test_what_a_thread_cannot_read_stops_training():
@@ -132,39 +120,31 @@ def test_what_a_thread_cannot_read_stops_training():
         next(batches)
 
 
-@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
-def test_attention_does_not_cross_samples(attention):
-    trainee = Trainee(tiny_model(attn_implementation=attention))
-    first, second, other = random_samples(3)
-    with torch.no_grad():
-        together = trainee(build_row([first, second], 2))[len(first) :]
-        beside_another = trainee(build_row([other, second], 2))[len(other) :]
-        alone = trainee(build_row([second], 2))
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    torch.testing.assert_close(beside_another, alone, rtol=0, atol=1e-5)
-    row = build_row([first, second], 2)  # the faults: positions that do not restart, samples not told apart
+def without_borders(row: Row) -> Row:
+    """A row whose samples are not told apart and whose positions do not restart."""
     length = row.input_ids.shape[1]
-    row = replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
-    with torch.no_grad():
-        assert (trainee(row)[len(first) :] - alone).abs().max() > 1e-2
+    return replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
 
 
 @pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
 def test_packed_gradient_equals_one_sample_at_a_time(attention):
-    samples = random_samples(8)
+    """As attention does not cross samples: where it does, another gradient is seen."""
     gradients = []
-    for capacity in (1, 64, 10_000):  # a row each, several rows, one row
+    for capacity, change in ((1, None), (64, None), (10_000, None), (10_000, without_borders)):
         trainee = Trainee(tiny_model(attn_implementation=attention))
 
         def head_loss(hidden, lm_head, row):
             return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
 
-        for row in rows_of_step(samples, 0, schedule(capacity), ALONE):
+        for row in rows_of_step(random_samples(8), 0, schedule(capacity), ALONE):
+            row = change(row) if change else row
             trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
-    close = 1e-5 * float(gradients[0].abs().max()) + 1e-7
-    for packed in gradients[1:]:
-        torch.testing.assert_close(packed, gradients[0], rtol=1e-3, atol=close)
+    alone, *packed, crossing = gradients
+    close = 1e-5 * float(alone.abs().max()) + 1e-7
+    for gradient in packed:
+        torch.testing.assert_close(gradient, alone, rtol=1e-3, atol=close)
+    assert (crossing - alone).abs().max() > 1e-2 * alone.abs().max()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

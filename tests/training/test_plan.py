@@ -1,7 +1,6 @@
-"""The plan against independent witnesses: torch's operation counter, the tensors autograd saves, the
-weights.
-"""
+"""The plan against torch's operation counter, the tensors autograd saves, and the weights."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,32 +24,24 @@ from test_packing import random_samples
 
 LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=32)
+ATTENTION = 2 * 4096**2 + 2 * 4096 * 1024  # its weights in a layer with 8 kv heads
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_operations_are_those_torch_counts(kv_heads):
+@pytest.mark.parametrize("kv_heads, train", [(8, "all"), (2, "all"), (2, "attention")])
+def test_operations_are_those_torch_counts(kv_heads, train):
+    """Of eager attention, which forms every pair, to an input with a gradient, as in all layers but one."""
     model = tiny_model(num_key_value_heads=kv_heads, hidden_size=64, attn_implementation="eager")
-    tokens = torch.randint(0, 256, (1, 50))
-    expected = budget.forward_flops(model.config, 50, 50 * 50, 50)  # eager forms every pair
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(train == "all" or ".self_attn." in name)
+    size = 50, 50 * 50, 50
     with FlopCounterMode(display=False) as forward:
-        loss = model(input_ids=tokens).logits.sum()
-    assert forward.get_total_flops() == pytest.approx(expected, rel=0.005)  # it also counts RoPE's angles
+        loss = model(inputs_embeds=torch.randn(1, 50, 64, requires_grad=True)).logits.sum()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    assert backward.get_total_flops() == pytest.approx(2 * expected, rel=0.005)
-
-
-def test_operations_of_training_attention_alone_are_those_torch_counts():
-    model = tiny_model(num_key_value_heads=2, hidden_size=64, attn_implementation="eager")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".self_attn." in name)
-    embedded = torch.randn(1, 50, 64, requires_grad=True)  # as in all layers but the first
-    with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=embedded).logits.sum().backward()
-    expected = budget.training_flops(model.config, 50, 50 * 50, 50, "attention")
-    assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
-    whole = budget.training_flops(model.config, 50, 50 * 50, 50)
-    assert whole == 3 * budget.forward_flops(model.config, 50, 50 * 50, 50) > expected
+    expected = budget.forward_flops(model.config, *size)
+    assert forward.get_total_flops() == pytest.approx(expected, rel=0.005)  # it also counts RoPE's angles
+    both = budget.training_flops(model.config, *size, train)
+    assert backward.get_total_flops() == pytest.approx(both - expected, rel=0.005)
 
 
 def test_operations_of_a_row_are_those_of_its_samples():
@@ -105,31 +96,24 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("blended", [(), masks.KEY_VALUE, masks.WHOLE_HEAD])
-def test_activations_are_those_autograd_keeps(dtype, blended):
+@pytest.mark.parametrize("dtype, blended, recompute", [
+    *itertools.product((torch.float32, torch.bfloat16), ((), masks.KEY_VALUE, masks.WHOLE_HEAD), [False]),
+    (torch.float32, (), True),
+])
+def test_activations_are_those_autograd_keeps(dtype, blended, recompute):
+    """A recomputed layer keeps its input alone."""
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
     tokens = sum(map(len, random_samples(40)))
-    layer = (saved_bytes(4, dtype, blended) - saved_bytes(2, dtype, blended)) / 2
-    expected, _ = budget.activation_bytes(config, tokens, dtype.itemsize, blended)
-    assert expected == pytest.approx(layer, rel=0.1)
+    four, two = (saved_bytes(layers, dtype, blended, recompute) for layers in (4, 2))
+    expected = budget.activation_bytes(config, tokens, dtype.itemsize, blended)[recompute]
+    assert expected == pytest.approx((four - two) / 2, rel=0.02 if recompute else 0.1)
 
 
 def test_norms_that_masks_blend_are_no_matrices():
-    config, projections = LLAMA2_7B, masks.KEY_VALUE
-    alone = [budget.activation_bytes(config, 0, 2, (name,))[0] for name in ("q_proj", "k_proj", "qkv_proj")]
-    matrix = 2 * config.hidden_size * config.num_attention_heads * config.head_dim
-    assert alone == [matrix, matrix, 3 * matrix]  # a blended weight is as large as the source's
-    with_norms = budget.activation_bytes(config, 100, 2, (*projections, "q_norm", "k_norm"))
-    assert with_norms == budget.activation_bytes(config, 100, 2, projections)
-
-
-def test_a_recomputed_layer_keeps_its_input_alone():
-    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
-    tokens = sum(map(len, random_samples(40)))
-    four, two = (saved_bytes(layers, torch.float32, recompute=True) for layers in (4, 2))
-    layer = (four - two) / 2
-    assert budget.activation_bytes(config, tokens, 4)[1] == pytest.approx(layer, rel=0.02)
+    """A blended matrix is as large as the source's."""
+    for projection, matrices in (("q_proj", 1), ("qkv_proj", 3)):
+        blend, _ = budget.activation_bytes(LLAMA2_7B, 0, 2, (projection, "q_norm", "k_norm"))
+        assert blend == matrices * 2 * 4096 * 4096
 
 
 def batches(size: int, **changes) -> Schedule:
@@ -142,21 +126,21 @@ def workload(lengths: list[int], answers: list[int], recompute: bool = True) -> 
     return budget.Workload(LLAMA2_7B, lengths, answers, 512, recompute)
 
 
-def forward_flops(*counts) -> int:
-    return budget.forward_flops(LLAMA2_7B, *counts)
-
-
 def test_cost_of_a_step_is_counted_from_its_parts():
     """Batches of 64 samples of 100 and 300 tokens on four ranks."""
     work, cluster = workload([100, 300], [4, 6]), budget.parse_hardware("4xA100-80GB")
     tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
-    source, pruned = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8)).whole
-    sft = budget.step_cost(work, None, batches(64), cluster)
-    distillation = budget.step_cost(work, budget.Student(8), batches(64), cluster)
+    students = None, budget.Student(8), budget.Student(8, (), "attention")
+    source, pruned, whole = (budget.size(LLAMA2_7B, student).whole for student in (None, *students[1:]))
+    sft, distillation, attention = (budget.step_cost(work, each, batches(64), cluster) for each in students)
     assert (sft.rows, sft.row) == (distillation.rows, distillation.row) == (1, 3200)
-    assert sft.flops == 3 * forward_flops(tokens, pairs, 64 * 5)
-    assert distillation.flops == 4 * forward_flops(tokens, pairs, tokens)
+    forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
+    assert sft.flops == 3 * budget.forward_flops(LLAMA2_7B, tokens, pairs, 64 * 5)
+    assert distillation.flops == 4 * forward
+    trained = budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention")
+    assert attention.flops == trained + forward
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
+    assert attention.traffic == 4 * whole + 4 * 32 * ATTENTION + 2 * source
     computed = distillation.flops * 5 / 4  # with the forward pass once more
     assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.34))
     assert distillation.mfu == pytest.approx(0.34 * 4 / 5)
@@ -164,17 +148,6 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
     assert budget.seconds(1.0, 0, 0, cluster, 100) == pytest.approx(0.25)
-
-
-def test_cost_of_a_step_that_trains_attention_alone():
-    work, student = workload([100, 300], [4, 6]), budget.Student(8, (), "attention")
-    step = budget.step_cost(work, student, batches(64), budget.parse_hardware("4xA100-80GB"))
-    tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
-    trained = 32 * (2 * 4096**2 + 2 * 4096 * 1024)
-    source, whole = budget.size(LLAMA2_7B).whole, budget.size(LLAMA2_7B, budget.Student(8, ())).whole
-    assert step.traffic == 4 * whole + 4 * trained + 2 * source
-    trained_flops = budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention")
-    assert step.flops == trained_flops + forward_flops(tokens, pairs, tokens)
 
 
 def test_the_host_limits_a_small_model():
@@ -193,22 +166,20 @@ def test_the_host_limits_a_small_model():
 
 def test_rows_of_the_busiest_step():
     """64 samples of 100 and 300 tokens on a rank of four: 3200 in the mean, 5 * 8 * 100 / 4 more at most."""
-    work, eight = workload([100, 300], [4, 6]), batches(64)
+    work, eight = workload([100, 300], [4, 6], recompute=False), batches(64)
     assert work.rows(eight, 4) == (1, 3200) and work.rows(eight, 5, 5) == (1, 3360)
     assert work.rows(eight, 4, 5) == (2, 4096) and work.rows(eight, 1) == (4, 4096)
     assert replace(work, lengths=[200]).rows(eight, 4, 5) == (1, 3200)  # without spread
+    # 16 samples of 16,384 tokens, each a row by itself, and 16 of 1024
+    assert workload([16384, 1024], [1, 1]).rows(batches(32), 4) == ((16 + 16 / 4) / 4, 16384)
+    need, limit = budget.peak_memory(work, None, eight, budget.parse_hardware("8xA100-80GB"))
+    assert need == budget.memory(work, None, 8, 1600 + 5 * 8 * 100 // 8) and limit == 0.9 * 80 * 2**30
     lengths, ranks = random_samples(400), SimpleNamespace(rank=0, world=2)
     work = budget.Workload.of(LLAMA2_7B, lengths, 512, False)
     busiest = batches(32, tokens_per_microbatch=200)
     expected = work.rows(busiest, 2, budget.BUSIEST)[0]
     taken = [len(rows_of_step(lengths, step, busiest, ranks)) for step in range(200)]
     assert expected - 2 <= max(taken) <= expected
-
-
-def test_the_plan_has_the_memory_of_the_busiest_step():
-    work = workload([100, 300], [4, 6], recompute=False)
-    need, limit = budget.peak_memory(work, None, batches(64), budget.parse_hardware("8xA100-80GB"))
-    assert need == budget.memory(work, None, 8, 1600 + 5 * 8 * 100 // 8) and limit == 0.9 * 80 * 2**30
 
 
 @pytest.mark.parametrize("plan, memory, expected", [
@@ -224,18 +195,10 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     assert budget.too_large(phases, plan, Ranks(0, 8, torch.device("cuda"))) == expected
 
 
-@pytest.mark.parametrize("hours, words", [
-    (2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"), (4.13, "4.1 h"), (99.7, "100 h"),
-])
-def test_hours_as_one_reads_them(hours, words):
-    assert budget.duration(hours) == words
-
-
-def test_a_sample_longer_than_a_row_has_one_to_itself():
-    """16 samples of 16,384 tokens and 16 of 1024, in rows of 4096 on four ranks."""
-    work = workload([16384, 1024], [1, 1])
-    step = budget.step_cost(work, None, batches(32), budget.parse_hardware("4xA100-80GB"))
-    assert (step.rows, step.row) == ((16 + 16 / 4) / 4, 16384)
+def test_hours_as_one_reads_them():
+    for hours, words in ((2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"),
+                         (4.13, "4.1 h"), (99.7, "100 h")):
+        assert budget.duration(hours) == words
 
 
 def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
@@ -250,38 +213,32 @@ def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
         assert budget.peak_memory(work, None, schedule, cluster)[0] == need
 
 
-@pytest.mark.parametrize("nodes", [2, 8])
-def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step(nodes):
+def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
     """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
-    cluster, one = budget.parse_hardware(f"{nodes}x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
-    assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (nodes, 8, one.device)
-    step = budget.step_cost(workload([500], [4]), None, batches(64 * nodes, reduce="row"), cluster)
+    cluster, one = budget.parse_hardware("8x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.device) == (8, 8, one.device)
+    step = budget.step_cost(workload([500], [4]), None, batches(64 * 8, reduce="row"), cluster)
     alone = budget.step_cost(workload([500], [4]), None, batches(64), one)
-    assert step.network == pytest.approx(2 * (nodes - 1) / nodes * 4 * 6_738_415_616 / 8)
-    assert alone.network == 0
+    assert step.network == pytest.approx(2 * 7 / 8 * 4 * 6_738_415_616 / 8) and alone.network == 0
     assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
-    assert step.flops == nodes * alone.flops and step.seconds == pytest.approx(alone.seconds)
+    assert step.flops == 8 * alone.flops and step.seconds == pytest.approx(alone.seconds)
     assert budget.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
 
 
 def test_memory_is_that_of_the_weights_on_one_rank():
-    work, size = workload([100], [4]), budget.size(LLAMA2_7B)
+    work, size, head = workload([100], [4]), budget.size(LLAMA2_7B), 32000 * 4096
     need = budget.memory(work, None, 1, 100)
     assert need["parameters"] == 4 * size.whole + 2 * (size.root + size.layer)
-    per_layer, layer_input = budget.activation_bytes(LLAMA2_7B, 100, 2)
-    head = 32000 * 4096
     assert need["gradients"] == 4 * size.whole + 6 * size.layer  # in the first layer's backward pass
-    assert need["activations"] == per_layer and need["loss"] == 2 * head
-    attention = budget.memory(work, budget.Student(8, (), "attention"), 1, 100)
-    trained = 2 * 4096**2 + 2 * 4096 * 1024  # of a layer
-    assert attention["gradients"] == 4 * 32 * trained + 6 * trained and attention["loss"] == 0
-    assert attention["optimizer"] == 8 * 32 * trained
+    assert need["activations"] == budget.activation_bytes(LLAMA2_7B, 100, 2)[0] and need["loss"] == 2 * head
+    student = budget.Student(8, (), "attention")
+    attention = budget.memory(work, student, 1, 100)
+    assert attention["gradients"] == 4 * 32 * ATTENTION + 6 * ATTENTION and attention["loss"] == 0
+    assert attention["optimizer"] == 8 * 32 * ATTENTION
     stored = replace(work, config=LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"}))
-    frozen = budget.size(LLAMA2_7B, budget.Student(8, ())).whole - 32 * trained
-    kept = budget.memory(stored, budget.Student(8, (), "attention"), 1, 100)
-    assert attention["parameters"] - kept["parameters"] == 2 * frozen
-    teacher = budget.memory(work, budget.Student(8), 1, 100)["teacher"]
-    assert teacher == 2 * (size.whole + size.root)
+    frozen = budget.size(LLAMA2_7B, student).whole - 32 * ATTENTION
+    assert attention["parameters"] - budget.memory(stored, student, 1, 100)["parameters"] == 2 * frozen
+    assert budget.memory(work, budget.Student(8), 1, 100)["teacher"] == 2 * (size.whole + size.root)
 
 
 @pytest.mark.parametrize("moment, vocabulary, row, recompute", [
