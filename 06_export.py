@@ -129,7 +129,7 @@ def main():
         trained, alignment = None, artifacts.read_record(merged, "04_align.py")
         artifacts.verify_files(merged, alignment)
         layers = Layers(merged, torch.float32, "cpu", layerwise=True)
-        source = layers.config
+        source = load_config(merged)  # with the dtype it is stored in
     else:
         trained, alignment = read_records(training, aligned, merged)
         weights = chosen_weights(training, trained)

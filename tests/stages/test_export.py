@@ -16,7 +16,7 @@ from common.files import sha256
 from common.layers import Layers
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
-from helpers import byte_tokenizer, copy_run, expect_error, run
+from helpers import GROUPING, byte_tokenizer, calibrate_arguments, copy_run, expect_error, run, save_tiny
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -192,3 +192,14 @@ def untrained_run(finished_run, home, config, kv_heads: int):
     records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
     write_record(str(home / "train"), records["train"])
     return home
+
+
+def test_an_untrained_export_keeps_the_dtype_of_merged(inputs, tmp_path):
+    half = inputs | {"model": save_tiny(tmp_path / "model", dtype=torch.bfloat16)}
+    run("01_calibrate.py", "--run", tmp_path, *calibrate_arguments(half))
+    run("02_similarity.py", "--run", tmp_path)
+    run("03_group.py", "--run", tmp_path, *GROUPING)
+    run("04_align.py", "--run", tmp_path)
+    run("06_export.py", "--run", tmp_path, "--untrained")
+    for name in ("merged", "gqa"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").dtype is torch.bfloat16
