@@ -8,6 +8,7 @@ Writes  RUN/gqa/: weights, config, generation config, tokenizer, and a model car
     python 06_export.py --run runs/llama2-7b     # on a CPU, in the memory of one layer
     python 06_export.py                          # seconds on a CPU for the demo model
     python 06_export.py --run runs/mine --untrained --name merged     # merged/, to runs/mine/gqa-merged/
+    python 06_export.py --run runs/mine --cache-basis rotated         # for a quantized cache, in llama.cpp
 
 After training on text or chats alone, of the checkpoints that stage 5 kept the one with the lowest held-out
 KL is exported; after training on tasks the last one, as in the authors' code.
@@ -15,15 +16,21 @@ KL is exported; after training on tasks the last one, as in the authors' code.
 The trained tensors are loaded into the stock model by name, one decoder layer at a time; a missing or
 unexpected one stops the export. The checkpoint is loaded back, and its logits are compared with the
 student's; in float32 they must be equal up to rounding.
+
+--cache-basis changes the basis of keys and values to one in which a four-bit cache loses less; the model's
+function stays. What is good for one client may be bad for others. It reads RUN/calibration/.
 """
 
 import common.openmp  # noqa: F401 - before torch
 import os
+from statistics import mean
 
 import torch
 
 from common import artifacts, cli
+from common.calibration import Calibration
 from common.cli import peak_memory, run_stage, stage_parser
+from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
 from common.data.text import NONE
 from common.equivalence import max_difference, require_close
 from common.errors import UserError
@@ -33,13 +40,16 @@ from common.layers import CheckpointWriter, Layers
 from common.method.merge import merged_config
 from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
+from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
 from common.reporting import card as model_card
 from common.training import checkpoints
 from common.training.metrics import CONTENT, METRICS, read_metrics
 
 # relative to the largest logit: both compute the same float32 products, whose order no library promises
 LOGIT_TOLERANCE = 1e-5
+ROUNDED = 1e-4  # the same in another basis, where the weights themselves are rounded to float32 once more
 KLS = [f"{kind}_kl" for kind in CONTENT]
+BASIS_TEXT = 4, 512  # sequences of the calibration, and tokens of each, that --cache-basis reads
 
 
 def parse():
@@ -49,6 +59,11 @@ def parse():
     parser.add_argument("--name", type=cli.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
     parser.add_argument("--update", action="store_true", help="replace an export of another training")
     parser.add_argument("--untrained", action="store_true", help="export merged/ as it is")
+    parser.add_argument("--cache-basis", choices=LAYOUTS, default=None,
+                        help="change to a basis for quantized caches that have " +
+                             ", ".join(f"{name}: {what}" for name, what in LAYOUTS.items()))
+    parser.add_argument("--calibration", default=None, metavar="DIR",
+                        help="text for --cache-basis (default: RUN/calibration)")
     return parser.parse_args()
 
 
@@ -107,15 +122,36 @@ def without_paths(record: dict) -> dict:
     return record | {"directory": run, "model": model | named, "arguments": arguments | {"run": run}}
 
 
-def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Write the model layer by layer. Returns its logits for tokens [n, T], as from Layers.logits."""
-    hidden = layers.embed(tokens.split(1), None)
+def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor, layout: str | None = None,
+                 text: torch.Tensor | None = None) -> tuple[list[torch.Tensor], dict[str, list[float]]]:
+    """Write the model layer by layer; with a layout, in the basis for it that text [n, T] calls for.
+
+    Returns its logits for tokens [n, T], as from Layers.logits, in its own basis; and for "keys" and "values"
+    the error of a four-bit cache in the new basis over that in its own, the mean of each layer's heads.
+    """
+    hidden, errors = layers.embed(tokens.split(1), None), {"keys": [], "values": []}
+    read = layers.embed(text.split(1), None) if layout else []
     bar = Progress(layers.decoder_layers(), "exporting", layers.config.num_hidden_layers, unit="layer")
     for index, layer in enumerate(bar):
         layers.advance(layer, hidden)
+        if layout:
+            samples = CacheSamples()
+            with attention_with(layers.model, samples.watch):
+                layers.advance(layer, read)
+            basis = fit_basis(layer.self_attn, samples, layout)
+            change_basis(layer.self_attn, basis)
+            for kind, ratios in errors.items():
+                ratios.append(float(getattr(basis, kind).mean()))
         writer.write(f"model.layers.{index}", layer)
     writer.write_rest(layers)
-    return list(layers.logits_of(hidden))
+    return list(layers.logits_of(hidden)), errors
+
+
+def basis_text(directory: str, alignment: dict) -> torch.Tensor:
+    """The first tokens of a calibration, [n, T], which must be of the source model."""
+    calibration, (sequences, length) = Calibration(directory), BASIS_TEXT
+    artifacts.check_same_model(directory, alignment["model"], calibration.model)
+    return calibration.tokens()[:sequences, :length]
 
 
 @torch.no_grad()
@@ -123,35 +159,44 @@ def main():
     args = parse()
     names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    inputs = artifacts.input_digests(args.run, [merged] if args.untrained else [training, aligned])
+    calibration = args.calibration or os.path.join(args.run, "calibration")
+    directories = [merged] if args.untrained else [training, aligned]
+    inputs = artifacts.input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
     started = artifacts.begin_stage("06_export.py", args, output, inputs=inputs)
+    # in another basis float32 rounds other products: differences are then those of the weights alone
+    computed = torch.float64 if args.cache_basis else torch.float32
     if args.untrained:
         trained, alignment = None, artifacts.read_record(merged, "04_align.py")
         artifacts.verify_files(merged, alignment)
-        layers = Layers(merged, torch.float32, "cpu", layerwise=True)
+        layers = Layers(merged, computed, "cpu", layerwise=True)
         source = load_config(merged)  # with the dtype it is stored in
     else:
         trained, alignment = read_records(training, aligned, merged)
         weights = chosen_weights(training, trained)
         source = load_config(aligned)
         config = merged_config(source, alignment["summary"]["kv_heads"])
-        layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
+        layers = Layers(weights.path, computed, "cpu", layerwise=True, config=config, weights=weights)
     artifacts.refuse_own_source(alignment["model"], output)
     kv_heads, config = alignment["summary"]["kv_heads"], layers.config
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = weight_dtype(args.dtype, source)
     tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    layout = args.cache_basis if has_blocks(config) else None
+    text = basis_text(calibration, alignment) if layout else None
+    if args.cache_basis and not layout:
+        print(f"note    --cache-basis: heads have no blocks of {BLOCK} channels; the basis stays")
 
     with write_directory(output) as aside:
         with CheckpointWriter(aside, config, dtype, aligned) as writer:
-            expected = write_layers(writer, layers, tokens)
-        loaded = Layers(aside, torch.float32, "cpu", layerwise=True)
+            expected, errors = write_layers(writer, layers, tokens, layout, text)
+        loaded = Layers(aside, computed, "cpu", layerwise=True)
         difference = max_difference(expected, loaded.logits(tokens))
         if dtype == torch.float16:  # it overflows beyond 65504, where weights fit and hidden states do not
             half = Layers(aside, dtype, "cpu", layerwise=True)
             require_finite((float(rows.abs().max()) for rows in half.logits(tokens)), output, half.model)
         if dtype == torch.float32:
-            allowed = LOGIT_TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
+            relative = ROUNDED if layout else LOGIT_TOLERANCE
+            allowed = relative * max(1.0, *(float(logits.abs().max()) for logits in expected))
             require_close("the export, loaded back, differs from the student", difference, allowed)
         summary = {
             "kv_heads": kv_heads,
@@ -160,6 +205,8 @@ def main():
             "class": type(loaded.model).__name__,
             "peak_memory_gib": peak_memory(),
         }
+        if layout:
+            summary["cache_basis"] = errors
         if trained:
             step = checkpoints.step_of(weights.path)
             summary |= {"step": step} | heldout_at(training, step)
@@ -169,6 +216,9 @@ def main():
         artifacts.write_record(aside, without_paths(export))
     print(f"check   {'student' if trained else 'merged/'} against export, loaded back as {dtype}: max |logit "
           f"difference| {difference:.2e}")
+    if layout:
+        keys, values = (mean(ratios) for ratios in errors.values())
+        print(f"basis   a q4_0 cache, {layout}: error of scores x {keys:.3f}, of values x {values:.3f}")
     print(f"wrote   {output}")
     print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "
           f"{parameters} parameters in {started.clock()} s, peak host memory "

@@ -10,6 +10,7 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
+    python 07_eval.py --run runs/mine --tasks none --cache q8_0 q8_0/q4_0 q4_0     # with quantized caches
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation to an end of sequence, of 512 tokens at most,
@@ -18,7 +19,8 @@ Likelihood: the right choice has the highest log-probability, summed over its to
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how close a
 checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
 (top-1 agreement). Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to
-text (--bos, --no-bos).
+text (--bos, --no-bos). Quantized caches are simulated, in ggml's formats and three layouts: with channels in
+transformers' order, with RoPE's pairs side by side, and these rotated, as llama.cpp does.
 """
 
 import argparse
@@ -50,8 +52,16 @@ from common.data.text import EVALUATION, NONE, digests_of, load_tokens, sequence
 from common.errors import Complete, UserError
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
+from common.quantized_cache import BITS, BLOCK, has_blocks, parse_cache
 from common.records import SOURCE
-from common.reporting.tables import answers_section, caption, results_table, summary_line, write_scores
+from common.reporting.tables import (
+    answers_section,
+    caches_section,
+    caption,
+    results_table,
+    summary_line,
+    write_scores,
+)
 
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
@@ -90,6 +100,9 @@ def parse():
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
+    parser.add_argument("--cache", nargs="+", default=None, metavar="FORMAT",
+                        help=f"also measure text with quantized caches: {', '.join(BITS)}, or two of them as "
+                             "KEYS/VALUES")
     parser.section("execution")
     parser.add_argument("--batch", type=cli.positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", type=cli.device, default="auto",
@@ -110,6 +123,10 @@ def parse():
     if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts):
         raise UserError("--layerwise: expected no --tasks, --limit or --prompts, because it answers no "
                         "questions")
+    if args.cache and (args.layerwise or args.text == NONE):
+        raise UserError("--cache: expected a text, and no --layerwise")
+    for text in args.cache or ():
+        parse_cache(text)
     return args
 
 
@@ -215,6 +232,10 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
     if args.layerwise and config.model_type not in families.SUPPORTED:
         raise UserError(f"{path}: --layerwise: expected model_type in {list(families.SUPPORTED)}, "
                         f"found {config.model_type!r}")
+    if args.cache and not (config.model_type in families.SUPPORTED and has_blocks(config)):
+        raise UserError(f"{path}: --cache: expected model_type in {list(families.SUPPORTED)} and heads of a "
+                        f"multiple of {BLOCK} channels, found {config.model_type!r} and heads of "
+                        f"{families.geometry(config).head_dim}")
     tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description, bos = None, "", bool(models.bos_prefix(tokenizer, args.bos))
@@ -282,6 +303,10 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     if tokenized.tokens is not None:
         on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
         metrics |= on_text | perplexity_metrics(on_text["perplexity"], name, model, tokenized)
+        if args.cache:
+            caches = map(parse_cache, args.cache)
+            metrics["caches"] = evaluate.cache_metrics(
+                model, tokenized.tokens, reference or predictions, caches)
     if tokenized.prompts:
         metrics["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
@@ -350,7 +375,7 @@ def main():
         if models.describe(path)["fingerprint"] != described[name]["fingerprint"]:
             raise UserError(f"{path}: changed while it was measured; run the same command again")
 
-    table = results_table(results) + answers_section(prompts, results)
+    table = results_table(results) + caches_section(results) + answers_section(prompts, results)
     hardware = f"{device}, {args.dtype}"
     note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
     memory = cli.peak_memory()
@@ -363,7 +388,7 @@ def main():
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
-        answers = answers_section(prompts, pair)
+        answers = caches_section(pair) + answers_section(prompts, pair)
         if not Path(path).resolve().is_relative_to(Path(args.run).resolve()):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
         elif write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):

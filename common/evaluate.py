@@ -13,6 +13,7 @@ from common.equivalence import mean_kl, perplexity_of
 from common.errors import UserError
 from common.models import bos_prefix
 from common.progress import Progress
+from common.quantized_cache import LAYOUTS, quantized
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
@@ -34,7 +35,7 @@ class Predictions:
 
     def logits(self, row: int) -> torch.Tensor:
         """Logits [T, vocab] of a row."""
-        return self.head(self.hidden[row])[0]
+        return self.head.forward(self.hidden[row])[0]  # past its hooks: it may be measured itself
 
 
 @torch.no_grad()
@@ -58,6 +59,17 @@ def text_metrics(model, tokens: torch.Tensor, reference: Predictions | None) -> 
     if divergences:
         metrics |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
     return metrics, predictions
+
+
+def cache_metrics(model, tokens: torch.Tensor, reference: Predictions, caches) -> dict[str, dict]:
+    """For each quantized cache its bytes per token, and text_metrics in each layout."""
+    metrics = {}
+    for cache in caches:
+        metrics[str(cache)] = {"bytes_per_token": cache.bytes_per_token(model.config)}
+        for layout in LAYOUTS:
+            with quantized(model, cache, layout):
+                metrics[str(cache)][layout], _ = text_metrics(model, tokens, reference)
+    return metrics
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from common.artifacts import END_OF_SCORES, SCORES
 from common.cli import printable
 from common.files import read_text, write_text
+from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
@@ -106,6 +107,28 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
         return title, *["-"] * (len(columns) + 1)
     cells = [f"{100 * column[key]:.1f} ± {100 * column[f'{key}_stderr']:.1f}" for column in columns]
     return title, f"{100 * columns[0][chance]:.1f}", *cells
+
+
+def caches_section(results: dict[str, dict]) -> str:
+    """A table with a row per checkpoint and quantized cache, in Markdown; "" without caches.
+
+    A row is dominated, and marked by >, if another one has as few bytes and a lower KL in every layout.
+    """
+    rows = [(name, cache, metrics["bytes_per_token"], *(metrics[layout]["kl"] for layout in LAYOUTS),
+             metrics["rotated"]["perplexity"], metrics["rotated"]["agreement"])
+            for name, checkpoint in results.items() for cache, metrics in checkpoint.get("caches", {}).items()
+            if "kl" in metrics["rotated"]]
+    if not rows:
+        return ""
+    cells = []
+    for name, cache, size, *kls, perplexity, agreement in rows:
+        worse = any(other[2] <= size and all(map(float.__lt__, other[3:-2], kls)) for other in rows)
+        cells.append((f"{name} >" if worse else name, cache, f"{size:.0f}", *(f"{kl:.4f}" for kl in kls),
+                      f"{perplexity:.3f}", f"{agreement:.4f}"))
+    header = ("quantized caches", "format", "bytes per token", *(f"KL, {layout}" for layout in LAYOUTS),
+              "perplexity, rotated", "top-1, rotated")
+    note = "KL from the first, nats; >: another has no more bytes and a lower KL in every layout."
+    return f"\n\n{markdown_table(header, cells, '<<>>>>>>')}\n\n{note}"
 
 
 def answers_section(prompts: list[str], results: dict[str, dict]) -> str:

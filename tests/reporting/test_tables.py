@@ -5,6 +5,7 @@ import pytest
 
 from common.reporting.tables import (
     answers_section,
+    caches_section,
     caption,
     markdown_table,
     results_table,
@@ -153,3 +154,21 @@ def test_a_caption_says_how_the_questions_were_chosen():
     assert note_of(alone) == "Speeds: one sequence on cpu, no begin-of-sequence token."
     del alone["decode_tokens_per_s"]
     assert note_of(alone).startswith("Layer by layer on cpu")
+
+
+def test_caches_have_rows_and_dominated_ones_a_mark():
+    def cache(size, *kls):
+        layouts = {layout: {"kl": kl, "perplexity": 3.0, "agreement": 0.5}
+                   for layout, kl in zip(("halves", "pairs", "rotated"), kls, strict=True)}
+        return {"bytes_per_token": size} | layouts
+
+    results = {"source": {"caches": {"q4_0": cache(72.0, 0.1, 0.1, 0.1)}},
+               "gqa": {"caches": {"q8_0": cache(72.0, 0.2, 0.2, 0.2), "q4_0": cache(36.0, 0.3, 0.3, 0.09)}}}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in caches_section(results).splitlines() if line.startswith("| ")]
+    assert rows[0][:6] == ["quantized caches", "format", "bytes per token", "KL, halves", "KL, pairs",
+                           "KL, rotated"]
+    assert rows[1:] == [["source", "q4_0", "72", "0.1000", "0.1000", "0.1000", "3.000", "0.5000"],
+                        ["gqa >", "q8_0", "72", "0.2000", "0.2000", "0.2000", "3.000", "0.5000"],
+                        ["gqa", "q4_0", "36", "0.3000", "0.3000", "0.0900", "3.000", "0.5000"]]
+    assert caches_section({"a": {}, "b": {"caches": {}}}) == ""

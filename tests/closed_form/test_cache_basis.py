@@ -1,0 +1,118 @@
+"""The basis for a quantized cache: the model stays, errors of scores and outputs fall, as written out."""
+
+import copy
+
+import pytest
+import torch
+
+from common.closed_form.cache_basis import (
+    CacheSamples,
+    change_basis,
+    expected_error,
+    fit_basis,
+    fit_keys,
+    fit_values,
+    score_error,
+)
+from common.method.rope import to_complex
+from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
+from helpers import tiny_model
+
+TOKENS = torch.randint(260, (4, 32), generator=torch.Generator().manual_seed(0))
+FAMILIES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}), ("olmo3", {}), ("phi3", {}),
+            ("gemma", {}), ("mistral", {"sliding_window": 8}), ("olmo", {})]
+
+
+def uneven_model(model_type: str, **options):
+    """A model in which a few pairs of keys are large, in both channels alike."""
+    model = tiny_model(model_type=model_type, head_dim=32, num_key_value_heads=4, **options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            if model_type == "phi3":
+                rows = attention.qkv_proj.weight[8 * 32 : 12 * 32].view(4, 32, -1)
+            else:
+                norm = getattr(attention, "k_norm", None)
+                rows = (attention.k_proj.weight if norm is None else norm.weight).view(-1, 32, 1)
+                rows = rows if norm is not None else attention.k_proj.weight.view(4, 32, -1)
+            rows[:, [1, 17]] *= 6
+    return model
+
+
+def watched(model) -> list[CacheSamples]:
+    samples = [CacheSamples() for _ in model.model.layers]
+    with torch.no_grad(), attention_with(
+            model, lambda module, *states: samples[module.layer_idx].watch(module, *states)):
+        model(input_ids=TOKENS, use_cache=False)
+    return samples
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type, options", FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_the_model_stays_and_a_four_bit_cache_loses_less(model_type, options, layout):
+    model = uneven_model(model_type, **options)
+    changed, samples = copy.deepcopy(model), watched(model)
+    for layer, each in zip(changed.model.layers, samples, strict=True):
+        basis = fit_basis(layer.self_attn, each, layout)
+        assert basis.keys.max() <= 1 and basis.values.max() <= 1 and basis.keys.mean() < 0.97
+        change_basis(layer.self_attn, basis)
+    with torch.no_grad():
+        first, second = (each.double()(input_ids=TOKENS).logits for each in (model, changed))
+    allowed = 2e-5 * float(first.abs().max())  # the parameters are float32
+    torch.testing.assert_close(first, second, rtol=0, atol=allowed)
+
+
+def test_errors_are_those_of_scores_written_out():
+    """E over tokens of (q . e)^2, for queries of which each channel is by itself."""
+    draw = torch.Generator().manual_seed(1)
+    keys, energy = torch.randn(300, 2, 32, generator=draw), torch.rand(2, 16, generator=draw) + 0.1
+    factor = torch.polar(torch.rand(2, 16, generator=draw) + 0.5, torch.randn(2, 16, generator=draw))
+    turned = to_complex(keys) * factor
+    turned = torch.cat((turned.real, turned.imag), -1)
+    error = turned - read_back(turned, "q4_0", "pairs", keys=True)
+    spread = (energy.sqrt() / factor.abs()).repeat(1, 2)
+    signs = torch.randint(2, (2000, 1, 2, 32), generator=draw) * 2 - 1.0
+    scores = (signs * spread * error[:100]).sum(-1).square().mean((0, 1))
+    torch.testing.assert_close(score_error(keys[:100], energy, factor, "pairs"), scores, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_expected_error_is_that_of_q4_0(layout):
+    draw = torch.Generator().manual_seed(2)
+    keys, energy = torch.randn(500, 3, 64, generator=draw), torch.rand(3, 32, generator=draw)
+    keys[..., [3, 35]] *= 10
+    factor = torch.ones(3, 32, dtype=torch.complex64)
+    expected = expected_error(to_complex(keys), energy, factor, layout)
+    torch.testing.assert_close(expected, score_error(keys, energy, factor, layout), rtol=0.15, atol=0)
+
+
+def test_a_dead_head_stays():
+    energy, keys = torch.zeros(2, 16), torch.zeros(10, 2, 16, dtype=torch.complex64)
+    assert torch.equal(fit_keys(keys, energy, "halves"), torch.ones(2, 16, dtype=torch.complex64))
+    assert torch.isfinite(fit_values(*torch.zeros(2, 1, 32, 32, dtype=torch.float64))).all()
+
+
+def test_the_map_of_values_has_the_least_error_of_even_noise():
+    """tr(M C M^T) tr(M^-T W M^-1) is at its bound, the square of the trace of (C^1/2 W C^1/2)^1/2."""
+    draw = torch.randn(2, 1, 32, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    moment, output = draw @ draw.mT
+    found = fit_values(moment, output)
+    inverse = torch.linalg.inv(found)
+    product = torch.einsum("gab,gbc,gac->g", found, moment, found) * torch.einsum(
+        "gba,gbc,gca->g", inverse, output, inverse)
+    singular = torch.linalg.eigvals(moment @ output).real.sqrt().sum(-1)
+    torch.testing.assert_close(product, singular.square(), rtol=0.02, atol=0)
+
+
+def test_the_output_of_a_quantized_model_is_closer():
+    model = uneven_model("llama")
+    changed = copy.deepcopy(model)
+    for layer, samples in zip(changed.model.layers, watched(model), strict=True):
+        change_basis(layer.self_attn, fit_basis(layer.self_attn, samples, "halves"))
+    with torch.no_grad():
+        exact = model(input_ids=TOKENS, use_cache=False).logits
+        errors = []
+        for each in (model, changed):
+            with quantized(each, parse_cache("q4_0"), "halves"):
+                errors.append((each(input_ids=TOKENS, use_cache=False).logits - exact).square().mean())
+    assert errors[1] < 0.8 * errors[0]

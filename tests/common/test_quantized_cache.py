@@ -1,0 +1,72 @@
+"""A quantized cache: ggml's formats, the layouts of clients, and attention that reads from it."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from scipy.linalg import hadamard
+from transformers import DynamicCache
+
+from common.errors import UserError
+from common.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
+from helpers import tiny_model
+
+HEADS = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Quantized(DynamicCache):
+    def update(self, keys, values, *args, **options):
+        keys = read_back(keys, "q8_0", "pairs", keys=True)
+        return super().update(keys, read_back(values, "q4_0", "pairs", keys=False), *args, **options)
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_0"])
+def test_blocks_are_read_back_as_ggml_does(form):
+    kind = GGMLQuantizationType[form.upper()]
+    blocks = HEADS.clone()
+    blocks[0, 0] = 0
+    blocks[1, 1, 3] = -40.0
+    theirs = quants.dequantize(quants.quantize(blocks.numpy(), kind), kind)
+    np.testing.assert_array_equal(read_back(blocks, form, "halves", keys=True).numpy(), theirs)
+    sizes = np.prod(quants.quant_shape_to_byte_shape((64,), kind)) / 64 * 8
+    assert {"q8_0": 8.5, "q4_0": 4.5}[form] == sizes
+
+
+@pytest.mark.parametrize("keys", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [32, 64, 128, 192])
+def test_a_layout_is_orthogonal_and_taken_back(layout, size, keys):
+    basis = as_cached(torch.eye(size), layout, keys)
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(size))
+    torch.testing.assert_close(from_cached(basis, layout, keys), torch.eye(size))
+    expected, part = torch.eye(size), {64: 64, 128: 128, 192: 64}.get(size) if keys else 64
+    if keys and layout != "halves":  # channel c of transformers is at 2c, or at 2(c - d/2) + 1
+        expected = expected[[*range(0, size, 2), *range(1, size, 2)]]
+    if layout == "rotated" and size % 64 == 0:
+        matrix = torch.tensor(hadamard(part) / part**0.5).float()
+        expected = expected @ torch.block_diag(*[matrix] * (size // part))
+    torch.testing.assert_close(basis, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "phi3", "mistral"])
+def test_attention_reads_from_the_cache(model_type):
+    """As if transformers' own cache held what is read back, which eager attention then reads."""
+    options = {"sliding_window": 8} if model_type == "mistral" else {}
+    model = tiny_model(model_type=model_type, head_dim=32, num_key_value_heads=4, **options)
+    tokens, cache = torch.arange(12)[None] * 7 % 260, parse_cache("q8_0/q4_0")
+    with torch.no_grad():
+        plain = model(input_ids=tokens, use_cache=False).logits
+        with quantized(model, cache, "pairs"):
+            ours = model(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(model(input_ids=tokens, use_cache=False).logits, plain)  # as before
+        theirs = model(input_ids=tokens, past_key_values=Quantized(config=model.config)).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert (ours - plain).abs().max() > 1e-3
+
+
+def test_the_size_of_a_cache_and_formats_that_are_none():
+    config = tiny_model(head_dim=32, num_key_value_heads=4).config
+    assert parse_cache("q8_0/q4_0").bytes_per_token(config) == 3 * 4 * (34 + 18)
+    assert str(parse_cache("q4_0")) == "q4_0" and str(parse_cache("q8_0/q4_0")) == "q8_0/q4_0"
+    with pytest.raises(UserError, match="--cache: expected f16, q8_0, q4_0 or two of them as KEYS/VALUES"):
+        parse_cache("q5_0")

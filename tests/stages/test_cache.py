@@ -1,0 +1,71 @@
+"""Quantized caches through the stages: an export in another basis, and what stage 7 measures of both."""
+
+import pytest
+import torch
+
+from common.models import load_model
+from common.quantized_cache import LAYOUTS, parse_cache, quantized
+from helpers import calibrate_arguments, evaluate_arguments, expect_error, run, save_tiny
+from tiny_run import digests, read
+
+
+@pytest.fixture(scope="module")
+def wide_run(inputs, tmp_path_factory):
+    """A run directory with merged/ of a model whose heads consist of blocks."""
+    home = tmp_path_factory.mktemp("wide") / "run"
+    wide = inputs | {"model": save_tiny(home.parent / "model", head_dim=32, num_key_value_heads=4)}
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(wide))
+    run("02_similarity.py", "--run", home)
+    run("03_group.py", "--run", home, "--kv-heads", 2)
+    run("04_align.py", "--run", home)
+    return home
+
+
+def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs):
+    run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain")
+    done = run("06_export.py", "--run", wide_run, "--untrained", "--cache-basis", "halves")
+    errors = read(wide_run / "gqa/stage.json")["summary"]["cache_basis"]
+    assert errors.keys() == {"keys", "values"} and len(errors["keys"]) == 3
+    assert max(*errors["keys"], *errors["values"]) < 1
+    assert "basis   a q4_0 cache, halves: error of scores x 0." in done.stdout
+
+    models = [f"{name}={wide_run / path}" for name, path in
+              (("merged", "merged"), ("plain", "gqa-plain"), ("gqa", "gqa"))]
+    arguments = [*evaluate_arguments(inputs | {"tasks": "none"}), "--cache", "q8_0", "q8_0/q4_0", "q4_0"]
+    run("07_eval.py", "--run", wide_run, "--model", *models, *arguments)
+    results = read(wide_run / "eval.json")["results"]
+    assert results["gqa"]["kl"] < 1e-6 and results["plain"]["kl"] == 0
+    merged, plain, ours = (results[name]["caches"] for name in ("merged", "plain", "gqa"))
+    assert merged == plain
+    assert ours["q4_0"]["halves"]["kl"] < 0.9 * plain["q4_0"]["halves"]["kl"]
+    for name, bits in (("q8_0", 17), ("q8_0/q4_0", 13), ("q4_0", 9)):
+        assert plain[name]["bytes_per_token"] == 3 * 2 * 32 * bits / 8 and plain[name].keys() >= {*LAYOUTS}
+    assert plain["q8_0"]["pairs"]["kl"] < plain["q8_0/q4_0"]["pairs"]["kl"] < plain["q4_0"]["pairs"]["kl"]
+
+    model, tokens = load_model(str(wide_run / "merged")), torch.arange(64)[None] % 260
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+        with quantized(model, parse_cache("q4_0"), "pairs"):
+            assert not torch.equal(model(input_ids=tokens).logits, before)
+    table = (wide_run / "eval.md").read_text()
+    assert f" {ours['q4_0']['pairs']['kl']:.4f} |" in table
+    assert "KL, rotated" in (wide_run / "gqa/README.md").read_text()
+
+
+def test_heads_without_blocks_keep_their_basis(aligned_run, tmp_path):
+    plain, other = (["--run", aligned_run, "--untrained", "--name", name] for name in ("a", "b"))
+    run("06_export.py", *plain)
+    done = run("06_export.py", *other, "--cache-basis", "rotated")
+    assert "note    --cache-basis: heads have no blocks of 32 channels; the basis stays" in done.stdout
+    assert digests(aligned_run / "gqa-a") == digests(aligned_run / "gqa-b")
+    expect_error("heads of a multiple of 32 channels, found 'llama' and heads of 8", "07_eval.py", "--run",
+                 tmp_path, "--model", aligned_run / "merged", "--tasks", "none", "--text", "demo", "--cache",
+                 "q4_0")
+
+
+def test_flags_of_caches_that_do_not_fit(tmp_path):
+    for flags in (["--layerwise"], ["--text", "none"]):
+        expect_error("--cache: expected a text, and no --layerwise", "07_eval.py", "--run", tmp_path,
+                     "--cache", "q4_0", *flags)
+    expect_error("--cache: expected f16, q8_0, q4_0 or two of them as KEYS/VALUES, found q4_0/x",
+                 "07_eval.py", "--run", tmp_path, "--cache", "q4_0/x")
