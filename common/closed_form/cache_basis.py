@@ -6,11 +6,11 @@ slow pair do. Values: any invertible M, v <- M v, W_O <- W_O M^-1. Norms on the 
 all heads real f, norms of single heads real f that the heads of a layer share.
 
 The error of scores is sum_c E[q_c^2] E[e_c^2] over channels, with e what rounding to a step of 1/8 of the
-block's largest channel leaves: step^2 / 12, x^2 of what is below half a step, and 0 of the largest channel,
-which is -8 steps. It is lowered from f = 1 by gradient descent. For values, with noise spread evenly over
-channels, the error tr(M C M^T) tr(M^-T W_O^T W_O M^-1) is least for M^T M = C^-1 # W_O^T W_O, the geometric
-mean, C = E[v v^T]; a random rotation in front spreads it. A head's basis stays unless q4_0 itself then loses
-less in it.
+block's largest channel leaves: the lower of step^2 / 12 and x^2 (below half a step it is x^2, but a loss with
+that jump ends higher), and 0 of the largest channel, which is -8 steps. It is lowered from f = 1 by gradient
+descent. For values, with noise spread evenly over channels, the error tr(M C M^T) tr(M^-T W_O^T W_O M^-1) is
+least for M^T M = C^-1 # W_O^T W_O, the geometric mean, C = E[v v^T]; a random rotation in front spreads it. A
+head's basis stays unless q4_0 itself then loses less in it.
 
 Notation: N tokens, G kv heads of size d, P = d/2.
 """
@@ -115,8 +115,7 @@ def expected_error(keys: torch.Tensor, energy: torch.Tensor, factor: torch.Tenso
     cached = as_cached(torch.cat((turned.real, turned.imag), -1), layout, keys=True)
     blocks = cached.unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    step, size = largest / 8, blocks.abs()
-    noise = torch.where(size < step / 2, blocks.square(), step.square() / 12) * (size < largest)
+    noise = torch.minimum((largest / 8).square() / 12, blocks.square()) * (blocks.abs() < largest)
     noise = noise.flatten(-2).mean(0)  # [G, d]
     if layout == "rotated":  # what is rotated back is spread evenly
         return noise.mean(-1) * weights.sum(-1)

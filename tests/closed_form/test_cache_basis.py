@@ -83,7 +83,7 @@ def test_the_expected_error_is_that_of_q4_0(layout):
     keys[..., [3, 35]] *= 10
     factor = torch.ones(3, 32, dtype=torch.complex64)
     expected = expected_error(to_complex(keys), energy, factor, layout)
-    torch.testing.assert_close(expected, score_error(keys, energy, factor, layout), rtol=0.15, atol=0)
+    torch.testing.assert_close(expected, score_error(keys, energy, factor, layout), rtol=0.3, atol=0)
 
 
 def test_a_dead_head_stays():

@@ -370,7 +370,7 @@ def test_execution_flags_reach_the_model(evaluation, tmp_path, monkeypatch):
 
 def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_path):
     """260 tokens in its vocabulary, 256 positions, of which an answer takes 64."""
-    args = argparse.Namespace(layerwise=False, length=2, sequences=1, bos=None, prompts="p.txt")
+    args = argparse.Namespace(layerwise=False, cache=None, length=2, sequences=1, bos=None, prompts="p.txt")
     for token, prompt in ((259, "x" * 192), (260, ""), (259, "x" * 193)):
         text.write_array(f"{tmp_path}/tokens.npy", numpy.array([[1, token]], text.TOKEN))
         message = f"expected tokens below 260, the vocabulary of {inputs['model']}, found 260"
