@@ -64,7 +64,10 @@ def parse():
                              ", ".join(f"{name}: {what}" for name, what in LAYOUTS.items()))
     parser.add_argument("--calibration", default=None, metavar="DIR",
                         help="text for --cache-basis (default: RUN/calibration)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.calibration and not args.cache_basis:
+        raise UserError("--calibration: expected --cache-basis with it, found none")
+    return args
 
 
 def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
@@ -163,25 +166,26 @@ def main():
     directories = [merged] if args.untrained else [training, aligned]
     inputs = artifacts.input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
     started = artifacts.begin_stage("06_export.py", args, output, inputs=inputs)
-    # in another basis float32 rounds other products: differences are then those of the weights alone
-    computed = torch.float64 if args.cache_basis else torch.float32
     if args.untrained:
         trained, alignment = None, artifacts.read_record(merged, "04_align.py")
         artifacts.verify_files(merged, alignment)
-        layers = Layers(merged, computed, "cpu", layerwise=True)
-        source = load_config(merged)  # with the dtype it is stored in
     else:
         trained, alignment = read_records(training, aligned, merged)
         weights = chosen_weights(training, trained)
-        source = load_config(aligned)
-        config = merged_config(source, alignment["summary"]["kv_heads"])
+    stored = load_config(aligned if trained else merged)  # with the dtype of its weights
+    layout = args.cache_basis if has_blocks(stored) else None
+    # in another basis float32 rounds other products: in float64 only the weights' rounding is seen
+    computed = torch.float64 if layout else torch.float32
+    if trained:
+        config = merged_config(stored, alignment["summary"]["kv_heads"])
         layers = Layers(weights.path, computed, "cpu", layerwise=True, config=config, weights=weights)
+    else:
+        layers = Layers(merged, computed, "cpu", layerwise=True)
     artifacts.refuse_own_source(alignment["model"], output)
     kv_heads, config = alignment["summary"]["kv_heads"], layers.config
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
-    dtype = weight_dtype(args.dtype, source)
-    tokens = torch.randint(source.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    layout = args.cache_basis if has_blocks(config) else None
+    dtype = weight_dtype(args.dtype, stored)
+    tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     text = basis_text(calibration, alignment) if layout else None
     if args.cache_basis and not layout:
         print(f"note    --cache-basis: heads have no blocks of {BLOCK} channels; the basis stays")
@@ -206,7 +210,7 @@ def main():
             "peak_memory_gib": peak_memory(),
         }
         if layout:
-            summary["cache_basis"] = errors
+            summary["cache_basis"] = {"layout": layout} | errors
         if trained:
             step = checkpoints.step_of(weights.path)
             summary |= {"step": step} | heldout_at(training, step)
@@ -220,7 +224,7 @@ def main():
         keys, values = (mean(ratios) for ratios in errors.values())
         print(f"basis   a q4_0 cache, {layout}: error of scores x {keys:.3f}, of values x {values:.3f}")
     print(f"wrote   {output}")
-    print(f"06_export: {summary['class']}, {source.num_attention_heads} heads, {kv_heads} kv heads, "
+    print(f"06_export: {summary['class']}, {config.num_attention_heads} heads, {kv_heads} kv heads, "
           f"{parameters} parameters in {started.clock()} s, peak host memory "
           f"{summary['peak_memory_gib']} GiB")
 

@@ -115,6 +115,7 @@ COSINES = {"key_before": NUMBER, "key_after": NUMBER, "value_before": NUMBER, "v
 REFIT = {"ridge": Optional(POSITIVE), "merged": POSITIVE, "output": POSITIVE,
          "attention": Optional(POSITIVE)}
 LOST = {"keys": NUMBER, "values": NUMBER}
+CACHE_BASIS = {"layout": STRING, "keys": [NUMBER], "values": [NUMBER]}
 # one item per layer
 PER_LAYER = {"score_default", "score_found", "within_group_cosine", "refit_layers", "energy_lost"}
 TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "tokens": COUNT}
@@ -160,7 +161,7 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     "06_export.py": {
         "files": FILES,
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
-                    "max_logit_difference": POSITIVE},
+                    "max_logit_difference": POSITIVE, "cache_basis": Optional(CACHE_BASIS)},
     },
     "07_eval.py": {
         "files": FILES,

@@ -25,7 +25,7 @@ over stacked heads is [G, D d, D d].
 import torch
 
 from common.closed_form.values import RANK_TOLERANCE, merge_values
-from common.method.rope import pair_products, to_complex, to_matrix, unit_phase
+from common.method.rope import pair_products, to_complex, to_matrix, to_real, unit_phase
 from common.method.stats import stack_heads
 
 ROUNDS = 8  # of the alternation; later ones gain about a percent
@@ -105,8 +105,7 @@ class RopeAverages:
 
     def turn(self, vector: torch.Tensor) -> torch.Tensor:
         """avg(R) x for x [..., d]."""
-        turned = self.mean * to_complex(vector)
-        return torch.cat((turned.real, turned.imag), -1)
+        return to_real(self.mean * to_complex(vector))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """avg(R X R^T) for X [..., d, d]."""

@@ -16,6 +16,11 @@ def to_complex(keys: torch.Tensor) -> torch.Tensor:
     return torch.complex(real.contiguous(), imaginary.contiguous())
 
 
+def to_real(pairs: torch.Tensor) -> torch.Tensor:
+    """The inverse of to_complex: RoPE pairs [..., d/2] complex -> [..., d]."""
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
 def to_matrix(factor: torch.Tensor) -> torch.Tensor:
     """Complex factors of RoPE pairs [..., d/2] -> the real matrix [..., d, d] that multiplies them by it."""
     real, imaginary = torch.diag_embed(factor.real), torch.diag_embed(factor.imag)

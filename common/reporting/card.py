@@ -7,6 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from common.files import read_text
 from common.models import is_hub_name
+from common.quantized_cache import LAYOUTS
 from common.records import BY, MASKS, MERGES, REFITS, SOURCE
 from common.reporting.tables import markdown_text
 from common.training.heldout import START
@@ -95,7 +96,7 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     aligned = alignment["summary"]
     criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
     heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
-    limit = aligned["key_context"]
+    limit, basis = aligned["key_context"], export["summary"].get("cache_basis")
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
     printed = (aligned["merge"], aligned["refit"]) == ("mean", None) and aligned["by"] != "energy"
     refitted = f", then {REFITS[aligned['refit']]}" if aligned["refit"] else ""
@@ -108,6 +109,7 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
         "versions": markdown_text(versions),
         "commit": markdown_text(export["commit"]),
+        "cache_layout": basis and f"{basis['layout']}: {LAYOUTS[basis['layout']]}",
         "groups": alignment["groups"],
         "trained": training is not None,
     } | (_training(training["summary"], export["summary"]) | _data(training["arguments"]) if training else {})

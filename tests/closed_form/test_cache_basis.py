@@ -14,7 +14,7 @@ from common.closed_form.cache_basis import (
     fit_values,
     score_error,
 )
-from common.method.rope import to_complex
+from common.method.rope import to_complex, to_real
 from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
 from helpers import tiny_model
 
@@ -67,8 +67,7 @@ def test_errors_are_those_of_scores_written_out():
     draw = torch.Generator().manual_seed(1)
     keys, energy = torch.randn(300, 2, 32, generator=draw), torch.rand(2, 16, generator=draw) + 0.1
     factor = torch.polar(torch.rand(2, 16, generator=draw) + 0.5, torch.randn(2, 16, generator=draw))
-    turned = to_complex(keys) * factor
-    turned = torch.cat((turned.real, turned.imag), -1)
+    turned = to_real(to_complex(keys) * factor)
     error = turned - read_back(turned, "q4_0", "pairs", keys=True)
     spread = (energy.sqrt() / factor.abs()).repeat(1, 2)
     signs = torch.randint(2, (2000, 1, 2, 32), generator=draw) * 2 - 1.0
@@ -77,11 +76,14 @@ def test_errors_are_those_of_scores_written_out():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_expected_error_is_that_of_q4_0(layout):
+@pytest.mark.parametrize("size", [64, 96, 192])
+def test_the_expected_error_is_that_of_q4_0(size, layout):
+    """Also where heads are rotated in parts, or not at all, and queries read some of these alone."""
     draw = torch.Generator().manual_seed(2)
-    keys, energy = torch.randn(500, 3, 64, generator=draw), torch.rand(3, 32, generator=draw)
-    keys[..., [3, 35]] *= 10
-    factor = torch.ones(3, 32, dtype=torch.complex64)
+    keys, energy = torch.randn(500, 3, size, generator=draw), torch.rand(3, size // 2, generator=draw)
+    keys[..., [3, 3 + size // 2]] *= 10
+    energy[:, 16:] *= 0.01
+    factor = torch.ones_like(energy, dtype=torch.complex64)
     expected = expected_error(to_complex(keys), energy, factor, layout)
     torch.testing.assert_close(expected, score_error(keys, energy, factor, layout), rtol=0.3, atol=0)
 

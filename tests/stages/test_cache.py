@@ -25,7 +25,8 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
     run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain")
     done = run("06_export.py", "--run", wide_run, "--untrained", "--cache-basis", "halves")
     errors = read(wide_run / "gqa/stage.json")["summary"]["cache_basis"]
-    assert errors.keys() == {"keys", "values"} and len(errors["keys"]) == 3
+    assert errors.pop("layout") == "halves" and errors.keys() == {"keys", "values"}
+    assert len(errors["keys"]) == 3
     assert max(*errors["keys"], *errors["values"]) < 1
     assert "basis   a q4_0 cache, halves: error of scores x 0." in done.stdout
 
@@ -49,7 +50,10 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
             assert not torch.equal(model(input_ids=tokens).logits, before)
     table = (wide_run / "eval.md").read_text()
     assert f" {ours['q4_0']['pairs']['kl']:.4f} |" in table
-    assert "KL, rotated" in (wide_run / "gqa/README.md").read_text()
+    cards = [" ".join((wide_run / f"{name}/README.md").read_text().split()) for name in ("gqa", "gqa-plain")]
+    assert "KL, rotated" in cards[0]
+    assert "so that a four-bit cache loses less in the layout halves: " in cards[0]
+    assert "- Basis:" not in cards[1]
 
 
 def test_heads_without_blocks_keep_their_basis(aligned_run, tmp_path):
@@ -67,5 +71,7 @@ def test_flags_of_caches_that_do_not_fit(tmp_path):
     for flags in (["--layerwise"], ["--text", "none"]):
         expect_error("--cache: expected a text, and no --layerwise", "07_eval.py", "--run", tmp_path,
                      "--cache", "q4_0", *flags)
+    expect_error("--calibration: expected --cache-basis with it, found none", "06_export.py", "--run",
+                 tmp_path, "--calibration", tmp_path)
     expect_error("--cache: expected f16, q8_0, q4_0 or two of them as KEYS/VALUES, found q4_0/x",
                  "07_eval.py", "--run", tmp_path, "--cache", "q4_0/x")
