@@ -1,0 +1,137 @@
+"""Stage 4, stopped: nothing mixed is left, and the same command goes on where its refit was."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.artifacts import check_input, read_record
+from common.closed_form import refit as refitting
+from common.errors import UserError
+from helpers import copy_run, run, run_in_process
+from test_align import digests
+
+REFIT = ["--merge", "closed-form", "--refit", "attention", "--refit-sequences", 6]
+RENAMES = 13  # a record and a directory for aligned/ and three layers, aligned/, and again two of each
+
+
+@pytest.fixture(scope="module")
+def refitted_run(aligned_run, tmp_path_factory) -> Path:
+    home = copy_run(aligned_run, tmp_path_factory.mktemp("refitted") / "run")
+    run("04_align.py", "--run", home, "--force", *REFIT)
+    return home
+
+
+def stopped(home: Path, rename: int, flags: list, killed: bool = False) -> bool:
+    """Whether stage 4 gets as far as rename `rename`, where it is interrupted.
+
+    killed: then it leaves what it was writing.
+    """
+    left, real = [rename], os.rename
+
+    def counted(source, destination):
+        left[0] -= 1
+        if not left[0]:
+            if killed:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            raise KeyboardInterrupt
+        real(source, destination)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", counted)
+        done = run_in_process("04_align.py", ["--run", str(home), *map(str, flags)])
+    assert done.returncode == (130 if left[0] <= 0 else 0)
+    return left[0] <= 0
+
+
+def without_outputs(home: Path, target: Path) -> Path:
+    """A copy of a run directory before stage 4."""
+    copy_run(home, target)
+    for name in ("aligned", "merged"):
+        shutil.rmtree(target / name)
+    return target
+
+
+def require_same(home: Path, expected: Path) -> None:
+    """Everything stage 4 wrote is the same, but for times, and nothing else is left."""
+    assert {path.name for path in home.iterdir()} == {path.name for path in expected.iterdir()}
+    for name in ("aligned", "merged"):
+        records = [json.loads((path / name / "stage.json").read_text()) for path in (home, expected)]
+        for record in records:
+            record["summary"].pop("peak_memory_gib")
+        for part in ("files", "summary", "flags", "groups"):
+            assert records[0][part] == records[1][part]
+        for file, sha in records[0]["files"].items():
+            assert hashlib.sha256((home / name / file).read_bytes()).hexdigest() == sha
+    check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
+
+
+@pytest.fixture
+def refits(monkeypatch) -> list:
+    """The layers that are refitted."""
+    calls, layer = [], refitting.Refit.layer
+    monkeypatch.setattr(refitting.Refit, "layer", lambda *call: calls.append(call) or layer(*call))
+    return calls
+
+
+@pytest.mark.parametrize("rename", [6, 7, 8, 9])
+def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, rename):
+    """At the renames of aligned/ and merged/, from the name and to it: the old pair, or one that differs."""
+    home = copy_run(aligned_run, tmp_path / "run")
+    assert stopped(home, rename, ["--rotate", "none", "--force"])
+    if rename < 8:
+        assert digests(home) == digests(aligned_run)
+    else:
+        with pytest.raises(UserError, match="expected the artifact that 04_align.py read"):
+            check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, refits, killed):
+    """Stopped as the first layer, then as the second one gets its name: each is refitted once more."""
+    home, before = without_outputs(refitted_run, tmp_path / "run"), set(os.listdir(refitted_run))
+    assert stopped(home, 4, REFIT, killed)
+    assert (home / "align.partial" / "aligned" / "stage.json").exists()
+    assert set(os.listdir(home)) - before == {"align.partial"} or killed
+    assert stopped(home, 4, REFIT, killed)
+    refits.clear()
+    printed = run("04_align.py", "--run", home, *REFIT).stdout
+    assert len(refits) == 2 and "checked before this command was stopped" in printed
+    assert "check   aligned/" not in printed
+    require_same(home, refitted_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rename", range(1, RENAMES + 2))
+def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(refitted_run, tmp_path, rename):
+    home = without_outputs(refitted_run, tmp_path / "run")
+    assert stopped(home, rename, REFIT, killed=True) == (rename <= RENAMES)
+    run("04_align.py", "--run", home, *REFIT)
+    require_same(home, refitted_run)
+
+
+@pytest.mark.parametrize("change", ["flags", "weights", "complete"])
+def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_path, refits, change):
+    """Other flags, or a part that was modified; and what is left beside outputs that are complete."""
+    home = without_outputs(refitted_run, tmp_path / "run")
+    assert stopped(home, 6, REFIT, killed=True)
+    partial, flags = home / "align.partial", REFIT
+    first = partial / "layer-00000"
+    if change == "flags":
+        flags = [*REFIT, "--rotate", "cos"]
+        (first / "notes.txt").touch()
+    elif change == "weights":
+        (first / "refitted.safetensors").write_bytes(b"")
+    else:
+        for name in ("aligned", "merged"):
+            shutil.copytree(refitted_run / name, home / name)
+    refits.clear()
+    printed = run("04_align.py", "--run", home, *flags).stdout
+    assert len(refits) == (0 if change == "complete" else 3)
+    assert ("checked before this command was stopped" in printed) == (change == "weights")
+    left = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
+    assert left == (["layer-00000.old-1/notes.txt"] if change == "flags" else [])
+    assert change == "flags" or not partial.exists()
