@@ -19,6 +19,7 @@ import collections
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -155,13 +156,12 @@ def equivalents() -> dict[tuple[str, str], str]:
 
 
 class Tally:
-    """A plugin of pytest: whether a test passed that was not skipped, and what each one costs."""
+    """A plugin of pytest: what each test costs."""
 
     def __init__(self):
-        self.passed, self.called, self.prepared, self.needs = False, collections.Counter(), {}, {}
+        self.called, self.prepared, self.needs = collections.Counter(), {}, {}
 
     def pytest_runtest_logreport(self, report):
-        self.passed |= report.when == "call" and report.passed
         self.called[named(report.nodeid)] += report.duration * (report.when == "call")
 
     @pytest.hookimpl(wrapper=True)
@@ -188,7 +188,7 @@ def named(nodeid: str) -> str:
 
 
 def run_tests(tests: tuple[str, ...], tree: Path) -> None:
-    """In a forked process: exit with 0 if they pass, not all skipped."""
+    """In a forked process: exit with 0 if they pass."""
     os.setsid()
     os.chdir(tree)
     for number in (1, 2):
@@ -198,7 +198,7 @@ def run_tests(tests: tuple[str, ...], tree: Path) -> None:
     options = ["-x", "-m", "", f"--basetemp={tree}.temporary", "-p", "no:cacheprovider", "-p", "no:xdist"]
     code = pytest.main([*options, *names], plugins=[tally])
     Path(f"{tree}.json").write_text(json.dumps(tally.costs()))
-    os._exit(code or not tally.passed)
+    os._exit(code)
 
 
 def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
@@ -225,7 +225,7 @@ def run_trial(trial: Trial, trees: queue.Queue) -> Trial:
 
 
 def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
-    """Yield each set of tests without a change, then the changes whose tests passed, as they end."""
+    """Yield each file's tests without a change, then the changes of which no file's failed, as they end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a changed file may have the size and time of the one before
     sys.dont_write_bytecode = True
@@ -239,13 +239,15 @@ def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
             copy = f"git ls-files -coz --exclude-standard | tar -c --null -T - | tar -x -C {slot}"
             subprocess.run(copy, shell=True, cwd=ROOT, check=True)
             trees.put(slot)
-        plain = {frozenset(trial.tests): Trial(trial.tests) for trial in chosen}
-        yield from pool.map(lambda trial: run_trial(trial, trees), plain.values())
-        able = [trial for trial in chosen if plain[frozenset(trial.tests)].verdict == "survived"]
+        needed = sorted({test for trial in chosen for test in trial.tests})
+        plain = [Trial((*tests,)) for _, tests in itertools.groupby(needed, lambda test: test.split("::")[0])]
+        yield from pool.map(lambda trial: run_trial(trial, trees), plain)
+        failing = {test for trial in plain if trial.verdict != "survived" for test in trial.tests}
+        costs = collections.ChainMap(*(trial.costs for trial in plain))
+        able = [trial for trial in chosen if failing.isdisjoint(trial.tests)]
         for trial in able:
-            unchanged = plain[frozenset(trial.tests)]
-            trial.limit = max(LIMIT, SLOWER * unchanged.seconds)
-            trial.tests = tuple(sorted(trial.tests, key=lambda test: unchanged.costs.get(test, 0.0)))
+            trial.limit = max(LIMIT, SLOWER * sum(costs.get(test, 0.0) for test in trial.tests))
+            trial.tests = tuple(sorted(trial.tests, key=lambda test: costs.get(test, 0.0)))
         yield from pool.map(lambda trial: run_trial(trial, trees), able)
 
 
