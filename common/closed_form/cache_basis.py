@@ -95,11 +95,10 @@ def fit_keys(keys: torch.Tensor, energy: torch.Tensor, layout: str, norm: str = 
     optimizer = torch.optim.Adam([scale] if norm else [scale, phase], lr=RATE)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     tiny = torch.finfo(energy.dtype).tiny
-    first = expected_error(keys, energy, torch.ones_like(keys[0]), layout) + tiny
     with torch.enable_grad():
         for _ in range(STEPS):
             factor = torch.polar(scale.exp(), phase).expand_as(energy)
-            loss = ((expected_error(keys, energy, factor, layout) + tiny) / first).log().sum()
+            loss = expected_error(keys, energy, factor, layout).clamp(min=tiny).log().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

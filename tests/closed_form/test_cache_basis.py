@@ -18,7 +18,7 @@ from common.method.rope import to_complex, to_real
 from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
 from helpers import tiny_model
 
-TOKENS = torch.randint(260, (4, 32), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(260, (3, 40), generator=torch.Generator().manual_seed(0))
 FAMILIES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}), ("olmo3", {}), ("phi3", {}),
             ("gemma", {}), ("mistral", {"sliding_window": 8}), ("olmo", {})]
 
@@ -55,6 +55,7 @@ def test_the_model_stays_and_a_four_bit_cache_loses_less(model_type, options, la
     for layer, each in zip(changed.model.layers, samples, strict=True):
         basis = fit_basis(layer.self_attn, each, layout)
         assert basis.keys.max() <= 1 and basis.values.max() <= 1 and basis.keys.mean() < 0.97
+        assert basis.factor.abs().log().mean(-1).abs().max() < 1e-5  # one scale for all pairs changes nothing
         change_basis(layer.self_attn, basis)
     with torch.no_grad():
         first, second = (each.double()(input_ids=TOKENS).logits for each in (model, changed))
@@ -92,6 +93,25 @@ def test_a_dead_head_stays():
     energy, keys = torch.zeros(2, 16), torch.zeros(10, 2, 16, dtype=torch.complex64)
     assert torch.equal(fit_keys(keys, energy, "halves"), torch.ones(2, 16, dtype=torch.complex64))
     assert torch.isfinite(fit_values(*torch.zeros(2, 1, 32, 32, dtype=torch.float64))).all()
+
+
+def test_what_is_stored_exactly_keeps_its_basis():
+    """Heads of integers from -8 to 7, of which each has its -8, and a head of zeros."""
+    draw = torch.Generator().manual_seed(4)
+    states = torch.randint(-7, 8, (1, 4, 50, 32), generator=draw).float()
+    states[..., 5], states[:, 3] = -8, 0
+    samples = CacheSamples()
+    samples.watch(None, torch.randn(1, 4, 50, 32, generator=draw), states, states)
+    basis = fit_basis(uneven_model("llama").model.layers[0].self_attn, samples, "halves")
+    assert torch.equal(basis.factor, torch.ones(4, 16, dtype=torch.complex64))
+    assert torch.equal(basis.value_map, torch.eye(32, dtype=torch.float64).expand(4, 32, 32))
+    assert torch.equal(torch.stack((basis.keys, basis.values)), torch.ones(2, 4))
+
+
+def test_the_map_of_values_is_the_same_for_any_seed():
+    moments = torch.eye(32, dtype=torch.float64).expand(2, 1, 32, 32)
+    first, second = (torch.manual_seed(seed) and fit_values(*moments) for seed in (0, 1))
+    assert torch.equal(first, second)
 
 
 def test_the_map_of_values_has_the_least_error_of_even_noise():
