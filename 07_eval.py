@@ -3,6 +3,7 @@
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
         tasks, a text
 Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
+        RUN/frontier.png: bytes against KL of every checkpoint and cache, with --cache
         RUN/eval.jsonl: each checkpoint's answer to each question
         the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN
 
@@ -25,6 +26,7 @@ transformers' order, with RoPE's pairs side by side, and these rotated, as llama
 
 import argparse
 import common.openmp  # noqa: F401 - before torch
+import glob
 import importlib
 import json
 import os
@@ -34,10 +36,19 @@ from pathlib import Path
 import torch
 
 from common import cli, evaluate, families, models
-from common.artifacts import RECORD, begin_stage, read_record, verify_files, write_beside, write_record
+from common.artifacts import (
+    RECORD,
+    begin_stage,
+    input_digests,
+    read_record,
+    verify_files,
+    write_beside,
+    write_record,
+)
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
+from common.data.sources import DataContext, read_unread
 from common.data.tasks import (
     TASKS,
     Example,
@@ -52,10 +63,12 @@ from common.data.text import EVALUATION, NONE, digests_of, load_tokens, sequence
 from common.errors import Complete, UserError
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
-from common.quantized_cache import BITS, BLOCK, has_blocks, parse_cache
+from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
 from common.records import SOURCE
+from common.reporting import plots
 from common.reporting.tables import (
     answers_section,
+    cache_rows,
     caches_section,
     caption,
     results_table,
@@ -66,7 +79,7 @@ from common.reporting.tables import (
 ANSWER_TOKENS = 64  # at most, to a prompt
 LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
-TABLE, OUTCOMES = "eval.md", "eval.jsonl"  # next to eval.json
+TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"  # next to eval.json
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
 
 
@@ -75,7 +88,7 @@ def parse():
     parser.section("checkpoints and tasks")
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
-                             "merged and gqa in RUN)")
+                             "merged and gqa in RUN; or the source, and all kvN/merged in RUN)")
     parser.add_argument("--update", action="store_true",
                         help="replace an evaluation of other models or with other flags")
     parser.add_argument("--tasks", default=None, metavar="DIR",
@@ -95,8 +108,9 @@ def parse():
     parser.section("perplexity and speed")
     parser.add_argument("--text", default=None,
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json, .json.gz or .parquet "
-                             "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), or none to "
-                             "skip perplexity (default: c4; demo for the demo)")
+                             "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), "
+                             "RUN/calibration (what it has not read of its sources), or none to skip "
+                             "perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
@@ -147,6 +161,12 @@ def register(modules) -> None:
 def default_checkpoints(run: str) -> dict[str, str]:
     """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
     paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
+    choices = glob.glob(os.path.join(glob.escape(run), "kv*", "merged"))
+    if choices and not os.path.isdir(paths["merged"]):
+        records = {path: read_record(path, "04_align.py") for path in choices}
+        choices.sort(key=lambda path: -records[path]["summary"]["kv_heads"])
+        source = models.source_model(records[choices[0]], os.path.dirname(choices[0]))
+        return {SOURCE: source["path"]} | {os.path.basename(os.path.dirname(path)): path for path in choices}
     if os.path.exists(os.path.join(directory, RECORD)):
         trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
@@ -229,21 +249,20 @@ class Tokenized:
 def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts, args) -> Tokenized:
     """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions."""
     config = models.load_config(path)
-    if args.layerwise and config.model_type not in families.SUPPORTED:
-        raise UserError(f"{path}: --layerwise: expected model_type in {list(families.SUPPORTED)}, "
-                        f"found {config.model_type!r}")
-    if args.cache and not (config.model_type in families.SUPPORTED and has_blocks(config)):
-        raise UserError(f"{path}: --cache: expected model_type in {list(families.SUPPORTED)} and heads of a "
-                        f"multiple of {BLOCK} channels, found {config.model_type!r} and heads of "
-                        f"{families.geometry(config).head_dim}")
+    for flag in (name for name in ("layerwise", "cache") if getattr(args, name)):
+        if config.model_type not in families.SUPPORTED:
+            raise UserError(f"{path}: --{flag}: expected model_type in {list(families.SUPPORTED)}, "
+                            f"found {config.model_type!r}")
     tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
     tokens, description, bos = None, "", bool(models.bos_prefix(tokenizer, args.bos))
-    if text != NONE:
+    if is_calibration(text):
+        tokens, description = unread(text, args, length)
+    elif text != NONE:
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION, bos)
-        if tokens.max() >= config.vocab_size:
-            raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
-                            f"found {tokens.max()}")
+    if tokens is not None and tokens.max() >= config.vocab_size:
+        raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
+                        f"found {tokens.max()}")
     samples = {}
     for task, questions in tasks.items():
         samples[task] = [choice_samples(example, tokenizer, bos) for example in questions.values()]
@@ -257,15 +276,27 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
     return Tokenized(tokenizer, length, tokens, description, samples, asked)
 
 
+def is_calibration(text: str) -> bool:
+    return os.path.exists(os.path.join(text, RECORD))
+
+
+def unread(calibration: str, args, length: int) -> tuple[torch.Tensor, str]:
+    """[sequences, length] tokens of a calibration's sources that it has not read, and what they are."""
+    record, home = read_record(calibration, "01_calibrate.py"), os.path.dirname(os.path.normpath(calibration))
+    source = models.source_model(record, home)["path"]
+    context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise)
+    return read_unread(record, context, args.sequences, min(length, record["summary"]["length"]))
+
+
 def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], text: str) -> set[str]:
     """The names of the checkpoints with the first one's vocabulary, whose tokens can be compared.
 
-    Raises UserError for tokens of a file (.npy) and a checkpoint with another vocabulary.
+    Raises UserError for tokens (of a .npy file or a calibration) and a checkpoint with another vocabulary.
     """
     vocabularies = {name: each.tokenizer.get_vocab() for name, each in tokenized.items()}
     first = next(iter(checkpoints))
     same = {name for name in checkpoints if vocabularies[name] == vocabularies[first]}
-    if text.endswith(".npy") and len(same) < len(checkpoints):
+    if (text.endswith(".npy") or is_calibration(text)) and len(same) < len(checkpoints):
         other = next(path for name, path in checkpoints.items() if name not in same)
         raise UserError(f"{text}: expected checkpoints with one tokenizer, as it has tokens, found those of "
                         f"{checkpoints[first]} and {other}; pass text, not tokens")
@@ -294,6 +325,8 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
     spread = models.needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
+    if args.cache and not has_blocks(models.load_config(path)):
+        print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; not measured")
     model = models.load_model(path, dtype, device, spread)
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
     metrics["tasks"], outcomes = evaluate.answer_questions(
@@ -303,7 +336,7 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     if tokenized.tokens is not None:
         on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
         metrics |= on_text | perplexity_metrics(on_text["perplexity"], name, model, tokenized)
-        if args.cache:
+        if args.cache and has_blocks(model.config):
             caches = map(parse_cache, args.cache)
             metrics["caches"] = evaluate.cache_metrics(
                 model, tokenized.tokens, reference or predictions, caches)
@@ -343,8 +376,9 @@ def main():
     described = {name: models.describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
     inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
+    inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
     try:
-        started = begin_stage("07_eval.py", args, output, beside=(TABLE, OUTCOMES), inputs=inputs)
+        started = begin_stage("07_eval.py", args, output, beside=(TABLE, OUTCOMES, PICTURE), inputs=inputs)
     except Complete:
         print(read_text(os.path.join(args.run, TABLE)))
         raise
@@ -384,6 +418,9 @@ def main():
     with write_beside(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
         write_text(os.path.join(aside, TABLE), f"{note}\n\n{table}\n")
+        if cache_rows(results):
+            title = f"KL from {described[reference]['path']}"
+            plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
         write_record(aside, record, os.path.basename(output))
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():

@@ -13,7 +13,7 @@ from common.equivalence import mean_kl, perplexity_of
 from common.errors import UserError
 from common.models import bos_prefix
 from common.progress import Progress
-from common.quantized_cache import LAYOUTS, quantized
+from common.quantized_cache import LAYOUTS, PLAIN, quantized
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
@@ -62,13 +62,15 @@ def text_metrics(model, tokens: torch.Tensor, reference: Predictions | None) -> 
 
 
 def cache_metrics(model, tokens: torch.Tensor, reference: Predictions, caches) -> dict[str, dict]:
-    """For each quantized cache its bytes per token, and text_metrics in each layout."""
+    """For a cache of f16, and for each of `caches`, its bytes per token and text_metrics in each layout."""
     metrics = {}
-    for cache in caches:
+    for cache in dict.fromkeys((PLAIN, *caches)):
         metrics[str(cache)] = {"bytes_per_token": cache.bytes_per_token(model.config)}
         for layout in LAYOUTS:
-            with quantized(model, cache, layout):
-                metrics[str(cache)][layout], _ = text_metrics(model, tokens, reference)
+            if cache != PLAIN or layout == next(iter(LAYOUTS)):  # f16 is the same in all
+                with quantized(model, cache, layout):
+                    measured, _ = text_metrics(model, tokens, reference)
+            metrics[str(cache)][layout] = measured
     return metrics
 
 

@@ -43,6 +43,9 @@ class Cache(NamedTuple):
         return shape.layers * shape.kv_heads * shape.head_dim * (BITS[self.keys] + BITS[self.values]) / 8
 
 
+PLAIN = Cache("f16", "f16")
+
+
 def parse_cache(text: str) -> Cache:
     """The Cache of "FORMAT" or "KEYS/VALUES". Raises UserError."""
     keys, _, values = text.partition("/")

@@ -19,6 +19,8 @@
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
 #              what each keeps, untrained; the same RUN and one of them without PLAN goes on from there
+#   BASIS      layout of quantized caches that the export's basis is for, as --cache-basis of stage 6, or none
+#              (rotated: llama.cpp's)
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train again; --dtype is
 #              bfloat16 on GPUs, and on processors with instructions for it
 #   PYTHON     interpreter (python)
@@ -35,7 +37,9 @@ number='[1-9][0-9]*'
 # all settings are checked before stages 1 to 4, which may take hours
 [[ ${KV_HEADS:-1} =~ ^$number$ ]] || refuse "KV_HEADS: expected a positive number, found $KV_HEADS"
 [[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || refuse "NPROC: expected a positive number, found $NPROC"
-PROMPTS=${PROMPTS:-pipelines/prompts.txt} TASKS=${TASKS:-none}
+PROMPTS=${PROMPTS:-pipelines/prompts.txt} TASKS=${TASKS:-none} BASIS=${BASIS:-rotated}
+[[ $BASIS =~ ^(none|halves|pairs|rotated)$ ]] ||
+  refuse "BASIS: expected none, halves, pairs or rotated, found $BASIS"
 [ -f "$PROMPTS" ] || refuse "PROMPTS: expected a file, found $PROMPTS"
 [[ $TASKS =~ ^(none|hub)$ || -d $TASKS ]] || refuse "TASKS: expected a directory, hub or none, found $TASKS"
 [ -z "${FROM:-}" ] || [ -d "$FROM/calibration" ] ||
@@ -67,10 +71,13 @@ for source in "${TEXT[@]}" "${CHAT[@]}"; do
   [[ $source =~ ^(c4|demo|none|generated)$ || -e ${source#generated:} ]] ||
     refuse "TEXT, CHAT: expected generated, c4, none or files, found $source"
 done
+[ "$BASIS" = none ] && BASIS=() ||
+  BASIS=(--cache-basis "$BASIS" ${FROM:+--calibration "$FROM/calibration"})
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 TRAIN=(--run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS"
   ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} "${FLAGS[@]}")
+CACHES=(--cache q8_0 q8_0/q4_0 q4_0)
 EVALUATE=(--run "$RUN" --update --tasks "$TASKS" ${ONLY[0]:+--only "${ONLY[@]}"} --prompts "$PROMPTS")
 
 [ "${PLAN:-choose}" = choose ] && PLANNED=() || PLANNED=(--plan "$PLAN")
@@ -99,7 +106,8 @@ print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   for N in $KV_HEADS; do
     "$PYTHON" 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
-  "$PYTHON" pipelines/choose.py --run "$RUN"
+  "$PYTHON" 07_eval.py --run "$RUN" --update --tasks none --text "${CALIBRATION[1]}" --sequences 16 \
+    "${CACHES[@]}"
   exit
 fi
 "$PYTHON" 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
@@ -109,9 +117,9 @@ if [ -n "${PLAN:-}" ]; then
   exit
 fi
 train  # a complete training is left as it is; other flags are refused
-"$PYTHON" 06_export.py --run "$RUN" --update
+"$PYTHON" 06_export.py --run "$RUN" --update "${BASIS[@]}"
 HELDOUT=$RUN/train/heldout.npy
-[ -e "$HELDOUT" ] || HELDOUT=none  # chats alone, or text too short to hold two samples of it out
-"$PYTHON" 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT"
+[ -e "$HELDOUT" ] || HELDOUT=none CACHES=()  # chats alone, or text too short to hold two samples of it out
+"$PYTHON" 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
 "$PYTHON" pipelines/report.py --run "$RUN"
 cat "$RUN/eval.md"

@@ -148,6 +148,42 @@ def curves(
     return figure
 
 
+@drawing
+def frontier(
+    plt,
+    rows: list,  # tables.CacheRow
+    layouts: list[str],  # of their KLs
+    title: str,
+):
+    """Bytes a token against KL from the first checkpoint, for all checkpoints and caches, a panel per layout.
+
+    A line joins those of which no other has fewer bytes and a lower KL.
+    """
+    figure, axes = plt.subplots(1, len(layouts), figsize=(5.2 * len(layouts), 4.2), layout="constrained",
+                                sharey=True)
+    sizes = sorted({row.bytes_per_token for row in rows})
+    for panel, (axis, layout) in enumerate(zip(axes, layouts, strict=True)):
+        for name in dict.fromkeys(row.name for row in rows):
+            points = [(row.bytes_per_token, row.kls[panel]) for row in rows if row.name == name]
+            axis.plot(*zip(*points, strict=True), "o", label=name)
+        best = sorted((row.bytes_per_token, row.kls[panel]) for row in rows)
+        best = [point for index, point in enumerate(best)
+                if all(point[1] < earlier[1] for earlier in best[:index])]
+        axis.plot(*zip(*best, strict=True), color="grey", linewidth=1, zorder=0)
+        for row in rows:
+            axis.annotate(row.format, (row.bytes_per_token, row.kls[panel]), (4, 4),
+                          textcoords="offset points", fontsize=7, rotation=40)
+        axis.set(title=layout, xlabel="KV bytes per token", xscale="log", xmargin=0.1)
+        axis.set_yscale("symlog", linthresh=1e-3)
+        axis.set_ylim(0, 4 * max(max(row.kls) for row in rows) + 1e-3)  # room for what names the formats
+        axis.minorticks_off()
+        axis.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=60, fontsize=7)
+    axes[0].set_ylabel("KL from the first, nats")
+    axes[0].legend()
+    figure.suptitle(title)
+    return figure
+
+
 def _draw_losses(axis, records: list[dict]) -> None:
     for name in ("loss", *TERMS):
         points = [(record["step"], record[name]) for record in records if record.get(name, 0) > 0]

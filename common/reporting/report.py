@@ -42,7 +42,7 @@ PARTS = (
     Part("teacher", "05_prune_train.py", "teacher/stage.json"),
     Part("train", "05_prune_train.py", "train/stage.json", picture="train/curves.png"),
     Part("gqa", "06_export.py", "gqa/stage.json"),
-    Part("eval", "07_eval.py", "eval.json"),
+    Part("eval", "07_eval.py", "eval.json", picture="frontier.png"),
 )
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 
@@ -88,11 +88,17 @@ def read_records(directory: str) -> dict[str, dict]:
     paths = {part: os.path.join(directory, part.record) for part in PARTS}
     records = {part.name: read_record(path, part.stage) for part, path in paths.items()
                if os.path.isfile(path)}
-    for name, metrics in records.get("eval", {}).get("results", {}).items():
+    results = records.get("eval", {}).get("results", {})
+    for name, metrics in results.items():
         tasks = metrics.get("tasks", {})
         if not isinstance(tasks, dict) or not all(isinstance(scores, dict) for scores in tasks.values()):
             raise UserError(f"{directory}/eval.json: expected scores per task for {name}, found others; run "
                             "07_eval.py again")
+    try:
+        tables.caches_table(results)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{directory}/eval.json: expected metrics of each quantized cache, found others; run "
+                        "07_eval.py again") from error
     return records
 
 
@@ -135,9 +141,11 @@ def section(directory: str, part: Part, record: dict) -> dict:
         shown += tables.score_tables(record["results"], record.get("prompts"))
     if metrics:
         shown.append(tables.steps_table(metrics))
+    drawn = part.picture if record["arguments"].get("cache", True) else ""  # the frontier: of caches alone
     return {
         "part": part,
-        "picture": picture_data(directory, part.picture) if part.picture else "",
+        "drawn": drawn,
+        "picture": picture_data(directory, drawn) if drawn else "",
         "tables": shown,
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),

@@ -25,6 +25,12 @@ WORDS = {"kl": "KL", "bild": "BiLD", "l0": "L0", "lr": "learning rate", "gib": "
 PERCENT = ("exact_match", "likelihood", "chance")  # name endings of shares, shown in percent
 
 
+class Table(NamedTuple):
+    header: tuple  # empty for tables of (name, value)
+    rows: list[tuple]
+    caption: str = ""
+
+
 def markdown_text(value) -> str:
     """`value` on one line, without what would end a cell, start HTML or make a terminal act."""
     return printable(" ".join(str(value).split())).translate(ESCAPES)
@@ -109,26 +115,47 @@ def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[st
     return title, f"{100 * columns[0][chance]:.1f}", *cells
 
 
-def caches_section(results: dict[str, dict]) -> str:
-    """A table with a row per checkpoint and quantized cache, in Markdown; "" without caches.
+class CacheRow(NamedTuple):
+    """A checkpoint with a cache of some format."""
 
-    A row is dominated, and marked by >, if another one has as few bytes and a lower KL in every layout.
-    """
-    rows = [(name, cache, metrics["bytes_per_token"], *(metrics[layout]["kl"] for layout in LAYOUTS),
-             metrics["rotated"]["perplexity"], metrics["rotated"]["agreement"])
+    name: str
+    format: str
+    bytes_per_token: float
+    kls: tuple[float, ...]  # from the first checkpoint, in each layout
+    perplexity: float
+    agreement: float
+
+    def is_dominated(self, rows: list["CacheRow"]) -> bool:
+        """Whether one of them has no more bytes and a lower KL in every layout."""
+        smaller = [row for row in rows if row.bytes_per_token <= self.bytes_per_token]
+        return any(all(map(float.__lt__, row.kls, self.kls)) for row in smaller)
+
+
+def cache_rows(results: dict[str, dict]) -> list[CacheRow]:
+    """Every checkpoint with every cache that it was compared in."""
+    return [CacheRow(name, cache, metrics["bytes_per_token"],
+                     tuple(metrics[layout]["kl"] for layout in LAYOUTS),
+                     metrics["rotated"]["perplexity"], metrics["rotated"]["agreement"])
             for name, checkpoint in results.items() for cache, metrics in checkpoint.get("caches", {}).items()
             if "kl" in metrics["rotated"]]
-    if not rows:
-        return ""
-    cells = []
-    for name, cache, size, *kls, perplexity, agreement in rows:
-        worse = any(other[2] <= size and all(map(float.__lt__, other[3:-2], kls)) for other in rows)
-        cells.append((f"{name} >" if worse else name, cache, f"{size:.0f}", *(f"{kl:.4f}" for kl in kls),
-                      f"{perplexity:.3f}", f"{agreement:.4f}"))
+
+
+def caches_table(results: dict[str, dict]) -> Table:
+    """A row per checkpoint and cache; those that are dominated are marked by >."""
+    rows = cache_rows(results)
+    cells = [(f"{row.name} >" if row.is_dominated(rows) else row.name, row.format,
+              f"{row.bytes_per_token:.0f}", *(f"{kl:.4f}" for kl in row.kls), f"{row.perplexity:.3f}",
+              f"{row.agreement:.4f}") for row in rows]
     header = ("quantized caches", "format", "bytes per token", *(f"KL, {layout}" for layout in LAYOUTS),
               "perplexity, rotated", "top-1, rotated")
-    note = "KL from the first, nats; >: another has no more bytes and a lower KL in every layout."
-    return f"\n\n{markdown_table(header, cells, '<<>>>>>>')}\n\n{note}"
+    return Table(header, cells, "KL from the first, nats; >: another has no more bytes and a lower KL in "
+                                "every layout.")
+
+
+def caches_section(results: dict[str, dict]) -> str:
+    """caches_table in Markdown; "" without caches."""
+    header, rows, note = caches_table(results)
+    return f"\n\n{markdown_table(header, rows, '<<>>>>>>')}\n\n{note}" if rows else ""
 
 
 def answers_section(prompts: list[str], results: dict[str, dict]) -> str:
@@ -197,12 +224,6 @@ def write_scores(directory: str, scores: str) -> bool:
         escaped = scores.replace("<!--", "&lt;!--")
         write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
     return bool(opening)
-
-
-class Table(NamedTuple):
-    header: tuple  # empty for tables of (name, value)
-    rows: list[tuple]
-    caption: str = ""
 
 
 def is_number(value) -> bool:
@@ -283,12 +304,14 @@ def score_tables(results: dict[str, dict], prompts) -> list[Table]:
     tables = [_score_table(kind, results) for kind in kinds]
 
     averages = {f"{average}_{name}" for average in AVERAGES for name in (*kinds, "chance")}
-    shown = {"tasks", "answers"} | averages | {f"{name}_stderr" for name in averages}
+    shown = {"tasks", "answers", "caches"} | averages | {f"{name}_stderr" for name in averages}
     others = [flatten({name: value for name, value in model.items() if name not in shown})
               for model in models]
     names = dict.fromkeys(name for metrics in others for name in metrics)
     rows = [(label(name), *(metrics.get(name) for metrics in others)) for name in names]
     tables.append(Table(("", *results), rows))
+    caches = caches_table(results)
+    tables += [caches] if caches.rows else []
     columns = [prompts, *(model.get("answers") for model in models)]
     if all(isinstance(column, list) for column in columns):
         tables.append(Table(("prompt", *results), list(zip(*columns, strict=False)), "greedy answers"))

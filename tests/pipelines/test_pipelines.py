@@ -11,6 +11,7 @@ from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
 from helpers import recipe, save_tiny
 from pipelines import table6
+from tiny_run import read
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
@@ -274,7 +275,8 @@ def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     assert others == ["02_similarity.py --run RUN --energy",
                       *(f"03_group.py --run RUN/kv{heads} {grouping} {heads}" for heads in (16, 8, 4)),
                       *(f"04_align.py --run RUN/kv{heads} {merge}" for heads in (16, 8, 4)),
-                      "pipelines/choose.py --run RUN"]
+                      "07_eval.py --run RUN --update --tasks none --text RUN/calibration --sequences 16 "
+                      "--cache q8_0 q8_0/q4_0 q4_0"]
 
 
 def times(run: Path) -> dict[Path, int]:
@@ -285,16 +287,18 @@ def times(run: Path) -> dict[Path, int]:
 @pytest.mark.slow
 def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
     run = tmp_path / "a run"
-    settings = {"MODEL": save_tiny(tmp_path / "model", num_key_value_heads=4), "RUN": run,
+    settings = {"MODEL": save_tiny(tmp_path / "model", num_key_value_heads=4, head_dim=32), "RUN": run,
                 "SEQUENCES": 8, "LENGTH": 64}
     done = recipe("convert.sh", PLAN="choose", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (run / "choose.md").read_text()
-    first = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
-    assert first == ["kv heads", "4", "2", "1"] and done.stdout.endswith(table)
-    made = times(run)
+    results, made = read(run / "eval.json")["results"], times(run)
+    assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
+        ("source", 4), ("kv2", 2), ("kv1", 1)]
+    assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
+    assert all(metrics["perplexity_tokens"] == 16 * 64 for metrics in results.values())
+    assert (run / "frontier.png").read_bytes().startswith(b"\x89PNG")
     again = recipe("convert.sh", PLAN="choose", **settings)
-    assert again.stdout.endswith(table) and again.stdout.count(": complete") == 6 and times(run) == made
+    assert again.stdout.count(": complete") == 7 and times(run) == made
     planned = recipe("convert.sh", PLAN="1xCPU", KV_HEADS=2, **settings)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert planned.stdout.count(": complete") == 2 and (run / "merged").is_dir()
