@@ -335,7 +335,7 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     predictions = None
     if tokenized.tokens is not None:
         on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
-        metrics |= on_text | perplexity_metrics(on_text["perplexity"], name, model, tokenized)
+        metrics |= on_text | perplexity_metrics(on_text["perplexity"], tokenized)
         if args.cache and has_blocks(model.config):
             caches = map(parse_cache, args.cache)
             metrics["caches"] = evaluate.cache_metrics(
@@ -355,15 +355,14 @@ def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
     if tokenized.tokens is not None:
         perplexity = evaluate.layerwise_perplexity(layers, tokenized.tokens, args.run)
-        metrics |= perplexity_metrics(perplexity, name, layers.model, tokenized)
+        metrics |= perplexity_metrics(perplexity, tokenized)
     row = torch.arange(tokenized.length) % layers.config.vocab_size
     # the weights are on the meta device, which suffices for sizes
     return metrics | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
 
 
-def perplexity_metrics(perplexity: float, name: str, model, tokenized: Tokenized) -> dict:
-    """The perplexity and what it was measured on. Raises UserError unless it is finite."""
-    evaluate.require_finite([perplexity], name, model)
+def perplexity_metrics(perplexity: float, tokenized: Tokenized) -> dict:
+    """The perplexity and what it was measured on."""
     return {"perplexity": perplexity, "perplexity_text": tokenized.text,
             "perplexity_tokens": tokenized.tokens.numel()}
 

@@ -215,7 +215,7 @@ def drawings():
 
     Yields the functions that draw, by name.
     """
-    real = {name: getattr(plots, name) for name in ("heatmaps", "pairs", "curves")}
+    real = {name: getattr(plots, name) for name in ("heatmaps", "pairs", "curves", "frontier")}
     for name in real:
         setattr(plots, name, plots.drawing(lambda pyplot, *_, **__: pyplot.figure(figsize=(1, 1))))
     yield real

@@ -82,6 +82,7 @@ def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
     sidecars.save(model, str(tmp_path / "made"), str(tmp_path / "source"))
     made = settings_of(tmp_path / "made")
     assert (made["model_type"], made["sliding_window"], made["rope_theta"]) == ("mistral", 9, 10000.0)
+    assert made["torch_dtype"] == made["dtype"] == "float32"
     assert GenerationConfig.from_pretrained(tmp_path / "made").eos_token_id == 256
     assert AutoTokenizer.from_pretrained(tmp_path / "made").eos_token == "<eos>"
 

@@ -213,6 +213,8 @@ WINOGRANDE = {"sentence": "s", "option1": "a", "option2": "b", "answer": "2"}
     ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
     ("arc_easy", LISTED | {"choices": LISTED["choices"] | {"label": ["A", "A"]}},
      "expected 2 different letters, found [\"A\", \"A\"]"),
+    ("arc_easy", LISTED | {"choices": LISTED["choices"] | {"label": ["A", 1]}},
+     "expected 2 different letters, found [\"A\", 1]"),
 ])
 def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
     path = tmp_path / f"{task}.validation.jsonl"

@@ -11,7 +11,6 @@ from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
 from helpers import recipe, save_tiny
 from pipelines import table6
-from tiny_run import read
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
@@ -59,6 +58,7 @@ FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
 
     (CONVERT, {"KV_HEADS": "4 2"}, "KV_HEADS: expected a positive number, found 4 2\n"),
     (CONVERT, {"KV_HEADS": "4 x", "PLAN": "choose"}, "KV_HEADS: expected a positive number, found 4 x\n"),
+    (CONVERT, {"BASIS": "pair"}, "BASIS: expected none, halves, pairs or rotated, found pair\n"),
     (CONVERT, {"NPROC": "two"}, "NPROC: expected a positive number, found two\n"),
     (CONVERT, {"PROMPTS": "gone.txt"}, "PROMPTS: expected a file, found gone.txt\n"),
     (CONVERT, {"TASKS": "gone"}, "TASKS: expected a directory, hub or none, found gone\n"),
@@ -220,8 +220,8 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
         "03_group.py --run RUN --similarity RUN/similarity.safetensors --by energy --kv-heads 2",
         "04_align.py --run RUN --calibration RUN/calibration --merge closed-form --refit attention",
         f"{LAUNCHER.format(3)} 05_prune_train.py {training}",
-        "06_export.py --run RUN --update",
-        f"07_eval.py {evaluation} --text RUN/train/heldout.npy",
+        "06_export.py --run RUN --update --cache-basis rotated",
+        f"07_eval.py {evaluation} --text RUN/train/heldout.npy --cache q8_0 q8_0/q4_0 q4_0",
         "pipelines/report.py --run RUN"]
 
 
@@ -237,7 +237,9 @@ def test_what_convert_takes_where_nothing_is_said(recorded, tmp_path):
     assert train == f"05_prune_train.py --run-dir RUN --tasks none --text '{text}' --text-tokens 50000"
     assert evaluation == ("07_eval.py --run RUN --update --tasks none --prompts pipelines/prompts.txt "
                           "--text none")
-    demo = recorded("convert.sh", MODEL="demo", RUN=run)[-8]
+    *_, export, _, _ = commands = recorded("convert.sh", MODEL="demo", RUN=run, BASIS="none")
+    assert "--cache-basis" not in export
+    demo = commands[-8]
     assert after("--length", demo) == "256" and after("--text", demo) == "generated"
 
 
@@ -248,7 +250,7 @@ def test_a_conversion_takes_the_calibration_of_another(recorded, tmp_path):
     *_, grouping, merge, _, _, _, _ = commands
     assert not of_stage("01_calibrate.py", commands) and not of_stage("02_similarity.py", commands)
     assert after("--similarity", grouping) == f"{other}/similarity.safetensors"
-    assert after("--calibration", merge) == f"{other}/calibration"
+    assert after("--calibration", merge) == after("--calibration", commands[-3]) == f"{other}/calibration"
 
 
 @pytest.mark.parametrize("settings", [
@@ -291,7 +293,7 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
                 "SEQUENCES": 8, "LENGTH": 64}
     done = recipe("convert.sh", PLAN="choose", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    results, made = read(run / "eval.json")["results"], times(run)
+    results, made = json.loads((run / "eval.json").read_text())["results"], times(run)
     assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
         ("source", 4), ("kv2", 2), ("kv1", 1)]
     assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
@@ -307,11 +309,13 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
 @pytest.mark.slow
 def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     run = tmp_path / "a run"
-    settings = {"MODEL": save_tiny(tmp_path / "model"), "RUN": run, "KV_HEADS": 2, "SEQUENCES": 8,
-                "LENGTH": 64, "TOKENS": 6000}
+    settings = {"MODEL": save_tiny(tmp_path / "model", head_dim=32), "RUN": run, "KV_HEADS": 2,
+                "SEQUENCES": 8, "LENGTH": 64, "TOKENS": 6000}
     done = recipe("convert.sh", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     table = (run / "eval.md").read_text()
+    assert "| gqa              | q4_0 " in table and "KL, rotated" in (run / "gqa/README.md").read_text()
+    assert "basis   a q4_0 cache, rotated: error of scores x 0." in done.stdout
     assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
     made = times(run)
     again = recipe("convert.sh", **settings)

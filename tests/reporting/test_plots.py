@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from common.reporting import plots
+from common.reporting.tables import CacheRow
 from pipelines import smollm2
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -48,6 +49,25 @@ def series(axis) -> dict[str, tuple[list, list]]:
 
 def legend(axis) -> list[str]:
     return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_the_frontier_joins_what_nothing_smaller_and_closer_beats():
+    rows = [CacheRow("source", "f16", 64.0, (0.0, 0.0), 3.0, 1.0),
+            CacheRow("source", "q4_0", 18.0, (0.5, 0.2), 3.0, 0.9),
+            CacheRow("gqa", "f16", 32.0, (0.3, 0.3), 4.0, 0.8)]
+    figure = figure_of(plots.frontier, rows, ["halves", "rotated"], "KL from x")
+    joined = [[18, 32, 64], [0.5, 0.3, 0.0]], [[18, 64], [0.2, 0.0]]  # on the right gqa is worse and larger
+    for panel, (axis, title) in enumerate(zip(figure.axes, ("halves", "rotated"), strict=True)):
+        assert (axis.get_title(), axis.get_xlabel(), axis.get_xscale(), axis.get_yscale()) == (
+            title, "KV bytes per token", "log", "symlog")
+        assert series(axis) == {"source": ([64, 18], [0, rows[1].kls[panel]]), "gqa": ([32], [0.3])}
+        assert axis.lines[-1].get_xydata().T.tolist() == joined[panel]
+        assert [(text.xy, text.get_text()) for text in axis.texts] == [
+            ((row.bytes_per_token, row.kls[panel]), row.format) for row in rows]
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["18", "32", "64"]
+        assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > 0.5
+    assert legend(figure.axes[0]) == ["source", "gqa"] and figure.get_suptitle() == "KL from x"
+    assert figure.axes[0].get_ylabel() == "KL from the first, nats"
 
 
 @pytest.mark.parametrize("layers", [2, 9])
