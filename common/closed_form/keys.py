@@ -2,8 +2,8 @@
 
 Pair by pair. Keys affect the model only through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair
 commutes with RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first principal component
-of the D numbers w_i k_i[p], a combination sum_j combine_j k_j[p]. Head i reconstructs its key as read_i
-k~[p], and the factor is folded into its query: q_i <- conj(read_i) q_i.
+of the D numbers w_i k_i[p], a combination sum_j encode_j k_j[p]. Head i reconstructs its key as decode_i
+k~[p], and the factor is folded into its query: q_i <- conj(decode_i) q_i.
 
 RoPE-aware. A stock model does not need RoPE pairs to stay pairs: any real A_j and B_i [d, d] make one, with
 shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score q_i^T R k_i becomes q_i^T
@@ -45,27 +45,27 @@ def key_weights(energy: torch.Tensor) -> torch.Tensor:
 
 
 def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """c [G, D, D, P] and w [G, D, P] -> combine [G, D, P], read [G, D, P], complex.
+    """c [G, D, D, P] and w [G, D, P] -> encode [G, D, P], decode [G, D, P], complex.
 
-    k~[p] = sum_j combine_j k_j[p], and k_i[p] is replaced by read_i k~[p]. read_i is the regression of k_i on
-    k~, not the eigenvector component divided by w_i, so it is at most sqrt(E|k_i|^2 / E|k~|^2) however small
-    w_i is. k~ has the phase closest to the mean of the group's keys, and their mean energy. Pairs whose keys
-    are all zero get the mean.
+    k~[p] = sum_j encode_j k_j[p], and k_i[p] is replaced by decode_i k~[p]. decode_i is the regression of k_i
+    on k~, not the eigenvector component divided by w_i, so it is at most sqrt(E|k_i|^2 / E|k~|^2) however
+    small w_i is. k~ has the phase closest to the mean of the group's keys, and their mean energy. Pairs whose
+    keys are all zero get the mean.
     """
     moment = gram.transpose(1, 2).permute(0, 3, 1, 2)  # [G, P, D, D]: sum_n z_i conj(z_j)
     w = weights.permute(0, 2, 1)
     leading = torch.linalg.eigh(w[..., :, None] * moment * w[..., None, :]).eigenvectors[..., -1]
-    combine = leading.conj() * w  # [G, P, D]
-    cross = torch.einsum("gpij,gpj->gpi", moment, combine.conj())  # sum_n z_i conj(z~)
-    energy = torch.einsum("gpi,gpi->gp", combine, cross).real[..., None]
+    encode = leading.conj() * w  # [G, P, D]
+    cross = torch.einsum("gpij,gpj->gpi", moment, encode.conj())  # sum_n z_i conj(z~)
+    energy = torch.einsum("gpi,gpi->gp", encode, cross).real[..., None]
     energies = torch.diagonal(moment, dim1=-2, dim2=-1).real  # sum_n |z_i|^2
     total = energies.sum(-1, keepdim=True)  # less a mean's share, it may be below zero by rounding
     alive = (total > 0) & (energy > RANK_TOLERANCE * total)
-    read = torch.where(alive, cross / energy.where(alive, 1), 1)
-    combine = torch.where(alive, combine, 1 / combine.shape[-1])
-    scale = torch.where(alive, (total / combine.shape[-1] / energy.where(alive, 1)).sqrt(), 1)
-    gauge = unit_phase(read.sum(-1, keepdim=True)) * scale
-    return (gauge * combine).permute(0, 2, 1), (read / gauge).permute(0, 2, 1)
+    decode = torch.where(alive, cross / energy.where(alive, 1), 1)
+    encode = torch.where(alive, encode, 1 / encode.shape[-1])
+    scale = torch.where(alive, (total / encode.shape[-1] / energy.where(alive, 1)).sqrt(), 1)
+    gauge = unit_phase(decode.sum(-1, keepdim=True)) * scale
+    return (gauge * encode).permute(0, 2, 1), (decode / gauge).permute(0, 2, 1)
 
 
 def log_uniform(context: int) -> torch.Tensor:
@@ -149,47 +149,47 @@ class KeyFit:
         left, right = self.turns.turn(left), self.turns.turn(right)
         return self.turns.forward(moment) - left[..., :, None] * right[..., None, :]
 
-    def shared(self, combine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def shared(self, encode: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Covariances of R k_i with R k~ [G, D, d, d], and of R k~ with itself [G, d, d]."""
         groups, members, size = self.shape
-        stacked = combine.transpose(1, 2).reshape(groups, size, members * size)
+        stacked = encode.transpose(1, 2).reshape(groups, size, members * size)
         cross = self.stacked @ stacked.mT
-        mean = torch.einsum("gjab,gjb->ga", combine, self.mean)
+        mean = torch.einsum("gjab,gjb->ga", encode, self.mean)
         itself = self.covariance(stacked @ cross, mean, mean)
         cross = cross.view(groups, members, size, size)
         return self.covariance(cross, self.mean, mean[:, None].expand_as(self.mean)), itself
 
-    def loss(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    def loss(self, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
         """The loss of each group, [G]."""
-        cross, itself = self.shared(combine)
-        error = self.variance - 2 * read @ cross.mT + read @ itself[:, None] @ read.mT
+        cross, itself = self.shared(encode)
+        error = self.variance - 2 * decode @ cross.mT + decode @ itself[:, None] @ decode.mT
         return (self.query * error).sum((1, 2, 3))
 
-    def best_read(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """B for fixed A, damped around `read`: the regression of R k_i on R k~. Sigma cancels."""
-        cross, itself = self.shared(combine)
-        residual = cross - read @ itself[:, None]
+    def best_decode(self, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
+        """B for fixed A, damped around `decode`: the regression of R k_i on R k~. Sigma cancels."""
+        cross, itself = self.shared(encode)
+        residual = cross - decode @ itself[:, None]
         step = damped_solve(itself, residual.flatten(1, 2).mT)  # [G, d, D d]
-        return read + step.mT.view_as(read)
+        return decode + step.mT.view_as(decode)
 
-    def best_combine(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """A for fixed B, damped around `combine`.
+    def best_encode(self, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
+        """A for fixed B, damped around `encode`.
 
         Without the mean, A = G^-1 H, and K cancels. Subtracting the mean adds a rank-one step along
         (K - mu mu^T)^-1 mu.
         """
-        weighted = read.mT @ self.query  # B_i^T Sigma_i
-        system = (weighted @ read).sum(1)
+        weighted = decode.mT @ self.query  # B_i^T Sigma_i
+        system = (weighted @ decode).sum(1)
         total, spread = self.turns.backward(system), self.turns.spread(system)
-        residual = self.turns.backward(weighted) - total[:, None] @ combine
+        residual = self.turns.backward(weighted) - total[:, None] @ encode
         groups, members, size = self.shape
         flat = residual.transpose(1, 2).reshape(groups, size, members * size)
         step = damped_solve(total, flat).view(groups, size, members, size).transpose(1, 2)
-        combine = combine + step
-        lost = self.turns.spread(weighted) - spread[:, None] @ combine
+        encode = encode + step
+        lost = self.turns.spread(weighted) - spread[:, None] @ encode
         lost = torch.einsum("gjab,gjb->ga", lost, self.mean)
         along = damped_solve(total, lost[..., None], self.mean_share * spread)
-        return combine + along[:, None] * self.dual[:, :, None, :]
+        return encode + along[:, None] * self.dual[:, :, None, :]
 
 
 def identity_like(matrix: torch.Tensor) -> torch.Tensor:
@@ -221,50 +221,50 @@ def start_by_pairs(fit: KeyFit) -> Maps:
     mean = fit.turns.turn(fit.mean)
     constant = pair_products(mean[:, :, None, :, None] * mean[:, None, :, None, :])
     weights = key_weights(pair_products(fit.query).real)
-    combine, read = merge_keys(pair_products(fit.gram) - constant, weights)
-    return to_matrix(combine), to_matrix(read)
+    encode, decode = merge_keys(pair_products(fit.gram) - constant, weights)
+    return to_matrix(encode), to_matrix(decode)
 
 
-def start_by_band(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> Maps:
+def start_by_band(fit: KeyFit, encode: torch.Tensor, decode: torch.Tensor) -> Maps:
     """A and B with the pairs that hardly turn merged like values instead, free of the mean."""
     slow = fit.turns.frequencies * fit.turns.furthest < BAND_LIMIT
     slow = torch.cat((slow, slow))
     inside = slow[:, None] & slow
     centered = fit.gram - fit.mean[:, :, None, :, None] * fit.mean[:, None, :, None, :]
     like_values = merge_values(centered[..., slow, :][..., slow], fit.query[..., slow, :][..., slow])
-    combine, read = (matrix.where(~inside, 0) for matrix in (combine, read))
-    combine[..., inside], read[..., inside] = (matrix.flatten(-2) for matrix in like_values)
-    return combine, read
+    encode, decode = (matrix.where(~inside, 0) for matrix in (encode, decode))
+    encode[..., inside], decode[..., inside] = (matrix.flatten(-2) for matrix in like_values)
+    return encode, decode
 
 
-def balanced(gram: torch.Tensor, combine: torch.Tensor, read: torch.Tensor) -> Maps:
+def balanced(gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor) -> Maps:
     """A and B with every shared pair times a complex number, which changes no score.
 
     It gets the phase closest to the mean of the group's keys, and their mean energy, so that it can be
     blended with them and trained at their learning rate. gram: [G, D, D, d, d].
     """
-    cross = pair_products(torch.einsum("giab,gijbc->gac", combine, gram))  # sum_n conj(z~) z_j, over j
-    energy = pair_products(torch.einsum("giab,gijbc,gjdc->gad", combine, gram, combine)).real
+    cross = pair_products(torch.einsum("giab,gijbc->gac", encode, gram))  # sum_n conj(z~) z_j, over j
+    energy = pair_products(torch.einsum("giab,gijbc,gjdc->gad", encode, gram, encode)).real
     mean_energy = pair_products(torch.einsum("giiab->gab", gram)).real / gram.shape[1]
     alive = (energy > 0) & (mean_energy > 0)
     scale = (mean_energy / energy.where(alive, 1)).sqrt().where(alive, 1)
     factor = (scale * unit_phase(cross))[:, None]
-    return to_matrix(factor) @ combine, read @ to_matrix(1 / factor)
+    return to_matrix(factor) @ encode, decode @ to_matrix(1 / factor)
 
 
-def alternate(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor, rounds: int):
+def alternate(fit: KeyFit, encode: torch.Tensor, decode: torch.Tensor, rounds: int):
     """A, B and the loss [G] after `rounds` of the two halves, which never raise it."""
     for _ in range(rounds):
-        read = fit.best_read(combine, read)
-        combine = fit.best_combine(combine, read)
-    read = fit.best_read(combine, read)
-    return combine, read, fit.loss(combine, read)
+        decode = fit.best_decode(encode, decode)
+        encode = fit.best_encode(encode, decode)
+    decode = fit.best_decode(encode, decode)
+    return encode, decode, fit.loss(encode, decode)
 
 
 def merge_rope_keys(fit: KeyFit, rounds: int = ROUNDS) -> Maps:
-    """combine A and read B, [G, D, d, d]: from the better initialization for each group."""
+    """encode A and decode B, [G, D, d, d]: from the better initialization for each group."""
     by_pairs = start_by_pairs(fit)
-    combine, read, loss = alternate(fit, *by_pairs, rounds)
-    band_combine, band_read, band_loss = alternate(fit, *start_by_band(fit, *by_pairs), rounds)
+    encode, decode, loss = alternate(fit, *by_pairs, rounds)
+    band_encode, band_decode, band_loss = alternate(fit, *start_by_band(fit, *by_pairs), rounds)
     better = (band_loss < loss)[:, None, None, None]
-    return balanced(fit.gram, band_combine.where(better, combine), band_read.where(better, read))
+    return balanced(fit.gram, band_encode.where(better, encode), band_decode.where(better, decode))

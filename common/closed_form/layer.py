@@ -64,8 +64,8 @@ def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rot
     What norms of single heads cost (before_norms) is not among it. Other arguments: as for closed_form_layer.
     """
 
-    def lost(fit: KeyFit, combine: torch.Tensor, read: torch.Tensor) -> float:
-        return float(ratio(fit.loss(combine, read).sum(), (fit.query * fit.variance).sum()))
+    def lost(fit: KeyFit, encode: torch.Tensor, decode: torch.Tensor) -> float:
+        return float(ratio(fit.loss(encode, decode).sum(), (fit.query * fit.variance).sum()))
 
     keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
     gram, output = value_blocks(grams, groups, value_rotation)
@@ -82,11 +82,11 @@ def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rot
     Other arguments: as for closed_form_layer.
     """
     rotation = to_matrix(key_rotation)
-    combine, read = (maps.to(rotation.device) for maps in (merge.key_in, merge.key_out))
+    encode, decode = (maps.to(rotation.device) for maps in (merge.key_in, merge.key_out))
     key = rotated(group_blocks(grams.full_key, groups), rotation) / grams.tokens
     query = rotation @ grams.query[groups] @ rotation.mT / grams.tokens
-    key_energy = torch.einsum("giab,gijbc,gjac->ga", combine, key, combine)
-    query_energy = torch.einsum("giba,gibc,gica->gia", read, query, read)
+    key_energy = torch.einsum("giab,gijbc,gjac->ga", encode, key, encode)
+    query_energy = torch.einsum("giba,gibc,gica->gia", decode, query, decode)
     return replace(merge, key_energy=key_energy, query_energy=query_energy if queries else None)
 
 
@@ -101,13 +101,13 @@ def before_norms(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rota
                      for rows in (slice(heads, None), slice(heads)))
     energies, products = (torch.diagonal(matrix, dim1=-2, dim2=-1) for matrix in (source, cross))
     target = merge.key_in.transpose(1, 2).flatten(2)
-    combine = target * ratio(products, energies)[:, None]  # each coordinate by itself
-    residual = (target @ cross - combine @ source).mT
-    combine = combine + damped_solve(source, residual, damping=RIDGE).mT  # [G, d, D d]
+    encode = target * ratio(products, energies)[:, None]  # each coordinate by itself
+    residual = (target @ cross - encode @ source).mT
+    encode = encode + damped_solve(source, residual, damping=RIDGE).mT  # [G, d, D d]
     spread = energies.unflatten(1, (groups.shape[1], -1)).mean(-1)
-    key_in = combine.unflatten(2, merge.key_in.shape[1:3]).transpose(1, 2)
+    key_in = encode.unflatten(2, merge.key_in.shape[1:3]).transpose(1, 2)
     variance = (key_in.square().sum(-1) * spread[..., None]).sum(1).mean(0)  # the groups share the norm
-    energy = (combine @ source * combine).sum(-1)
+    energy = (encode @ source * encode).sum(-1)
     merge = with_energies(merge, grams, groups, key_rotation, queries=True)
     return replace(merge, key_in=key_in, key_energy=energy, key_variance=variance)
 

@@ -28,10 +28,10 @@ def symmetric_root(output_gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def merge_values(gram: torch.Tensor, output_gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """C [G, D, D, d, d] and W_O,i^T W_O,i [G, D, d, d] -> combine [G, D, d, d], read [G, D, d, d].
+    """C [G, D, D, d, d] and W_O,i^T W_O,i [G, D, d, d] -> encode [G, D, d, d], decode [G, D, d, d].
 
-    v~ = sum_j combine_j v_j, and v_i is replaced by read_i v~: W_V~ = sum_j combine_j W_V,j, W_O,i <- W_O,i
-    read_i. v~ is only determined up to an invertible map: the one chosen brings it as close as possible to
+    v~ = sum_j encode_j v_j, and v_i is replaced by decode_i v~: W_V~ = sum_j encode_j W_V,j, W_O,i <- W_O,i
+    decode_i. v~ is only determined up to an invertible map: the one chosen brings it as close as possible to
     the mean of the group's values by an orthogonal map, with their mean energy, so that it can be blended
     with them and trained at their learning rate. A group whose values or outputs are all zero gets the mean.
     """
@@ -40,17 +40,17 @@ def merge_values(gram: torch.Tensor, output_gram: torch.Tensor) -> tuple[torch.T
     weighted = torch.einsum("giab,gijbc,gjcd->giajd", root, gram, root)
     weighted = weighted.reshape(groups, members * size, members * size)
     leading = torch.linalg.eigh(weighted).eigenvectors[..., -size:].view(groups, members, size, size)  # U_i
-    combine = leading.mT @ root
-    read = inverse @ leading
-    toward_mean = torch.einsum("gijab,gjcb->gac", gram, combine)  # D sum_n mean v~^T
+    encode = leading.mT @ root
+    decode = inverse @ leading
+    toward_mean = torch.einsum("gijab,gjcb->gac", gram, encode)  # D sum_n mean v~^T
     gauge = polar(toward_mean)[:, None]
     mean_energy = torch.einsum("giiaa->g", gram) / members
-    energy = torch.einsum("giab,gijbc,gjac->g", combine, gram, combine)
+    energy = torch.einsum("giab,gijbc,gjac->g", encode, gram, encode)
     alive = (energy > 0)[:, None, None, None]
     scale = (mean_energy / energy.where(energy > 0, 1)).sqrt()[:, None, None, None].where(alive, 1)
     eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
-    combine = torch.where(alive, scale * (gauge @ combine), eye / members)
-    return combine, torch.where(alive, read @ gauge.mT / scale, eye)
+    encode = torch.where(alive, scale * (gauge @ encode), eye / members)
+    return encode, torch.where(alive, decode @ gauge.mT / scale, eye)
 
 
 def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):
-    """W_O,i read_i sum_j combine_j W_V,j S^(1/2): of rank d, the best for the stacked W_O,i W_V,i S^(1/2).
+    """W_O,i decode_i sum_j encode_j W_V,j S^(1/2): of rank d, the best for the stacked W_O,i W_V,i S^(1/2).
 
     A direction of the values that outputs read at 1e-5 of the others' strength counts, too; one that none of
     them reads does not blow the map up. Of all orthogonal coordinates those nearest to the mean of the heads:
@@ -157,16 +157,16 @@ def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):
     outputs = outputs @ torch.linalg.qr(normal(8, 8, seed=4)).Q
     seen = values @ (normal(30, 30, seed=3) / 5)  # the factor is S^(1/2) up to a rotation
     gram = torch.einsum("ian,jbn->ijab", seen, seen)
-    combine, read = merge_values(gram[None], (outputs.mT @ outputs)[None])
+    encode, decode = merge_values(gram[None], (outputs.mT @ outputs)[None])
     tiny = merge_values(1e-9 * gram[None], (outputs.mT @ outputs)[None])
-    torch.testing.assert_close(tiny, (combine, read))  # whatever the values' scale is
+    torch.testing.assert_close(tiny, (encode, decode))  # whatever the values' scale is
     stacked = (outputs @ seen).reshape(-1, 30).numpy()
     left, singular, right = np.linalg.svd(stacked, full_matrices=False)
     best = (left[:, :8] * singular[:8]) @ right[:8]
-    shared = torch.einsum("jab,jbn->an", combine[0], seen)
-    ours = (outputs @ read[0] @ shared).reshape(-1, 30).numpy()
+    shared = torch.einsum("jab,jbn->an", encode[0], seen)
+    ours = (outputs @ decode[0] @ shared).reshape(-1, 30).numpy()
     np.testing.assert_allclose(ours, best, atol=1e-10 * np.abs(best).max())
-    assert strength or read.abs().max() < 10
+    assert strength or decode.abs().max() < 10
     assert float(shared.square().sum()) == pytest.approx(float(seen.square().sum()) / members)
     product = seen.mean(0) @ shared.mT
     torch.testing.assert_close(product, product.mT, rtol=0, atol=1e-9)
@@ -179,8 +179,8 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     keys = torch.complex(*torch.randn(2, members, 50, 4, dtype=torch.float64, generator=generator))
     weights = torch.rand(members, 4, dtype=torch.float64, generator=generator)
     gram = torch.einsum("inp,jnp->ijp", keys.conj(), keys)
-    combine, factor = (part[0] for part in merge_keys(gram[None], weights[None]))
-    shared = torch.einsum("jp,jnp->np", combine, keys)
+    encode, factor = (part[0] for part in merge_keys(gram[None], weights[None]))
+    shared = torch.einsum("jp,jnp->np", encode, keys)
     for pair in range(4):
         weighted = (weights[:, None, pair] * keys[:, :, pair]).numpy()
         left, singular, right = np.linalg.svd(weighted, full_matrices=False)
@@ -190,7 +190,7 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     mean_energy = keys.abs().square().sum(1).mean(0)
     torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     assert ((shared.conj() * keys.mean(0)).sum(0).real > 0).all()  # the phase of the mean
-    torch.testing.assert_close(merge_keys(1e-9 * gram[None], weights[None])[0][0], combine)
+    torch.testing.assert_close(merge_keys(1e-9 * gram[None], weights[None])[0][0], encode)
 
 
 def test_pairs_of_keys_are_weighted_by_their_queries():
@@ -213,13 +213,13 @@ def test_energy_scores_are_what_merging_the_pair_loses():
     total_key = float((alone.query * alone.variance).sum())
     for i, j in ((0, 1), (1, 3), (3, 2)):
         pair = torch.tensor([[i, j]])
-        combine, read = merge_values(group_blocks(value, pair), output[pair])
+        encode, decode = merge_values(group_blocks(value, pair), output[pair])
         stacked = group_blocks(value, pair)[0].permute(0, 2, 1, 3).reshape(16, 16)
         lost = 0.0
-        for place, head in enumerate((i, j)):  # sum_n |W_O (v - read v~)|^2, written out
+        for place, head in enumerate((i, j)):  # sum_n |W_O (v - decode v~)|^2, written out
             rest = torch.zeros(8, 16, dtype=torch.float64)
             rest[:, 8 * place : 8 * place + 8] = torch.eye(8)
-            rest -= read[0, place] @ torch.cat(list(combine[0]), 1)
+            rest -= decode[0, place] @ torch.cat(list(encode[0]), 1)
             lost += float(torch.trace(rest @ stacked @ rest.T @ output[head]))
         assert float(of_values[i, j]) == pytest.approx(lost / total, rel=1e-6)
         fit = key_fit(grams, pair, None, 64)
@@ -237,12 +237,12 @@ def test_a_layer_of_zeros_loses_no_energy_and_merges_by_the_mean():
     for v, o in ((0 * values, outputs), (values, 0 * outputs)):
         gram, output = torch.einsum("ina,jnb->ijab", v, v), o.mT @ o
         assert not value_loss(gram, output).any()
-        combine, read = merge_values(gram[None], output[None])
-        assert torch.equal(combine, mean / 3) and torch.equal(read, mean)
+        encode, decode = merge_values(gram[None], output[None])
+        assert torch.equal(encode, mean / 3) and torch.equal(decode, mean)
     gram = torch.zeros(2, 2, 4, dtype=torch.complex128)
     gram[..., 0] += 1e-6 * torch.diag(torch.tensor([1.0, -3]))  # all mean, rounded
-    combine, read = merge_keys(gram[None], torch.ones(1, 2, 4).double())
-    assert (combine == 0.5).all() and (read == 1).all()
+    encode, decode = merge_keys(gram[None], torch.ones(1, 2, 4).double())
+    assert (encode == 0.5).all() and (decode == 1).all()
     grams = statistics(doubled())[0]
     for name in ("value.raw", "key.raw", "key.sum"):
         grams.tensors[name] = 0 * grams.tensors[name]

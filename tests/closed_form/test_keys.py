@@ -43,11 +43,11 @@ class Sampled:
         query = torch.einsum("ngia,ngib->giab", self.queries, self.queries) / TOKENS
         return KeyFit(gram, self.keys.mean(0), query, turns or RopeAverages(FREQUENCIES, DISTANCES))
 
-    def loss(self, combine: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    def loss(self, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
         """sum_i E_q Var_{t,k} of the score's error, over all samples: [G]."""
-        shared = torch.einsum("gjab,ngjb->nga", combine, self.keys)
+        shared = torch.einsum("gjab,ngjb->nga", encode, self.keys)
         error = torch.einsum("tab,ngib->tngia", self.turns, self.keys)
-        error = error - torch.einsum("giab,tbc,ngc->tngia", read, self.turns, shared)
+        error = error - torch.einsum("giab,tbc,ngc->tngia", decode, self.turns, shared)
         scores = torch.einsum("qgia,tngia->giqtn", self.queries, error).flatten(3)
         return scores.var(3, correction=0).mean(2).sum(1)
 
@@ -99,10 +99,10 @@ def test_the_loss_is_the_variance_of_the_scores_error():
     torch.testing.assert_close(ours, definition, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("half", ["combine", "read"])
+@pytest.mark.parametrize("half", ["encode", "decode"])
 def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half):
     """Where the loss as written out, convex and quadratic in each half, has no slope."""
-    sampled, maps, slopes = Sampled(), dict(zip(("combine", "read"), factors(), strict=True)), []
+    sampled, maps, slopes = Sampled(), dict(zip(("encode", "decode"), factors(), strict=True)), []
     best = getattr(sampled.fit(), f"best_{half}")(**maps)
     for tried in (maps[half], best):
         leaf = tried.clone().requires_grad_()
@@ -122,13 +122,13 @@ def test_damping_is_added_to_the_diagonal():
 def test_no_half_ever_raises_the_loss(damping, monkeypatch):
     monkeypatch.setattr(key_merge, "DAMPING", damping)
     fit = Sampled().fit()
-    combine, read = key_merge.start_by_pairs(fit)
-    losses = [fit.loss(combine, read)]
+    encode, decode = key_merge.start_by_pairs(fit)
+    losses = [fit.loss(encode, decode)]
     for _ in range(6):
-        read = fit.best_read(combine, read)
-        losses.append(fit.loss(combine, read))
-        combine = fit.best_combine(combine, read)
-        losses.append(fit.loss(combine, read))
+        decode = fit.best_decode(encode, decode)
+        losses.append(fit.loss(encode, decode))
+        encode = fit.best_encode(encode, decode)
+        losses.append(fit.loss(encode, decode))
     falls = -torch.stack(losses).diff(dim=0) / losses[0]
     assert (falls >= -1e-12).all() and (falls[:2] > 1e-3).all()
 
@@ -137,8 +137,8 @@ def test_twice_the_rounds_gain_less_than_a_percent():
     fit = Sampled().fit()
     few, many = (fit.loss(*merge_rope_keys(fit, *rounds)) for rounds in ((), (16,)))
     assert (few < 1.01 * many).all() and (fit.loss(*merge_rope_keys(fit, 2)) > 1.01 * many).all()
-    combine, read, _ = alternate(fit, *factors(), 1)
-    torch.testing.assert_close(read, fit.best_read(combine, read))
+    encode, decode, _ = alternate(fit, *factors(), 1)
+    torch.testing.assert_close(decode, fit.best_decode(encode, decode))
 
 
 def test_without_frequencies_it_is_the_merge_of_values():
@@ -158,7 +158,7 @@ def test_the_better_start_is_kept_for_each_group(monkeypatch):
     losses = torch.stack([alternate(fit, *start, 1)[2] for start in (by_pairs, by_band)])
     assert (losses[0] != losses[1]).all()
     torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
-    monkeypatch.setattr(key_merge, "start_by_band", lambda fit, combine, read: (combine, 0 * read))
+    monkeypatch.setattr(key_merge, "start_by_band", lambda fit, encode, decode: (encode, 0 * decode))
     losses[1] = alternate(fit, by_pairs[0], 0 * by_pairs[1], 1)[2]
     torch.testing.assert_close(fit.loss(*merge_rope_keys(fit, 1)), losses.min(0).values)
 
@@ -183,11 +183,11 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
     sampled = Sampled()
     fit = sampled.fit()
     start = factors()
-    combine, read = key_merge.balanced(fit.gram, *start)
-    torch.testing.assert_close(key_merge.balanced(1e-9 * fit.gram, *start), (combine, read))
-    assert not key_merge.balanced(fit.gram, 0 * combine, read)[0].any()
-    torch.testing.assert_close(fit.loss(combine, read), fit.loss(*start))
-    shared = to_complex(torch.einsum("gjab,ngjb->nga", combine, sampled.keys))
+    encode, decode = key_merge.balanced(fit.gram, *start)
+    torch.testing.assert_close(key_merge.balanced(1e-9 * fit.gram, *start), (encode, decode))
+    assert not key_merge.balanced(fit.gram, 0 * encode, decode)[0].any()
+    torch.testing.assert_close(fit.loss(encode, decode), fit.loss(*start))
+    shared = to_complex(torch.einsum("gjab,ngjb->nga", encode, sampled.keys))
     keys = to_complex(sampled.keys)
     torch.testing.assert_close(shared.abs().square().sum(0), keys.abs().square().sum(0).mean(1))
     cross = (shared.conj() * keys.mean(2)).sum(0)
@@ -210,9 +210,9 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
         dead[:, 1, 1] = 0
     sampled.keys = 1e-3 * sampled.keys  # what is small is so beside the keys, not beside 1
     fit = sampled.fit()
-    combine, read = merge_rope_keys(fit)
-    assert torch.isfinite(combine).all() and torch.isfinite(read).all()
-    loss, size = fit.loss(combine, read), (fit.query * fit.variance).sum((1, 2, 3))
+    encode, decode = merge_rope_keys(fit)
+    assert torch.isfinite(encode).all() and torch.isfinite(decode).all()
+    loss, size = fit.loss(encode, decode), (fit.query * fit.variance).sum((1, 2, 3))
     assert (loss <= fit.loss(*key_merge.start_by_pairs(fit)) + 1e-9 * size).all()
     assert fault != "equal" or (loss <= 1e-8 * size).all()
     if fault == "keys":  # almost dead ones, in groups with others, are merged as well
@@ -224,11 +224,11 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
 def test_pairs_start_from_the_head_whose_queries_are_large():
     sampled = Sampled()
     sampled.queries[:, :, 0] *= 1e4
-    combine, read = key_merge.start_by_pairs(sampled.fit())
+    encode, decode = key_merge.start_by_pairs(sampled.fit())
     identity = torch.eye(SIZE, dtype=torch.float64)
     for head in range(MEMBERS):
         expected = (identity if head == 0 else 0 * identity).expand(GROUPS, SIZE, SIZE)
-        torch.testing.assert_close(read[:, 0] @ combine[:, head], expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(decode[:, 0] @ encode[:, head], expected, rtol=0, atol=1e-3)
 
 
 def test_pairs_start_from_what_softmax_sees():
