@@ -101,7 +101,7 @@ class Refit:
         self.held_out = range(every - 1, len(targets), every)
         self.fitted = [number for number in range(len(targets)) if number not in self.held_out]
         gapped = {*self.fitted[1::2], *self.held_out[1::2]}  # half of each, so that both kinds are judged
-        self.positions = [spread(number, targets[0].shape[1], context) if number in gapped else None
+        self.positions = [gapped_positions(number, targets[0].shape[1], context) if number in gapped else None
                           for number in range(len(targets))]
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class Refit:
         return residual / sum(outputs[number].square().sum() for number in numbers)
 
 
-def spread(number: int, length: int, context: int | None) -> torch.Tensor | None:
+def gapped_positions(number: int, length: int, context: int | None) -> torch.Tensor | None:
     """Ascending positions [length] below `context` of sequence `number`; None: from 0, without gaps.
 
     Two cuts and the gaps there are random, by the number. A context beyond FARTHEST lengths has no gaps.

@@ -115,17 +115,17 @@ def test_a_sequence_is_read_with_two_gaps():
     """Positions ascend from 0 and stay below the context, in which all distances occur."""
     distances = set()
     for number in range(500):
-        positions = refit.spread(number, 16, 64)
+        positions = refit.gapped_positions(number, 16, 64)
         steps = positions.diff()
         assert positions[0] == 0 and positions[-1] < 64 and (steps > 0).all() and (steps > 1).sum() <= 2
-        assert torch.equal(positions, refit.spread(number, 16, 64))
+        assert torch.equal(positions, refit.gapped_positions(number, 16, 64))
         distances |= set((positions[:, None] - positions).flatten().tolist())
     assert distances == set(range(-63, 64))
-    assert refit.spread(1, 16, 65) is None  # beyond four lengths
-    assert refit.spread(1, 16, 17)[-1] <= 16
-    assert refit.spread(1, 16, 16) is None and refit.spread(1, 16, None) is None
-    assert len({tuple(refit.spread(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
-    ends = [int(refit.spread(number, 3, 4)[-1]) for number in range(500)]
+    assert refit.gapped_positions(1, 16, 65) is None  # beyond four lengths
+    assert refit.gapped_positions(1, 16, 17)[-1] <= 16
+    assert refit.gapped_positions(1, 16, 16) is None and refit.gapped_positions(1, 16, None) is None
+    assert len({tuple(refit.gapped_positions(number, 16, 64).tolist()) for number in (1, 3, 5)}) == 3
+    ends = [int(refit.gapped_positions(number, 3, 4)[-1]) for number in range(500)]
     assert 100 < ends.count(2) < 150  # of 500, a quarter: cuts are within the text, and two gaps of two are 0
 
 
@@ -143,7 +143,7 @@ def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
 
 def test_both_models_read_a_sequence_at_the_same_positions():
     texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2, 3)], defaultdict(list)
-    original, merged, gaps = Layer(10), Layer(20), [None, refit.spread(1, 9, 36), None, None]
+    original, merged, gaps = Layer(10), Layer(20), [None, refit.gapped_positions(1, 9, 36), None, None]
 
     def run(module, hidden, positions):
         read[module].append(positions)

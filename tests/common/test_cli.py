@@ -158,6 +158,9 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "positive_float": ("1e-300 0.5 7", "0 -0.5 x nan inf -inf 1e999"),
     "non_negative_float": ("0 0.5 7", "-1e-300 nan inf"),
     "probability": ("0 0.5 1", "-1e-9 1.0000001 nan inf"),
+    "rate": ("1e-9 0.5 100", "9e-10 0 100.1 nan"),
+    "factor": ("1e-3 0.5 1000", "9e-4 0 1000.1 nan"),
+    "beta": ("0 0.9999", "-1e-9 0.99991 nan"),
 }
 
 
