@@ -31,7 +31,6 @@ from common.files import read_json, write_json, write_text
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
 from common.training.metrics import read_metrics
-from pipelines.smollm2 import STARTS
 
 STAGE_5 = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "05_prune_train.py")
 # --masks of stage 5 -> its name in the table
@@ -131,7 +130,6 @@ def table(trained: dict, untrained: dict[str, dict]) -> str:
     lines = []
     for name, by_tokens in trained.items():
         start, _, masks = name.rpartition(", masks ")
-        start = start if start in untrained else STARTS[start]  # of bench.merging, of make smollm2
         columns = [[untrained[start]], *(list(by_tokens.get(str(tokens), {}).values()) for tokens in budgets)]
         cells = (cell(measured, untrained["source"]["perplexity"]) for measured in columns)
         lines.append([f"{start}, {MASKS[masks]}", *cells])

@@ -24,13 +24,15 @@ from common.models import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 
-STARTS = {  # run directory -> name in the table
+STARTS = {  # run directory -> name in table and picture
     "mean-pool": "mean-pool",
     "paper": "the paper: rotations and mean",
     "closed-form": "closed form",
     "output-refit": "closed form + output refit",
     "attention-refit": "closed form + attention refit",
 }
+TRAINED = "attention-refit/gqa"
+NAMES = {"source": "source"} | STARTS | {TRAINED: "closed form + attention refit, trained"}
 
 
 def parse():
@@ -87,10 +89,10 @@ def measure_all(args, source: str) -> dict[str, dict]:
     tokens, description = load_tokens(text, load_tokenizer(source), args.sequences, args.length, EVALUATION)
     print(f"reads   {description}; {tokens.numel()} tokens")
     paths = {"source": source}
-    for directory, name in STARTS.items():
-        paths[name] = os.path.join(args.run, directory, "merged")
-        read_record(paths[name], "04_align.py")  # refuses one that is missing
-    paths["closed form + attention refit, trained"] = os.path.join(args.run, "attention-refit", "gqa")
+    for directory in STARTS:
+        paths[directory] = os.path.join(args.run, directory, "merged")
+        read_record(paths[directory], "04_align.py")  # refuses one that is missing
+    paths[TRAINED] = os.path.join(args.run, TRAINED)
     results = {}
     for name, path in paths.items():
         results[name] = measure(path, tokens)
@@ -105,7 +107,7 @@ def table(results: dict[str, dict]) -> str:
     for name, metrics in results.items():
         loss = math.log(metrics["perplexity"] / source["perplexity"])
         digits = 1 if metrics["perplexity"] < 1000 else 0
-        rows.append((name, f"{metrics['perplexity']:,.{digits}f}", f"+{loss:.2f}" if rows else "",
+        rows.append((NAMES[name], f"{metrics['perplexity']:,.{digits}f}", f"+{loss:.2f}" if rows else "",
                      f"{metrics['cache_bytes_per_token']:.0f}"))
     merged = f"{source['kv_heads']} -> {last['kv_heads']} kv heads"
     return markdown_table((merged, "perplexity", "loss", "KV bytes per token"), rows, "<>>>")
@@ -147,7 +149,7 @@ def main():
     name = os.path.basename(os.path.normpath(model["name"])).removesuffix(".gguf")
     kv_heads = [metrics["kv_heads"] for metrics in results.values()]
     title = f"{name}: {kv_heads[0]} -> {kv_heads[-1]} kv heads"
-    perplexities = {start: metrics["perplexity"] for start, metrics in results.items()}
+    perplexities = {NAMES[start]: metrics["perplexity"] for start, metrics in results.items()}
     losses_above_source(os.path.join(args.run, "starts.png"), perplexities, title)
     write_json(os.path.join(args.run, "starts.json"), results)
     write_text(os.path.join(args.run, "starts.md"), text + "\n")  # last: smollm2.sh looks for it

@@ -211,7 +211,7 @@ def test_transform_bench():
 def test_the_recovery_table():
     """Budgets in ascending order, means over the seeds with their error, and the distance to the source."""
     untrained = {"source": {"perplexity": 30.0}, "mine": {"perplexity": 44.0},
-                 recovery.STARTS["paper"]: {"perplexity": 41.0}}
+                 "paper": {"perplexity": 41.0}}
     seeds = {"0": {"perplexity": 33.0, "agreement": 0.5}, "1": {"perplexity": 35.0, "agreement": 0.6}}
     trained = {"mine, masks off": {"1000": seeds, "200": {"0": seeds["0"]}},
                "paper, masks l0": {"200": {"0": seeds["0"]}}}
@@ -220,7 +220,7 @@ def test_the_recovery_table():
     assert cells[0] == ["tokens of training", "0", "200", "1,000"]
     once = "33.00 (+10.0%, 50.0% agree)"
     assert cells[2] == ["mine, no masks", "44.00 (+46.7%)", once, "34.00 ± 1.00 (+13.3%, 55.0% agree)"]
-    assert cells[3] == [f"{recovery.STARTS['paper']}, masks", "41.00 (+36.7%)", once, ""]
+    assert cells[3] == ["paper, masks", "41.00 (+36.7%)", once, ""]
 
 
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):

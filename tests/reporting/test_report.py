@@ -252,3 +252,10 @@ def test_odd_metrics_are_shown_as_far_as_they_can_be(tmp_path):
     path = tmp_path / "train" / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 99', json.dumps(odd) + "\n"))
     assert "training steps" in read(tmp_path).text
+
+
+def test_the_run_directory_is_that_of_the_demo_if_none_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["report"])
+    with pytest.raises(UserError, match="runs/demo: expected a run directory"):
+        report.main()
