@@ -197,8 +197,13 @@ def choose_checkpoints(args) -> dict[str, str]:
 
 
 def verify(path: str) -> None:
-    """Refuse a checkpoint whose files differ from its stage's record; one without a record is accepted."""
-    file = os.path.join(path, RECORD)
+    """Refuse a checkpoint whose files differ from its stage's record, or whose card cannot be read.
+
+    One without record or card is accepted.
+    """
+    card, file = os.path.join(path, "README.md"), os.path.join(path, RECORD)
+    if os.path.exists(card):  # it gets the scores, after all else
+        read_text(card)
     if not os.path.exists(file):
         return
     with open(file, "rb") as stream:
