@@ -4,8 +4,9 @@ Both read the token ids of the checkpoint's own tokenizer, keep keys and values 
 greedily; an end of sequence is a token like any other. A prompt's tokens count as equal up to the first
 that differs, and logits are compared as far as both have read the same tokens. The smallest lead of
 transformers' likeliest token over its second is printed, too: where that is no larger than the difference of
-the logits, rounding decides between the two. --text adds the perplexity of both. llama.cpp reads a Mistral's
-entire context, whatever its sliding window: keep prompts within the window.
+the logits, rounding decides between the two. --text adds the perplexity of both, also with quantized caches:
+llama.cpp's own, and in transformers as 07_eval.py --cache simulates them. llama.cpp reads a Mistral's entire
+context, whatever its sliding window: keep prompts within the window.
 
 Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.json, if it tokenizes a prompt
 otherwise, or if a token of an f32 file differs.
@@ -33,6 +34,7 @@ from common.families import geometry
 from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
+from common.quantized_cache import has_blocks, parse_cache, quantized
 
 PROMPTS = (
     "The capital of France is",
@@ -46,6 +48,8 @@ QUANTIZED = {  # types that llama.cpp's quantizer writes, not its converter
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
 }
+FORMATS = {"q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
+CACHES = tuple(map(parse_cache, ("q8_0", "q8_0/q4_0", "q4_0")))
 TEXT_LENGTH = 512  # tokens in a sequence of --text
 ALL_F32 = "0"  # value of general.file_type
 ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -201,6 +205,15 @@ def engine_perplexity(engine: llama_cpp.Llama, tokens: torch.Tensor) -> float:
     return perplexity_of(rows, tokens)
 
 
+def simulated_perplexities(model, tokens: torch.Tensor) -> dict:
+    """Cache -> perplexity of tokens [n, T] in transformers; None: of float32."""
+    perplexities = {None: evaluate.perplexity(model, tokens)}
+    for cache in CACHES if has_blocks(model.config) else ():
+        with quantized(model, cache, "rotated"):
+            perplexities[cache] = evaluate.perplexity(model, tokens)
+    return perplexities
+
+
 def check_shape(out: str, checkpoint: str, engine: llama_cpp.Llama, config) -> None:
     """Print llama.cpp's kv heads and cache. Raises UserError unless its sizes are those of config.json."""
     architecture = engine.metadata["general.architecture"]
@@ -258,7 +271,7 @@ def main() -> None:
     expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in bar]
     if args.text:
         text_tokens, _ = load_tokens(args.text, tokenizer, args.sequences, TEXT_LENGTH, EVALUATION)
-        expected_perplexity = evaluate.perplexity(model, text_tokens)
+        expected_perplexities = simulated_perplexities(model, text_tokens)
     del model  # a large model need not be in memory twice
 
     context = max(max(map(len, prompts)) + args.tokens, TEXT_LENGTH if args.text else 0)
@@ -276,9 +289,13 @@ def main() -> None:
     if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total or not all(alike):
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
     if args.text:
-        print(f"perplexity of {text_tokens.numel()} tokens of {args.text}: "
-              f"{engine_perplexity(engine, text_tokens):.3f} in llama.cpp, "
-              f"{expected_perplexity:.3f} in transformers")
+        print(f"perplexity of {text_tokens.numel()} tokens of {args.text}:")
+        for cache, perplexity in expected_perplexities.items():
+            if cache:
+                types = {"type_k": FORMATS[cache.keys], "type_v": FORMATS[cache.values]}
+                engine = load_engine(args.out, context, flash_attn=True, **types)
+            print(f"  cache {cache or 'float32'}: {engine_perplexity(engine, text_tokens):.3f} in llama.cpp, "
+                  f"{perplexity:.3f} in transformers", flush=True)
     print(f"gguf: {result}")
 
 

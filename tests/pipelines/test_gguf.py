@@ -26,11 +26,11 @@ def refusal(done: subprocess.CompletedProcess) -> str:
     return line
 
 
-def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEADS) -> str:
+def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEADS, **options) -> str:
     """A random GQA checkpoint with a small GPT-2 tokenizer; norm weights and biases are random too."""
     sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 96, "vocab_size": VOCABULARY + 8,
              "max_position_embeddings": 2048, "eos_token_id": 0, "pad_token_id": 0}
-    tiny_model(seed, model_type=family, num_key_value_heads=kv_heads, **sizes).save_pretrained(path)
+    tiny_model(seed, model_type=family, num_key_value_heads=kv_heads, **sizes | options).save_pretrained(path)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,12 +95,16 @@ def test_what_quantization_changes_is_counted(outtype, share, tmp_path):
     (tmp_path / "prompts.txt").write_text("import random\n\ndef choice(self, seq):\n")
     settings = {"PROMPTS": str(tmp_path / "prompts.txt"), "TOKENS": "8", "PRE": "gpt-2", "OUTTYPE": outtype}
     text = shutil.copy(random.__file__, tmp_path / "text.txt")
-    done = recipe("gguf.sh", save_gqa(tmp_path / "gqa"), **settings, TEXT=str(text), SEQUENCES="2")
+    checkpoint = save_gqa(tmp_path / "gqa", head_dim=64)
+    done = recipe("gguf.sh", checkpoint, **settings, TEXT=str(text), SEQUENCES="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"gguf: \d of 2 prompts, \d+ of 16 tokens equal", done.stdout)
-    perplexities = re.search(r"perplexity of 1024 tokens of \S+: (\S+) in llama.cpp, (\S+) in", done.stdout)
-    quantized, expected = map(float, perplexities.groups())
-    assert quantized == pytest.approx(expected, rel=1e-4 if outtype == "f32" else 0.3)
+    assert "perplexity of 1024 tokens" in done.stdout
+    found = re.findall(r"cache (\S+): (\S+) in llama.cpp, (\S+) in transformers", done.stdout)
+    assert [cache for cache, *_ in found] == ["float32", "q8_0", "q8_0/q4_0", "q4_0"]
+    for cache, quantized, expected in found:
+        exact = outtype == "f32" and cache == "float32"
+        assert float(quantized) == pytest.approx(float(expected), rel=1e-4 if exact else 0.3)
     weights = (tmp_path / "gqa" / "model.safetensors").stat().st_size
     assert (tmp_path / f"gqa.{outtype}.gguf").stat().st_size < share * weights
     assert [path.name for path in tmp_path.glob("*.gguf*")] == [f"gqa.{outtype}.gguf"]

@@ -171,7 +171,10 @@ def test_a_page_of_someone_else_is_kept_unless_forced(whole):
         report.write(str(whole))
     assert path.read_text() == "<title>my notes</title>"
     report.write(str(whole), force=True)
-    assert "my notes" not in path.read_text()
+    page = path.read_text()
+    assert "my notes" not in page
+    report.write(f"{whole}/")
+    assert path.read_text() == page
 
 
 def test_only_files_of_the_run_are_embedded(whole):

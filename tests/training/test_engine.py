@@ -79,6 +79,18 @@ def test_the_eta_counts_training_from_the_first_step(job, monkeypatch, capsys):
     writer.close()
 
 
+@pytest.mark.parametrize("terms, expected", [
+    ({"kl": 2.0, "bild": 0.0}, "step     1/4 | loss 2.0000 | gradient 0.5000 | lr"),  # it is the loss
+    ({"kl": 1.5, "bild": 0.5}, "step     1/4 | loss 2.0000 | kl 1.5000 | bild 0.5000 | gradient 0.5000 |"),
+])
+def test_terms_of_the_loss_are_printed_where_there_are_several(job, capsys, terms, expected):
+    writer = metrics.Metrics(job, schedule_of(4))
+    figures = {"step": 1, "seconds": 10.0, "tokens": 50, "flops": 1, "lr": 1e-3, "loss": 2.0}
+    writer.write(figures | {"grad_norm": 0.5} | terms)
+    assert capsys.readouterr().out.startswith(expected)
+    writer.close()
+
+
 @pytest.mark.parametrize("reduce", ["step", "row"])
 def test_gradients_are_reduced_as_scheduled(monkeypatch, reduce):
     """Before each row; the last of a step is told apart."""
