@@ -159,7 +159,7 @@ def main():
         path = resolve_model(args.model)
     config = models.load_config(path)
     families.require_convertible(path, config)
-    args.bos = bool(models.bos_prefix(models.load_tokenizer(path), args.bos))  # recorded for stage 4
+    args.bos = bool(models.bos_prefix(models.load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
@@ -169,8 +169,8 @@ def main():
         _, args.text = demo.default_sources(args.model == demo.DEMO)
     chats = choose_chats([args.chat] if args.chat else None, [args.text], path)
     args.chat = chats[0] if chats else None
-    context = DataContext(path, args.run, compute_device, layerwise=args.layerwise)
-    tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length, bos=args.bos)
+    context = DataContext(path, args.run, compute_device, layerwise=args.layerwise, bos=args.bos)
+    tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length)
     begin = ", begin-of-sequence tokens included" if args.bos else ""
     print(f"reads   {text}; {tokens.numel()} tokens{begin}")
     layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)

@@ -45,7 +45,7 @@ from common.calibration import Calibration
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, with_energies
 from common.closed_form.refit import ERRORS, Refit
-from common.data.sources import DataContext, read_sequences, read_unread
+from common.data.sources import DataContext, begun, read_sequences, read_unread
 from common.data.text import EVALUATION, digests_of, sequence_length
 from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.errors import Complete, UserError
@@ -144,10 +144,10 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated, default = calibration.summary, max(2, min(512, calibration.summary["length"]))
     length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
-    data = DataContext(path, home, models.pick_device(args.device), layerwise=args.layerwise)
+    data = DataContext(path, home, models.pick_device(args.device), layerwise=args.layerwise,
+                       bos=begun(calibration.record))
     if args.text:
-        bos = calibration.arguments.get("bos") is True
-        tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION, bos)
+        tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION)
     else:
         tokens, description = read_unread(calibration.record, data, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")

@@ -48,7 +48,7 @@ from common.artifacts import (
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
-from common.data.sources import DataContext, read_unread
+from common.data.sources import DataContext, begun, read_unread
 from common.data.tasks import (
     TASKS,
     Example,
@@ -258,22 +258,22 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts,
         if config.model_type not in families.SUPPORTED:
             raise UserError(f"{path}: --{flag}: expected model_type in {list(families.SUPPORTED)}, "
                             f"found {config.model_type!r}")
-    tokenizer, positions = models.load_tokenizer(path), config.max_position_embeddings
+    tokenizer, positions = models.load_tokenizer(path, args.bos), config.max_position_embeddings
     length = sequence_length(args.length, LENGTH, positions, least=2)
-    tokens, description, bos = None, "", bool(models.bos_prefix(tokenizer, args.bos))
+    tokens, description = None, ""
     if is_calibration(text):
         tokens, description = unread(text, args, length)
     elif text != NONE:
-        tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION, bos)
+        tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION)
     if tokens is not None and tokens.max() >= config.vocab_size:
         raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
                         f"found {tokens.max()}")
     samples = {}
     for task, questions in tasks.items():
-        samples[task] = [choice_samples(example, tokenizer, bos) for example in questions.values()]
+        samples[task] = [choice_samples(example, tokenizer) for example in questions.values()]
         for index, choices in zip(questions, samples[task], strict=True):
             check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
-    asked = evaluate.prompt_ids(prompts, tokenizer, args.bos)
+    asked = evaluate.prompt_ids(prompts, tokenizer)
     longest = max(map(len, asked), default=0)
     if longest + ANSWER_TOKENS > positions:
         raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
@@ -289,7 +289,8 @@ def unread(calibration: str, args, length: int) -> tuple[torch.Tensor, str]:
     """[sequences, length] tokens of a calibration's sources that it has not read, and what they are."""
     record, home = read_record(calibration, "01_calibrate.py"), os.path.dirname(os.path.normpath(calibration))
     source = models.source_model(record, home)["path"]
-    context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise)
+    context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise,
+                          bos=begun(record))
     return read_unread(record, context, args.sequences, min(length, record["summary"]["length"]))
 
 
@@ -396,7 +397,7 @@ def main():
     comparable = same_tokenizers(checkpoints, tokenized, text)
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
         print(f"reads   {description}")
-    args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer, args.bos))
+    args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer))
 
     results, outcomes, predictions = {}, [], None
     for name in checkpoints:

@@ -171,13 +171,13 @@ def generate_answers(
     return answers
 
 
-def prompt_ids(prompts: list[str], tokenizer, bos: bool | None = None) -> list[list[int]]:
+def prompt_ids(prompts: list[str], tokenizer) -> list[list[int]]:
     """Token ids of prompts: of a user's turn if there is a chat template, else of a text that goes on.
 
-    bos: as for bos_prefix, for a text. Raises UserError for a template that refuses a prompt.
+    Raises UserError for a template that refuses a prompt.
     """
     if not tokenizer.chat_template:
-        prefix = bos_prefix(tokenizer, bos)
+        prefix = bos_prefix(tokenizer)
         return [[*prefix, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
     template, rows = fixed_template(tokenizer, "prompts"), []
     for prompt in prompts:

@@ -177,9 +177,10 @@ def check_loaded(path: str, report: dict) -> None:
         raise UserError(f"{path}: expected {name} of shape {list(expected)}, found {list(actual)}")
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: str, bos: bool | None = None):
     """The tokenizer of a checkpoint; one with code of its own is what its tokenizer.json says.
 
+    bos: whether texts and prompts begin with its begin-of-sequence token, kept for bos_prefix.
     Raises UserError if it has only code, unless its ids fit the model's vocabulary, and unless it has an
     end-of-sequence token.
     """
@@ -206,16 +207,17 @@ def load_tokenizer(path: str):
                         f"{tokenizer.model_max_length!a}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{path}: expected a tokenizer with an end-of-sequence token, found none")
+    tokenizer.bos = bos
     return tokenizer
 
 
-def bos_prefix(tokenizer, bos: bool | None) -> list[int]:
-    """What every sequence begins with: the begin-of-sequence token or nothing.
+def bos_prefix(tokenizer) -> list[int]:
+    """What every text and prompt begins with: the begin-of-sequence token or nothing.
 
-    bos: whether to begin with it; None: as the tokenizer itself does, where it encodes a plain text. Raises
-    UserError if it is asked for and the tokenizer has none.
+    As load_tokenizer was told; else as the tokenizer itself does where it encodes a plain text. Raises
+    UserError if the token is asked for and the tokenizer has none.
     """
-    begin = tokenizer.bos_token_id
+    begin, bos = tokenizer.bos_token_id, getattr(tokenizer, "bos", None)
     if bos is None:
         bos = tokenizer("a")["input_ids"][:1] == [begin]
     if bos and begin is None:

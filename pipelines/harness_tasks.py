@@ -22,7 +22,7 @@ from common.cli import run_stage, stage_parser
 from common.data.tasks import TASKS, Example, choice_samples
 from common.errors import UserError
 from common.files import refuse_overwrite, write_text
-from common.models import load_tokenizer
+from common.models import bos_prefix, load_tokenizer
 from common.records import COUNT, SIZE, STRING, Optional, mismatch
 
 ARGUMENTS = {  # of 07_eval.py, as recorded, that say which questions it has answered and how
@@ -71,10 +71,11 @@ def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: 
 
 
 def _differs(tokenizer, example: Example, delimiter: str) -> bool:
-    for choice, sample in zip(example.choices, choice_samples(example, tokenizer, bos=False), strict=True):
+    begin = len(bos_prefix(tokenizer))  # which lm_eval puts there itself
+    for choice, sample in zip(example.choices, choice_samples(example, tokenizer), strict=True):
         text = f"{example.prompt}{delimiter}{choice}"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if (*ids[len(sample.prompt) :], tokenizer.eos_token_id) != sample.answer:
+        if (*ids[len(sample.prompt) - begin :], tokenizer.eos_token_id) != sample.answer:
             return True
     return False
 

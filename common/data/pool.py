@@ -19,7 +19,7 @@ from common.data.tasks import TASKS, check_lengths, load_task, require_split, si
 from common.data.text import NONE, TRAIN, TextSamples, check_source, is_generated, write_text_tokens
 from common.errors import UserError
 from common.files import read_json, require_regular, sha256, write_json
-from common.models import bos_prefix, fingerprint, load_config, load_tokenizer
+from common.models import bos_prefix, fingerprint, load_config
 
 SPLIT = "split"  # --heldout-text: the held-out parts of --text
 
@@ -34,7 +34,6 @@ class Sources:
     chat: Sequence[str] = ()
     text_length: int = 512  # tokens of a sample
     text_tokens: int | None = None  # of each source of text; None: all
-    bos: bool | None = None  # whether texts and prompts begin with that token; None: as the tokenizer says
     heldout_text: str = NONE  # a source, SPLIT or NONE
     heldout_sequences: int = 0
     heldout_chats: int = 0
@@ -67,7 +66,7 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
 
     Raises UserError if there are none, and for data that cannot be read or used.
     """
-    tokenizer, ranks = load_tokenizer(context.model), context.ranks
+    tokenizer, ranks = context.tokenizer(), context.ranks
     positions = load_config(context.model).max_position_embeddings
     answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
@@ -92,7 +91,7 @@ def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sampl
     samples = []
     for task in sources.only:
         examples, origin = load_task(task, "train", sources.tasks)
-        tokenized = [tokenize(example, tokenizer, sources.bos) for example in examples]
+        tokenized = [tokenize(example, tokenizer) for example in examples]
         check_lengths(enumerate(tokenized, 1), positions, origin)
         for number, sample in enumerate(tokenized, 1):
             if not sample.prompt:
@@ -108,7 +107,7 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     for source in sources.text:
         if not is_generated(source):
             check_source(source)  # a missing file is found before minutes of generating
-    prefix, length = bos_prefix(tokenizer, sources.bos), sources.text_length
+    prefix, length = bos_prefix(tokenizer), sources.text_length
     stored = length - len(prefix)  # of a sample's tokens in the file
     texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]

@@ -32,6 +32,10 @@ class DataContext:
     ranks: object = None  # common.training.sharding.Ranks, all of which take part; None: this process alone
     layerwise: bool = False  # the model is too large for memory
     plan: bool = False  # only the number of tokens matters
+    bos: bool | None = None  # as for load_tokenizer
+
+    def tokenizer(self):
+        return load_tokenizer(self.model, self.bos)
 
 
 def generated(source: str, context: DataContext, sequences: int, length: int, split=TRAIN,
@@ -63,12 +67,12 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
 
 def read_sequences(text: str, chat: str | None, context: DataContext, sequences: int, length: int,
-                   split=TRAIN, bos: bool | None = None) -> tuple[torch.Tensor, str]:
+                   split=TRAIN) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
     after another; all of them if text is none. Chats begin as their template says, generated text with the
     token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
     """
-    tokenizer, config = load_tokenizer(context.model), load_config(context.model)
+    tokenizer, config = context.tokenizer(), load_config(context.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
     parts, order = [], -1 if chat and is_generated(text) and not is_generated(chat) else 1  # files first
     for source, rows, chats in ((text, sequences - count, False), (chat, count, True))[::order]:
@@ -82,7 +86,7 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
                 raise TooShort(f"{source}: expected {rows * length} tokens{PARTS[split]}, found {len(ids)}")
             parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
         elif rows:
-            parts.append(load_tokens(source, tokenizer, rows, length, split, bos))
+            parts.append(load_tokens(source, tokenizer, rows, length, split))
     tokens, descriptions = zip(*parts[::order], strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
     if tokens.max() >= config.vocab_size:  # of a .npy file
@@ -91,18 +95,23 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
     return tokens, description
 
 
+def begun(calibration: dict) -> bool:
+    """Whether the texts of a calibration, by its record, begin with the begin-of-sequence token."""
+    return calibration["arguments"].get("bos") is True
+
+
 def read_unread(calibration: dict, context: DataContext, sequences: int,
                 length: int) -> tuple[torch.Tensor, str]:
     """[sequences, length] token ids of the calibration's sources that it has not read, and what was read.
 
-    calibration: its record. They are of the held-out part or, where that is too short, of what the
-    calibration has read, which the description then says.
+    calibration: its record; context.bos is what begun says of it. They are of the held-out part or, where
+    that is too short, of what the calibration has read, which the description then says.
     """
     arguments = calibration["arguments"]
-    text, chat, bos = arguments["text"], arguments.get("chat"), arguments.get("bos") is True
+    text, chat = arguments["text"], arguments.get("chat")
     try:
-        return read_sequences(text, chat, context, sequences, length, HELDOUT, bos)
+        return read_sequences(text, chat, context, sequences, length, HELDOUT)
     except TooShort:
-        tokens, description = read_sequences(text, chat, context, sequences, length, TRAIN, bos)
+        tokens, description = read_sequences(text, chat, context, sequences, length)
         description += ", part of the calibration's text: perplexity on other text (--text) may be higher"
         return tokens, description

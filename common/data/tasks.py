@@ -251,22 +251,21 @@ def _ids(text: str, tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _prompt(example: Example, tokenizer, bos: bool | None) -> tuple[int, ...]:
-    return (*bos_prefix(tokenizer, bos), *_ids(example.prompt, tokenizer))
+def _prompt(example: Example, tokenizer) -> tuple[int, ...]:
+    return (*bos_prefix(tokenizer), *_ids(example.prompt, tokenizer))
 
 
-def tokenize(example: Example, tokenizer, bos: bool | None = None) -> Sample:
-    """Prompt and answer, tokenized separately; end-of-sequence is appended to the answer.
-
-    bos: as for bos_prefix, which begins the prompt.
+def tokenize(example: Example, tokenizer) -> Sample:
+    """Prompt and answer, tokenized separately; the prompt begins with bos_prefix, the answer ends with
+    end-of-sequence.
     """
     answer = (*_ids(example.answer, tokenizer), tokenizer.eos_token_id)
-    return Sample(_prompt(example, tokenizer, bos), answer)
+    return Sample(_prompt(example, tokenizer), answer)
 
 
-def choice_samples(example: Example, tokenizer, bos: bool | None = None) -> list[Sample]:
+def choice_samples(example: Example, tokenizer) -> list[Sample]:
     """One sample per choice, as tokenize gives it: the prompt with the choice as its answer."""
-    prompt, end = _prompt(example, tokenizer, bos), tokenizer.eos_token_id
+    prompt, end = _prompt(example, tokenizer), tokenizer.eos_token_id
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 

@@ -68,21 +68,21 @@ def sequence_length(requested: int | None, default: int, positions: int, least: 
     return requested
 
 
-def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = TRAIN,
-                bos: bool | None = None) -> tuple[torch.Tensor, str]:
+def load_tokens(source: str, tokenizer, sequences: int, length: int,
+                split: str = TRAIN) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
     with a column "text", or a .npy file of tokens, which may have fewer of them. split: TRAIN, HELDOUT or
-    EVALUATION. bos: as for bos_prefix; the begin-of-sequence token is one of the `length` tokens. Rows of a
-    .npy file that all begin with it stay as they are.
+    EVALUATION. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens. Rows of a .npy file
+    that all begin with it stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, documents are packed instead: concatenated in order, separated by
     end-of-sequence, and cut into sequences. Raises TooShort if that gives too few tokens, and UserError for
-    text that cannot be read, and for bos if the tokenizer has none.
+    text that cannot be read.
     """
-    (source, split), prefix = _located(source, split), bos_prefix(tokenizer, bos)
+    (source, split), prefix = _located(source, split), bos_prefix(tokenizer)
     if source.endswith(".npy"):
         tokens = _first_rows(source, sequences, prefix, split)[:, :length]
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"

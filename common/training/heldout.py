@@ -28,7 +28,7 @@ from common.data.text import (
 from common.errors import UserError
 from common.files import known_sha256
 from common.method.losses import cross_entropy, kl, product
-from common.models import bos_prefix, load_config, load_tokenizer
+from common.models import bos_prefix, load_config
 from common.training.packing import rows_of_step
 
 QUESTIONS = 16  # of each task, where it has a validation split
@@ -166,7 +166,7 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
             if known_sha256(path) == digest:
                 raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
                                 f"same in {path}")
-    tokens, description = read_sequences(source, None, context, count, length, EVALUATION, sources.bos)
+    tokens, description = read_sequences(source, None, context, count, length, EVALUATION)
     context.ranks.say(f"reads   {description}; held out")
     return [Sample(ids) for ids in tokens.tolist()]
 
@@ -177,8 +177,8 @@ def split_texts(sources: Sources, context: DataContext, count: int) -> list[Samp
     Of generated text at most a tenth of what is trained on, but two. Raises UserError for text that cannot be
     read.
     """
-    tokenizer, length, samples = load_tokenizer(context.model), sources.text_length, []
-    prefix, texts = bos_prefix(tokenizer, sources.bos), list(dict.fromkeys(sources.text))
+    tokenizer, length, samples = context.tokenizer(), sources.text_length, []
+    prefix, texts = bos_prefix(tokenizer), list(dict.fromkeys(sources.text))
     share = -(-count // max(1, len(texts)))
     for source in sorted(texts, key=is_generated):  # a fault in a file is found before text is generated
         if is_generated(source):
@@ -208,10 +208,9 @@ def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
             rows = min(share, max(2, generated_rows(sources) // 10))
             found = as_samples(generated(source, context, rows, sources.text_length, HELDOUT, chats=True))
         else:
-            tokenizer = load_tokenizer(context.model)
             positions = load_config(context.model).max_position_embeddings
             try:
-                found, _ = load_chats(source, tokenizer, positions, HELDOUT, most=share)
+                found, _ = load_chats(source, context.tokenizer(), positions, HELDOUT, most=share)
             except TooShort:
                 found = []
         samples += found
@@ -236,13 +235,12 @@ def heldout_questions(sources: Sources, context: DataContext) -> list[Sample]:
         raise UserError(f"--heldout-questions {asked}: expected --tasks with it, found --tasks none")
     if sources.tasks == NONE or asked == 0:
         return []
-    tokenizer = load_tokenizer(context.model)
-    positions = load_config(context.model).max_position_embeddings
+    tokenizer, positions = context.tokenizer(), load_config(context.model).max_position_embeddings
     for task in sources.only:
         if asked is None and not has_split(task, "validation", sources.tasks):
             continue
         examples, place = load_task(task, "validation", sources.tasks)
-        chosen = [tokenize(example, tokenizer, sources.bos) for example in examples[: asked or QUESTIONS]]
+        chosen = [tokenize(example, tokenizer) for example in examples[: asked or QUESTIONS]]
         check_lengths(enumerate(chosen), positions, place)
         samples += chosen
     if samples:

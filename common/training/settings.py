@@ -140,9 +140,9 @@ def settle(
     """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
     args = with_defaults(args, defaults, conversion, load_config(source).max_position_embeddings)
-    args.bos = bool(bos_prefix(load_tokenizer(source), args.bos))
+    args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan))
+    context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
     texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(sources, context)
     heldout = load_heldout(sources, context, texts, args.heldout_every)

@@ -44,9 +44,9 @@ def context_of(run, model: str, ranks, **changes) -> DataContext:
     return DataContext(model, str(run), ranks.device, ranks, **changes)
 
 
-def pool_of(run, model: str, ranks, **sources) -> Pool:
+def pool_of(run, model: str, ranks, bos: bool | None = None, **sources) -> Pool:
     """What these sources have to train on."""
-    return load_pool(Sources(**{"text_length": 16} | sources), context_of(run, model, ranks))
+    return load_pool(Sources(**{"text_length": 16} | sources), context_of(run, model, ranks, bos=bos))
 
 
 @pytest.fixture

@@ -92,9 +92,10 @@ def test_tokens_are_prompt_then_answer_then_end():
     tokenizer.backend_tokenizer.post_processor = begin
     prompt, *choices = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
                         for text in (example.prompt, "two", "it's one"))
-    assert tokenize(example, tokenizer, False) == Sample(prompt, (*choices[0], END))
     for bos, begun in ((False, prompt), (None, (tokenizer.bos_token_id, *prompt))):
-        assert choice_samples(example, tokenizer, bos) == [Sample(begun, (*ids, END)) for ids in choices]
+        tokenizer.bos = bos
+        assert tokenize(example, tokenizer) == Sample(begun, (*choices[0], END))
+        assert choice_samples(example, tokenizer) == [Sample(begun, (*ids, END)) for ids in choices]
 
 
 def test_a_choice_without_tokens_is_one_line():

@@ -56,11 +56,13 @@ def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "^"
     begun = ["^" + "b" * 30, "^" + "d" * 30]  # "d" has 30 characters
-    assert read(documents, 2, 31, tokenizer, bos=True) == begun
     packed = ["^" + "a" * 20 + "<eos>" + "b" * 18, "^" + "b" * 32 + "<eos>" + "c" * 6]
-    assert read(documents, 2, 40, tokenizer, bos=True) == packed
-    for bos in (None, False):  # the tokenizer does not add it itself
-        assert read(documents, 2, 30, tokenizer, bos=bos) == ["b" * 30, "d" * 30]
+    for tokenizer.bos in (None, False):  # the tokenizer does not add it itself
+        assert read(documents, 2, 30, tokenizer) == ["b" * 30, "d" * 30]
+    tokenizer.bos = True
+    assert read(documents, 2, 31, tokenizer) == begun
+    assert read(documents, 2, 40, tokenizer) == packed
+    tokenizer.bos = None
     begins = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begins
     assert read(documents, 2, 31, tokenizer) == begun
@@ -332,13 +334,13 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
         tokens, _ = load_tokens(path, tokenizer, *asked)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
     tokenizer.bos_token = "^"
-    begin = tokenizer.bos_token_id
-    tokens, _ = load_tokens(path, tokenizer, 2, 4, bos=True)
+    begin, tokenizer.bos = tokenizer.bos_token_id, True
+    tokens, _ = load_tokens(path, tokenizer, 2, 4)
     assert tokens.tolist() == [[begin, 0, 1, 2], [begin, 4, 5, 6]]
     for beginning, expected in (([begin, 3, 4], [begin, 3, 4]), ([7, 3, 4], [begin, 7, 3])):
         text.write_array(path, np.array([[begin, 1, 2], beginning], "<i4"))
-        assert load_tokens(path, tokenizer, 9, 3, bos=True)[0][1].tolist() == expected
-        first, _ = load_tokens(path, tokenizer, 1, 3, bos=True)  # as all rows together
+        assert load_tokens(path, tokenizer, 9, 3)[0][1].tolist() == expected
+        first, _ = load_tokens(path, tokenizer, 1, 3)  # as all rows together
         assert first.tolist() == [[begin, 1, 2] if beginning[0] == begin else [begin, begin, 1]]
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from common import evaluate
 from common.data.pool import Sources, load_pool
-from common.data.sources import DataContext, generated, read_sequences, read_unread
+from common.data.sources import DataContext, begun, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
 from common.errors import UserError
-from common.models import bos_prefix, load_model
+from common.models import bos_prefix, load_model, load_tokenizer
 from common.training.heldout import TASK_SET, heldout_texts, load_heldout
 from helpers import (
     END,
@@ -50,14 +49,18 @@ def beginning(tokenizer, adds: bool = True):
 BEGIN = beginning(byte_tokenizer()).bos_token_id
 
 
-def test_a_sequence_begins_as_the_tokenizers_own_texts_do():
+def test_a_sequence_begins_as_the_tokenizers_own_texts_do(tmp_path):
     for tokenizer, by_default in ((beginning(byte_tokenizer()), [BEGIN]), (byte_tokenizer(), []),
                                   (beginning(byte_tokenizer(), adds=False), [])):
-        assert bos_prefix(tokenizer, None) == by_default and bos_prefix(tokenizer, False) == []
+        assert bos_prefix(tokenizer) == by_default
+        save_tiny(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        assert [bos_prefix(load_tokenizer(tmp_path, bos)) for bos in (None, False)] == [by_default, []]
         if tokenizer.bos_token:
-            assert bos_prefix(tokenizer, True) == [BEGIN]
+            assert bos_prefix(load_tokenizer(tmp_path, True)) == [BEGIN]
+    save_tiny(tmp_path)
     with pytest.raises(UserError, match="--bos: expected a tokenizer with a begin-of-sequence token, found"):
-        bos_prefix(byte_tokenizer(), True)
+        bos_prefix(load_tokenizer(tmp_path, True))
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +121,11 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
 def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
     model = save_tiny(tmp_path / "model")
     beginning(byte_tokenizer(), adds=False).save_pretrained(model)
-    origin, record = DataContext(model, str(tmp_path), "cpu"), {"text": inputs["text"], "bos": True}
-    tokens, _ = read_unread({"arguments": record}, origin, 2, 24)
+    record = {"arguments": {"text": inputs["text"], "bos": True}}
+    origin = DataContext(model, str(tmp_path), "cpu", bos=begun(record))
+    tokens, _ = read_unread(record, origin, 2, 24)
     assert tokens[:, 0].tolist() == [BEGIN] * 2
-    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT, bos=True)[0])
+    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT)[0])
 
 
 def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_path, group_of_one):
@@ -129,8 +133,8 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
     model, tokens = str(home / "model"), {}
     for bos, begin in ((None, [BEGIN]), (False, [])):
         length = LENGTH - 1 + len(begin)
-        sources = Sources(inputs["tasks"], text=[inputs["text"]], text_length=length, bos=bos)
-        origin = DataContext(model, str(tmp_path / str(bos)), "cpu", group_of_one)
+        sources = Sources(inputs["tasks"], text=[inputs["text"]], text_length=length)
+        origin = DataContext(model, str(tmp_path / str(bos)), "cpu", group_of_one, bos=bos)
         pool = load_pool(sources, origin)
         kept = replace(sources, text=(), heldout_text=inputs["text"], heldout_sequences=3)
         texts = heldout_texts(kept, origin)
@@ -190,9 +194,10 @@ def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
 
     with open(f"{inputs['tasks']}/piqa.validation.jsonl") as file:
         examples = [example_from_row("piqa", json.loads(next(file))) for _ in range(2)]
-    tokenizer, model = AutoTokenizer.from_pretrained(home / "model"), load_model(str(home / "model"))
+    model = load_model(str(home / "model"))
     for (name, _), bos in zip(ROADS, (True, False), strict=True):
-        samples = [choice_samples(example, tokenizer, bos) for example in examples]
+        tokenizer = load_tokenizer(home / "model", bos)
+        samples = [choice_samples(example, tokenizer) for example in examples]
         expected = evaluate.choice_likelihoods(model, samples, 64, tqdm(disable=True))
         outcomes = [json.loads(line) for line in (out / name / "eval.jsonl").read_text().splitlines()]
         assert [outcome["likelihood_scores"] for outcome in outcomes] == expected
@@ -213,17 +218,18 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
 ):
     """No second one is put before it, in whichever stage; chats begin as their template says."""
     model, begin = writer
-    origin = DataContext(model, str(tmp_path), "cpu")
+    origin = DataContext(model, str(tmp_path), "cpu", group_of_one)
     rows = generated("generated", origin, ROWS, LENGTH)
     assert (rows[:, 0] == begin).all() and len(np.unique(rows[:, 1:], axis=0)) == ROWS
     for bos in (None, False, begin == BEGIN):
-        tokens, _ = read_sequences("generated", None, origin, ROWS, LENGTH, bos=bos)
+        asked = replace(origin, bos=bos)
+        tokens, _ = read_sequences("generated", None, asked, ROWS, LENGTH)
         assert tokens.dtype == torch.int64 and (tokens.numpy() == rows).all()
         tokens_of_text = ROWS * (LENGTH - (begin == BEGIN and bos is not False))
-        sources = Sources(text=["generated"], text_length=LENGTH, text_tokens=tokens_of_text, bos=bos)
-        pool = load_pool(sources, DataContext(model, str(tmp_path), "cpu", group_of_one))
+        sources = Sources(text=["generated"], text_length=LENGTH, text_tokens=tokens_of_text)
+        pool = load_pool(sources, asked)
         assert [sample.prompt for sample in pool.texts] == rows.tolist()
-    chats = [read_sequences("none", "generated", origin, 3, LENGTH, bos=bos)[0]
+    chats = [read_sequences("none", "generated", replace(origin, bos=bos), 3, LENGTH)[0]
              for bos in (False, begin == BEGIN)]
     assert chats[0].equal(chats[1]) and begin not in chats[0][:, 0]
 

@@ -220,8 +220,8 @@ def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, input
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
     """Its first loss is the source's: the mean over the batch of the mean cross-entropy of answer tokens."""
-    model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"])
-    samples = load_tasks(Sources(inputs["tasks"], bos=False), tokenizer, 256, group_of_one)
+    model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"], bos=False)
+    samples = load_tasks(Sources(inputs["tasks"]), tokenizer, 256, group_of_one)
     settings = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
     batch, losses = batch_indices(0, settings["batch"], len(samples), settings["seed"]), []
     for sample in (samples[index] for index in batch):
