@@ -6,7 +6,8 @@
 #   PRE=superbpe bash pipelines/gguf.sh runs/demo/gqa           # the demo model
 #
 #   OUTTYPE  f32 (default), f16, bf16, q8_0, q4_0 or q4_k_m; the last two by way of f32
-#   TEXT     text file: the perplexity of its first SEQUENCES (16) x 512 tokens, in llama.cpp and transformers
+#   TEXT     text file: the perplexity of its first SEQUENCES (16) x 512 tokens, in llama.cpp and transformers,
+#            with quantized caches, too
 #   PYTHON   interpreter (python), with requirements.txt
 #   PRE      llama.cpp's name of the pre-tokenizer to assume when its converter does not know the tokenizer.
 #            For the demo model superbpe: it splits at digits only, and the model's merges never mix letters
