@@ -148,6 +148,16 @@ def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
     assert waits[0] <= 600 and min(waits[1:]) > 142e9 / 20e6 and len(waits) == 3
 
 
+def test_ranks_leave_long_work_together(group_of_one, monkeypatch):
+    """By a group of its own, which waits as long as that work may take."""
+    done, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda **options: done.append(options) or new_group(**options))
+    monkeypatch.setattr(dist, "barrier", lambda group: done.append(dist.get_backend(group)))
+    with group_of_one.waiting():
+        done.append("work")
+    assert done == [{"backend": "gloo", "timeout": sharding.AT_WORK}, "work", "gloo"]
+
+
 def test_more_processes_than_gpus_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
