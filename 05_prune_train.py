@@ -69,6 +69,7 @@ from common.data.text import is_generated
 from common.errors import UserError
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
+from common.metrics import METRICS, outcome, read_metrics, summarize
 from common.models import fingerprint
 from common.records import SOURCE
 from common.reporting import plots
@@ -77,7 +78,6 @@ from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.heldout import QUESTIONS
 from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
-from common.training.metrics import METRICS, outcome, read_metrics, summarize
 from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import build_teacher, train_teacher

@@ -38,12 +38,12 @@ from common.evaluate import require_finite
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import merged_config
+from common.metrics import CONTENT, METRICS, read_metrics
 from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
 from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
 from common.reporting import card as model_card
 from common.training import checkpoints
-from common.training.metrics import CONTENT, METRICS, read_metrics
 
 # relative to the largest logit: both compute the same float32 products, whose order no library promises
 LOGIT_TOLERANCE = 1e-5

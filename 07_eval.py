@@ -65,7 +65,7 @@ from common.files import open_text, read_text, write_text
 from common.layers import Layers
 from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
 from common.records import SOURCE
-from common.reporting import plots
+from common.reporting import card, plots
 from common.reporting.tables import (
     answers_section,
     cache_rows,
@@ -73,7 +73,6 @@ from common.reporting.tables import (
     caption,
     results_table,
     summary_line,
-    write_scores,
 )
 
 ANSWER_TOKENS = 64  # at most, to a prompt
@@ -433,7 +432,7 @@ def main():
         answers = caches_section(pair) + answers_section(prompts, pair)
         if not Path(path).resolve().is_relative_to(Path(args.run).resolve()):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
-        elif write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
+        elif card.write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
             print(f"wrote   {os.path.join(path, 'README.md')}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 

@@ -5,13 +5,13 @@ import re
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.files import read_text
+from common.artifacts import END_OF_SCORES, SCORES
+from common.files import read_text, write_text
+from common.metrics import START, heldout_kls
 from common.models import is_hub_name
 from common.quantized_cache import LAYOUTS
 from common.records import BY, MASKS, MERGES, REFITS, SOURCE
 from common.reporting.tables import markdown_text
-from common.training.heldout import START
-from common.training.metrics import heldout_kls
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
@@ -43,6 +43,23 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
     card.save(os.path.join(directory, "README.md"))
+
+
+def write_scores(directory: str, scores: str) -> bool:
+    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> in a checkpoint's README.md.
+
+    Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
+    they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
+    """
+    path = os.path.join(directory, "README.md")
+    if not os.path.exists(path):
+        return False
+    whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
+    before, opening, _ = whole.rpartition(SCORES)  # the last ones: a license may have others
+    if opening:
+        escaped = scores.replace("<!--", "&lt;!--")
+        write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
+    return bool(opening)
 
 
 def _license(given: dict, repository: str | None) -> dict:

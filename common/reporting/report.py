@@ -18,9 +18,9 @@ from common.artifacts import read_record
 from common.cli import Parser
 from common.errors import UserError
 from common.files import refuse_overwrite, write_text
+from common.metrics import read_metrics
 from common.reporting import tables
 from common.reporting.tables import Table
-from common.training.metrics import read_metrics
 
 GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near the start of every page
 

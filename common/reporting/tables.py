@@ -1,5 +1,5 @@
-"""Tables: Markdown, of which this is the one writer; the scores of 07_eval.py, for its file and a model card;
-and the metrics of any record, for report.html.
+"""Tables: Markdown, of which this is the one writer; the scores of 07_eval.py; and the metrics of any record,
+for report.html.
 """
 
 import math
@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from common.artifacts import END_OF_SCORES, SCORES
 from common.cli import printable
-from common.files import read_text, write_text
 from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
@@ -207,23 +205,6 @@ def summary_line(results: dict[str, dict]) -> str:
             scores.append(f"{name} perplexity {metrics['perplexity']:.3f}")
     sizes = [metrics["cache_bytes_per_token"] for metrics in results.values()]
     return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
-
-
-def write_scores(directory: str, scores: str) -> bool:
-    """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> in a checkpoint's README.md.
-
-    Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
-    they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
-    """
-    path = os.path.join(directory, "README.md")
-    if not os.path.exists(path):
-        return False
-    whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
-    before, opening, _ = whole.rpartition(SCORES)  # the last ones: a license may have others
-    if opening:
-        escaped = scores.replace("<!--", "&lt;!--")
-        write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
-    return bool(opening)
 
 
 def is_number(value) -> bool:

@@ -37,7 +37,7 @@ from common.files import (
     unfinished,
     write_json,
 )
-from common.training.metrics import METRICS, heldout_kl, read_metrics
+from common.metrics import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with

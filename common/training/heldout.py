@@ -28,13 +28,11 @@ from common.data.text import (
 from common.errors import UserError
 from common.files import known_sha256
 from common.method.losses import cross_entropy, kl, product
+from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
 from common.training.packing import rows_of_step
 
 QUESTIONS = 16  # of each task, where it has a validation split
-TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")  # prefixes of metrics
-START = "start"  # prefix of the metrics before the first step
-COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # metrics of a set of samples
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from common.errors import UserError
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.losses import next_token_loss
+from common.metrics import METRICS, read_metrics, summarize
 from common.models import load_config
 from common.records import SOURCE
 from common.training import checkpoints
 from common.training.attention import Trainee
 from common.training.conversion import STAGE, TrainingRun
 from common.training.engine import Job, Schedule, steps
-from common.training.metrics import METRICS, read_metrics, summarize
 from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates, student_optimizer

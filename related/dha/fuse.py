@@ -30,8 +30,8 @@ from common.cli import non_negative_float, positive, run_stage, stage_parser
 from common.equivalence import max_difference, mean_kl, mean_nll
 from common.errors import UserError
 from common.files import write_directory
+from common.metrics import read_metrics
 from common.models import load_config, load_tokenizer
-from common.training.metrics import read_metrics
 from related.dha import fusion, grouping, training
 from related.dha.records import FUSE, SEARCH, read
 

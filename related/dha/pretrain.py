@@ -25,9 +25,9 @@ from common.cli import positive, run_stage, stage_parser
 from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
 from common.files import write_directory
+from common.metrics import read_metrics
 from common.models import describe, fingerprint, load_config, load_tokenizer
 from common.training import checkpoints
-from common.training.metrics import read_metrics
 from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
 

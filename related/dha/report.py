@@ -28,10 +28,10 @@ from common.equivalence import mean_kl, mean_nll
 from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
 from common.files import write_text
+from common.metrics import read_metrics
 from common.models import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
-from common.training.metrics import read_metrics
 from related.dha import fusion, training
 from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read
 

@@ -42,11 +42,11 @@ from common.evaluate import perplexity
 from common.files import write_directory, write_text
 from common.layers import run_layer
 from common.method.losses import next_token_loss
+from common.metrics import METRICS
 from common.records import FILES, POSITIVE, STAGES, STRING
 from common.reporting.tables import markdown_table
 from common.training import checkpoints
 from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
-from common.training.metrics import METRICS
 from common.training.sharding import Execution, Ranks, build, joined_ranks
 from related.skipless.fold import PROJECTIONS, check_square, conditions
 from related.skipless.modeling import SkiplessConfig

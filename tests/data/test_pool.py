@@ -22,9 +22,9 @@ from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, packed_rows
 from common.errors import UserError
 from common.files import sha256
+from common.metrics import CHAT_SET, TEXT_SET, read_metrics
 from common.training.checkpoints import saved_checkpoints
-from common.training.heldout import CHAT_SET, TEXT_SET, heldout_texts, load_heldout
-from common.training.metrics import read_metrics
+from common.training.heldout import heldout_texts, load_heldout
 from common.weights import open_checkpoint
 from helpers import copy_run, expect_error, run
 from test_chat import messages, save_chats

@@ -3,6 +3,7 @@ scores in a model card."""
 
 import pytest
 
+from common.reporting.card import write_scores
 from common.reporting.tables import (
     answers_section,
     caches_section,
@@ -10,7 +11,6 @@ from common.reporting.tables import (
     markdown_table,
     results_table,
     summary_line,
-    write_scores,
 )
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")

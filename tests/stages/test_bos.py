@@ -16,8 +16,9 @@ from common.data.sources import DataContext, begun, generated, read_sequences, r
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
 from common.errors import UserError
+from common.metrics import TASK_SET
 from common.models import bos_prefix, load_model, load_tokenizer
-from common.training.heldout import TASK_SET, heldout_texts, load_heldout
+from common.training.heldout import heldout_texts, load_heldout
 from helpers import (
     END,
     GROUPING,

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.rows import Sample
 from common.errors import UserError
+from common.metrics import outcome, summarize
 from common.training import checkpoints, engine, metrics
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.metrics import outcome
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
 from helpers import save_tiny, tiny_model
@@ -283,4 +283,4 @@ def test_the_outcome_of_a_training_in_words_and_its_summary():
     assert outcome([first, last]) == better
     assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
     assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
-    assert metrics.summarize([first, last]) == {**first, **last, "tokens": 7}
+    assert summarize([first, last]) == {**first, **last, "tokens": 7}

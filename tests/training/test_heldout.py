@@ -22,13 +22,13 @@ from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
 from common.method import losses, masks
+from common.metrics import METRICS, TASK_SET, TEXT_SET, read_metrics
 from common.models import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
-from common.training.heldout import TASK_SET, TEXT_SET, Heldout, heldout_texts, load_heldout
-from common.training.metrics import METRICS, read_metrics
+from common.training.heldout import Heldout, heldout_texts, load_heldout
 from helpers import TRAINING as TRAINING_FLAGS
 from helpers import copy_run, expect_error, run, tiny_model
 from students import ALONE, NOTHING, SAMPLES, SCHEDULE, gqa_student, half_masked_student
