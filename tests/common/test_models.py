@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -483,3 +484,9 @@ def test_the_context_of_keys_is_the_models_positions_at_most_4096():
     assert key_context(8192, 131072) == 8192
     with pytest.raises(UserError, match="at most the model's 2048 positions, found 2049"):
         key_context(2049, 2048)
+
+
+def test_weights_are_written_as_the_source_has_them_unless_asked():
+    configs = [SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, None)]
+    assert [models.weight_dtype("source", config) for config in configs] == [torch.bfloat16, torch.float32]
+    assert models.weight_dtype("float16", configs[0]) == torch.float16
