@@ -26,7 +26,6 @@ transformers' order, with RoPE's pairs side by side, and these rotated, as llama
 
 import argparse
 import common.openmp  # noqa: F401 - before torch
-import glob
 import importlib
 import json
 import os
@@ -37,6 +36,7 @@ import torch
 
 from common import cli, evaluate, families, models
 from common.artifacts import (
+    CARD,
     RECORD,
     begin_stage,
     input_digests,
@@ -87,7 +87,7 @@ def parse():
     parser.section("checkpoints and tasks")
     parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
-                             "merged and gqa in RUN; or the source, and all kvN/merged in RUN)")
+                             "merged and gqa in RUN)")
     parser.add_argument("--update", action="store_true",
                         help="replace an evaluation of other models or with other flags")
     parser.add_argument("--tasks", default=None, metavar="DIR",
@@ -114,8 +114,8 @@ def parse():
     parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
     parser.add_argument("--cache", nargs="+", default=None, metavar="FORMAT",
-                        help=f"also measure text with quantized caches: {', '.join(BITS)}, or two of them as "
-                             "KEYS/VALUES")
+                        help=f"also measure text with caches of f16 and these formats: {', '.join(BITS)}, or "
+                             "two of them as KEYS/VALUES")
     parser.section("execution")
     parser.add_argument("--batch", type=cli.positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", type=cli.device, default="auto",
@@ -160,12 +160,6 @@ def register(modules) -> None:
 def default_checkpoints(run: str) -> dict[str, str]:
     """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
     paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
-    choices = glob.glob(os.path.join(glob.escape(run), "kv*", "merged"))
-    if choices and not os.path.isdir(paths["merged"]):
-        records = {path: read_record(path, "04_align.py") for path in choices}
-        choices.sort(key=lambda path: -records[path]["summary"]["kv_heads"])
-        source = models.source_model(records[choices[0]], os.path.dirname(choices[0]))
-        return {SOURCE: source["path"]} | {os.path.basename(os.path.dirname(path)): path for path in choices}
     if os.path.exists(os.path.join(directory, RECORD)):
         trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
@@ -196,13 +190,8 @@ def choose_checkpoints(args) -> dict[str, str]:
 
 
 def verify(path: str) -> None:
-    """Refuse a checkpoint whose files differ from its stage's record, or whose card cannot be read.
-
-    One without record or card is accepted.
-    """
-    card, file = os.path.join(path, "README.md"), os.path.join(path, RECORD)
-    if os.path.exists(card):  # it gets the scores, after all else
-        read_text(card)
+    """Refuse a checkpoint whose files differ from its stage's record; one without a record is accepted."""
+    file = os.path.join(path, RECORD)
     if not os.path.exists(file):
         return
     with open(file, "rb") as stream:
@@ -211,6 +200,15 @@ def verify(path: str) -> None:
         raise UserError(f"{file}: expected the record of a stage, found stage {abbreviated(stage)}")
     if stage in WRITERS:
         verify_files(path, read_record(path, stage))
+
+
+def has_card(path: str) -> bool:
+    return os.path.exists(os.path.join(path, CARD))
+
+
+def is_within(path: str, run: str) -> bool:
+    """Whether a checkpoint is in the run directory, so that scores go into its card."""
+    return Path(path).resolve().is_relative_to(Path(run).resolve())
 
 
 def choose_sources(args) -> tuple[str, str]:
@@ -250,19 +248,20 @@ class Tokenized:
     prompts: list[list[int]]  # token ids of --prompts
 
 
-def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, prompts, args) -> Tokenized:
-    """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions."""
+def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, prompts, args) -> Tokenized:
+    """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions.
+
+    unread: tokens in place of text, and what they are, from read_calibration_text; or None.
+    """
     config = models.load_config(path)
     for flag in (name for name in ("layerwise", "cache") if getattr(args, name)):
         if config.model_type not in families.SUPPORTED:
             raise UserError(f"{path}: --{flag}: expected model_type in {list(families.SUPPORTED)}, "
                             f"found {config.model_type!r}")
     tokenizer, positions = models.load_tokenizer(path, args.bos), config.max_position_embeddings
-    length = sequence_length(args.length, LENGTH, positions, least=2)
-    tokens, description = None, ""
-    if is_calibration(text):
-        tokens, description = unread(text, args, length)
-    elif text != NONE:
+    tokens, description = unread or (None, "")
+    length = sequence_length(tokens.shape[1] if unread else args.length, LENGTH, positions, least=2)
+    if text != NONE and not unread:
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION)
     if tokens is not None and tokens.max() >= config.vocab_size:
         raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
@@ -284,13 +283,22 @@ def is_calibration(text: str) -> bool:
     return os.path.exists(os.path.join(text, RECORD))
 
 
-def unread(calibration: str, args, length: int) -> tuple[torch.Tensor, str]:
-    """[sequences, length] tokens of a calibration's sources that it has not read, and what they are."""
+def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
+    """[sequences, length] tokens of a calibration's sources that it has not read, and what they are.
+
+    Sets args.bos to the calibration's. Raises UserError if another is asked for.
+    """
     record, home = read_record(calibration, "01_calibrate.py"), os.path.dirname(os.path.normpath(calibration))
-    source = models.source_model(record, home)["path"]
+    if args.bos not in (None, begun(record)):
+        raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
+                        f"{'with' if begun(record) else 'without'} the token, found the other")
+    args.bos, source = begun(record), models.source_model(record, home)["path"]
+    positions = models.load_config(source).max_position_embeddings
+    default = max(2, min(LENGTH, record["summary"]["length"]))
+    length = sequence_length(args.length, default, positions, least=2)
     context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise,
-                          bos=begun(record))
-    return read_unread(record, context, args.sequences, min(length, record["summary"]["length"]))
+                          bos=args.bos)
+    return read_unread(record, context, args.sequences, length)
 
 
 def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], text: str) -> set[str]:
@@ -322,17 +330,18 @@ def read_prompts(path: str | None) -> list[str]:
     return prompts
 
 
-def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference, args):
+def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, is_first: bool, reference, args):
     """All metrics of one checkpoint, one outcome per question, and its predictions for the text.
 
-    checkpoint: from models.describe. reference: the first checkpoint's predictions, None for that one.
+    checkpoint: from models.describe. reference: the first checkpoint's predictions; None for that one, and
+    where they are of other tokens.
     """
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
     spread = models.needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
-    if args.cache and not has_blocks(models.load_config(path)):
-        print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; not measured")
     model = models.load_model(path, dtype, device, spread)
+    if args.cache and not has_blocks(model.config):
+        print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; f16 alone is measured")
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
     metrics["tasks"], outcomes = evaluate.answer_questions(
         name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
@@ -341,10 +350,10 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference,
     if tokenized.tokens is not None:
         on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
         metrics |= on_text | perplexity_metrics(on_text["perplexity"], tokenized)
-        if args.cache and has_blocks(model.config):
-            caches = map(parse_cache, args.cache)
-            metrics["caches"] = evaluate.cache_metrics(
-                model, tokenized.tokens, reference or predictions, caches)
+        if args.cache:
+            caches = [parse_cache(text) for text in args.cache if has_blocks(model.config)]
+            against = predictions if is_first else reference
+            metrics["caches"] = evaluate.cache_metrics(model, tokenized.tokens, against, caches)
     if tokenized.prompts:
         metrics["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
@@ -388,10 +397,14 @@ def main():
         raise
     for path in checkpoints.values():
         verify(path)
+        if has_card(path) and is_within(path, args.run):  # one that cannot be read gets no scores
+            read_text(os.path.join(path, CARD))
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
     prompts = read_prompts(args.prompts)
-    tokenized = {name: prepare(path, tasks, text, prompts, args) for name, path in checkpoints.items()}
+    unread = read_calibration_text(text, args) if is_calibration(text) else None
+    tokenized = {name: prepare(path, tasks, text, unread, prompts, args)
+                 for name, path in checkpoints.items()}
     reference, device = next(iter(checkpoints)), models.pick_device(args.device)
     comparable = same_tokenizers(checkpoints, tokenized, text)
     for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
@@ -406,7 +419,8 @@ def main():
         same_text = text != NONE and name in comparable and torch.equal(
             tokenized[name].tokens, tokenized[reference].tokens)
         results[name], model_outcomes, predicted = measure(
-            name, described[name], tokenized[name], tasks, predictions if same_text else None, args)
+            name, described[name], tokenized[name], tasks, name == reference,
+            predictions if same_text else None, args)
         predictions = predictions or predicted
         outcomes += model_outcomes
     for name, path in checkpoints.items():
@@ -423,17 +437,17 @@ def main():
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
         write_text(os.path.join(aside, TABLE), f"{note}\n\n{table}\n")
         if cache_rows(results):
-            title = f"KL from {described[reference]['path']}"
+            title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
         write_record(aside, record, os.path.basename(output))
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
         answers = caches_section(pair) + answers_section(prompts, pair)
-        if not Path(path).resolve().is_relative_to(Path(args.run).resolve()):
+        if has_card(path) and not is_within(path, args.run):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
         elif card.write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
-            print(f"wrote   {os.path.join(path, 'README.md')}: scores")
+            print(f"wrote   {os.path.join(path, CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 
 

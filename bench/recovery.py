@@ -142,6 +142,10 @@ def main():
     untrained = read_json(path)  # name -> what was measured right after merging, the source first
     if untrained is None:
         raise UserError(f"{path}: expected the merged models of make smollm2 or bench.merging, found none")
+    missing = {"source", *args.starts} - untrained.keys()
+    if missing:
+        raise UserError(f"{path}: expected source and --starts, found no {', '.join(sorted(missing))}; make "
+                        "it again")
     results = read_results(args)
     os.makedirs(args.out, exist_ok=True)
     for tokens, seed, start in itertools.product(args.budgets, range(args.seeds), args.starts):

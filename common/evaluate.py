@@ -63,15 +63,17 @@ def text_metrics(model, tokens: torch.Tensor, reference: Predictions | None) -> 
 
 def cache_metrics(model, tokens: torch.Tensor, reference: Predictions, caches) -> dict[str, dict]:
     """For a cache of f16, and for each of `caches`, its bytes per token and text_metrics in each layout."""
-    metrics = {}
-    for cache in dict.fromkeys((PLAIN, *caches)):
-        metrics[str(cache)] = {"bytes_per_token": cache.bytes_per_token(model.config)}
-        for layout in LAYOUTS:
-            if cache != PLAIN or layout == next(iter(LAYOUTS)):  # f16 is the same in all
-                with quantized(model, cache, layout):
-                    measured, _ = text_metrics(model, tokens, reference)
-            metrics[str(cache)][layout] = measured
-    return metrics
+
+    def measured(cache, layout: str) -> dict:
+        with quantized(model, cache, layout):
+            return text_metrics(model, tokens, reference)[0]
+
+    by_layout = {PLAIN: dict.fromkeys(LAYOUTS, measured(PLAIN, "halves"))}  # f16 is the same in all
+    for cache in caches:
+        if cache != PLAIN:
+            by_layout[cache] = {layout: measured(cache, layout) for layout in LAYOUTS}
+    return {str(cache): {"bytes_per_token": cache.bytes_per_token(model.config)} | metrics
+            for cache, metrics in by_layout.items()}
 
 
 @torch.no_grad()

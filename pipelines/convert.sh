@@ -18,7 +18,7 @@
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
-#              what each keeps, untrained; the same RUN and one of them without PLAN goes on from there
+#              RUN/choose/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes on from there
 #   BASIS      layout of quantized caches that the export's basis is for, as --cache-basis of stage 6, or none
 #              (rotated: llama.cpp's)
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train again; --dtype is
@@ -100,14 +100,20 @@ if [ "${PLAN:-}" = choose ]; then
   [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import artifacts, families; \
 model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
 print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
+  KV_HEADS=$(printf '%s\n' $KV_HEADS | sort -rnu)
   for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
     "$PYTHON" 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
   done
   for N in $KV_HEADS; do
     "$PYTHON" 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
-  "$PYTHON" 07_eval.py --run "$RUN" --update --tasks none --text "${CALIBRATION[1]}" --sequences 16 \
-    "${CACHES[@]}"
+  SOURCE=$("$PYTHON" -c "import sys; from common import artifacts, models; \
+record = artifacts.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
+print(models.source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
+  CHOICES=()
+  for N in $KV_HEADS; do CHOICES+=("kv$N=$RUN/kv$N/merged"); done
+  "$PYTHON" 07_eval.py --run "$RUN/choose" --update --model "source=$SOURCE" "${CHOICES[@]}" --tasks none \
+    --text "${CALIBRATION[1]}" --sequences 16 "${CACHES[@]}"
   exit
 fi
 "$PYTHON" 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}

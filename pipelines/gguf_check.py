@@ -293,6 +293,7 @@ def main() -> None:
         for cache, perplexity in expected_perplexities.items():
             if cache:
                 types = {"type_k": FORMATS[cache.keys], "type_v": FORMATS[cache.values]}
+                engine.close()
                 engine = load_engine(args.out, context, flash_attn=True, **types)
             print(f"  cache {cache or 'float32'}: {engine_perplexity(engine, text_tokens):.3f} in llama.cpp, "
                   f"{perplexity:.3f} in transformers", flush=True)

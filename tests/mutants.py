@@ -187,6 +187,10 @@ def named(nodeid: str) -> str:
     return f"{Path(file).stem}::{test}"
 
 
+def file_of(test: str) -> str:
+    return test.split("::")[0]
+
+
 def run_tests(tests: tuple[str, ...], tree: Path) -> None:
     """In a forked process: exit with 0 if they pass."""
     os.setsid()
@@ -240,13 +244,16 @@ def run_all(chosen: list[Trial], jobs: int) -> Iterator[Trial]:
             subprocess.run(copy, shell=True, cwd=ROOT, check=True)
             trees.put(slot)
         needed = sorted({test for trial in chosen for test in trial.tests})
-        plain = [Trial((*tests,)) for _, tests in itertools.groupby(needed, lambda test: test.split("::")[0])]
+        plain = [Trial((*tests,)) for _, tests in itertools.groupby(needed, file_of)]
         yield from pool.map(lambda trial: run_trial(trial, trees), plain)
         failing = {test for trial in plain if trial.verdict != "survived" for test in trial.tests}
         costs = collections.ChainMap(*(trial.costs for trial in plain))
+        started = {file_of(trial.tests[0]): trial.seconds - sum(trial.costs.values()) for trial in plain}
         able = [trial for trial in chosen if failing.isdisjoint(trial.tests)]
         for trial in able:
-            trial.limit = max(LIMIT, SLOWER * sum(costs.get(test, 0.0) for test in trial.tests))
+            seconds = sum(costs.get(test, 0.0) for test in trial.tests)
+            seconds += sum(started[file] for file in {*map(file_of, trial.tests)})
+            trial.limit = max(LIMIT, SLOWER * seconds)
             trial.tests = tuple(sorted(trial.tests, key=lambda test: costs.get(test, 0.0)))
         yield from pool.map(lambda trial: run_trial(trial, trees), able)
 

@@ -112,6 +112,7 @@ def read_unread(calibration: dict, context: DataContext, sequences: int,
     try:
         return read_sequences(text, chat, context, sequences, length, HELDOUT)
     except TooShort:
+        sequences = min(sequences, calibration["summary"]["sequences"])
         tokens, description = read_sequences(text, chat, context, sequences, length)
         description += ", part of the calibration's text: perplexity on other text (--text) may be higher"
         return tokens, description

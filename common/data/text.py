@@ -80,7 +80,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, documents are packed instead: concatenated in order, separated by
     end-of-sequence, and cut into sequences. Raises TooShort if that gives too few tokens, and UserError for
-    text that cannot be read.
+    text that cannot be read, and where bos_prefix does.
     """
     (source, split), prefix = _located(source, split), bos_prefix(tokenizer)
     if source.endswith(".npy"):

@@ -29,6 +29,7 @@ def drawing(figure_of):
         except ImportError as error:
             print(f"skipped {path}: matplotlib cannot be imported ({error})")
             return
+        pyplot.rcParams["text.parse_math"] = False  # names may have dollar signs
         figure = figure_of(pyplot, *args, **kwargs)
         try:
             # no version, for reproducible bytes
@@ -157,7 +158,7 @@ def frontier(
 ):
     """Bytes a token against KL from the first checkpoint, for all checkpoints and caches, a panel per layout.
 
-    A line joins those of which no other has fewer bytes and a lower KL.
+    A line joins those of which no other has no more bytes and a lower KL.
     """
     figure, axes = plt.subplots(1, len(layouts), figsize=(5.2 * len(layouts), 4.2), layout="constrained",
                                 sharey=True)

@@ -55,7 +55,7 @@ def write(directory: str, force: bool = False) -> str:
     """
     directory = os.path.normpath(directory)
     path = os.path.join(directory, "report.html")
-    refuse_overwrite(path, force or carries(path, GENERATOR))
+    refuse_overwrite(path, force or is_page(path))
     records = read_records(directory)
     if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
@@ -65,12 +65,12 @@ def write(directory: str, force: bool = False) -> str:
     return path
 
 
-def carries(path: str, mark: bytes) -> bool:
-    """Whether `path` is a file with this mark of what wrote it in its first 4096 bytes."""
+def is_page(path: str) -> bool:
+    """Whether `path` is a page that write() has written."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return mark in file.read(4096)
+        return GENERATOR in file.read(4096)
 
 
 @functools.cache
@@ -141,7 +141,8 @@ def section(directory: str, part: Part, record: dict) -> dict:
         shown += tables.score_tables(record["results"], record.get("prompts"))
     if metrics:
         shown.append(tables.steps_table(metrics))
-    drawn = part.picture if record["arguments"].get("cache", True) else ""  # the frontier: of caches alone
+    without = "results" in record and not tables.cache_rows(record["results"])  # no caches, no frontier
+    drawn = "" if without else part.picture
     return {
         "part": part,
         "drawn": drawn,

@@ -239,6 +239,8 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
     assert asked == [("mine", 9, 0), ("mine", 9, 1), ("mine", 20, 0), ("mine", 20, 1)]
     with pytest.raises(UserError, match="pass another --out"):
         measure("--lr", "1e-3")
+    with pytest.raises(UserError, match="starts.json: expected source and --starts, found no other; make it"):
+        measure("--starts", "other")
 
 
 @pytest.mark.slow

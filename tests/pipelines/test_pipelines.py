@@ -271,14 +271,16 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     run, settings = tmp_path / "it's a [1] run *", CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
     _, _, calibration, *others = shown(recorded("convert.sh", RUN=run, **settings), run)
+    others = [line for line in others if not line.startswith("-c ")]
     assert calibration.startswith("01_calibrate.py --run RUN ")
     grouping = "--similarity RUN/similarity.safetensors --by energy --kv-heads"
     merge = "--calibration RUN/calibration --merge closed-form --refit output"
     assert others == ["02_similarity.py --run RUN --energy",
                       *(f"03_group.py --run RUN/kv{heads} {grouping} {heads}" for heads in (16, 8, 4)),
                       *(f"04_align.py --run RUN/kv{heads} {merge}" for heads in (16, 8, 4)),
-                      "07_eval.py --run RUN --update --tasks none --text RUN/calibration --sequences 16 "
-                      "--cache q8_0 q8_0/q4_0 q4_0"]
+                      "07_eval.py --run RUN/choose --update --model source= kv16=RUN/kv16/merged "
+                      "kv8=RUN/kv8/merged kv4=RUN/kv4/merged --tasks none --text RUN/calibration "
+                      "--sequences 16 --cache q8_0 q8_0/q4_0 q4_0"]
 
 
 def times(run: Path) -> dict[Path, int]:
@@ -293,12 +295,12 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
                 "SEQUENCES": 8, "LENGTH": 64}
     done = recipe("convert.sh", PLAN="choose", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    results, made = json.loads((run / "eval.json").read_text())["results"], times(run)
+    results, made = json.loads((run / "choose/eval.json").read_text())["results"], times(run)
     assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
         ("source", 4), ("kv2", 2), ("kv1", 1)]
     assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
     assert all(metrics["perplexity_tokens"] == 16 * 64 for metrics in results.values())
-    assert (run / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "choose/frontier.png").read_bytes().startswith(b"\x89PNG")
     again = recipe("convert.sh", PLAN="choose", **settings)
     assert again.stdout.count(": complete") == 7 and times(run) == made
     planned = recipe("convert.sh", PLAN="1xCPU", KV_HEADS=2, **settings)

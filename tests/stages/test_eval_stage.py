@@ -115,7 +115,7 @@ def checkpoint(inputs, tmp_path) -> str:
 def test_layer_by_layer_other_families_are_refused(tmp_path):
     GPTNeoXConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--layerwise: expected model_type in .'llama', "):
-        stage7.prepare(str(tmp_path), {}, "none", [], argparse.Namespace(layerwise=True))
+        stage7.prepare(str(tmp_path), {}, "none", None, [], argparse.Namespace(layerwise=True))
 
 
 @pytest.mark.parametrize("teacher", ["source", "shared", None])
@@ -291,7 +291,7 @@ def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, check
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("flags", [[], ["--layerwise"]])
+@pytest.mark.parametrize("flags", [["--cache", "f16"], ["--layerwise"]])
 def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags):
     """Tokens may be the same by chance; tokens of a file mean the same to one tokenizer only."""
     other, texts = shutil.copytree(inputs["model"], tmp_path / "other"), tmp_path / "text.txt"
@@ -304,7 +304,10 @@ def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags)
     words = ["--tasks", "none", "--length", 32, "--sequences", 2, *flags]
     run("07_eval.py", "--run", tmp_path / "run", *models, *words, "--text", texts)
     results = results_of(tmp_path / "run")
-    assert [name for name, figures in results.items() if "kl" in figures] == ([] if flags else ["b"])
+    compared = [name for name, figures in results.items() if "kl" in figures]
+    caches = {name: figures.get("caches", {"f16": {"pairs": {}}}) for name, figures in results.items()}
+    cached = [name for name, formats in caches.items() if "kl" in formats["f16"]["pairs"]]
+    assert (compared, cached) == (([], []) if flags == ["--layerwise"] else (["b"], ["a", "b"]))
     assert results["other"]["perplexity"] == results["a"]["perplexity"]
     rows = tmp_path / "rows.npy"
     text.write_array(str(rows), numpy.arange(64, dtype="<i4").reshape(2, 32))
@@ -379,7 +382,7 @@ def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_p
             message = "--prompts p.txt: expected at most 192 tokens, for an answer of 64 .*, found 193"
         fits = len(prompt) == 192
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match=message):
-            stage7.prepare(inputs["model"], {}, f"{tmp_path}/tokens.npy", [prompt], args)
+            stage7.prepare(inputs["model"], {}, f"{tmp_path}/tokens.npy", None, [prompt], args)
 
 
 def test_the_line_about_questions_counts_what_is_read(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,18 @@ def test_some_weights_are_read_alone(saved):
     assert read.keys() == {name} and torch.equal(read[name], expected)
     with pytest.raises(UserError, match="Size mismatch between saved .* and current"):
         weights.read({name: torch.zeros(3)})
+
+
+def test_a_full_disk_is_one_line_with_its_free_space(saved, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    job, _ = saved
+    monkeypatch.setattr(checkpoints.dcp, "save", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**29))
+    job.step = 2
+    with pytest.raises(UserError, match="No space left on device.*; 1.5 GiB free there"):
+        checkpoints.save(job)
 
 
 def test_the_last_two_and_the_best_are_kept_and_other_names_are_not_checkpoints(saved):

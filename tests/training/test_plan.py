@@ -197,7 +197,7 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
 
 def test_hours_as_one_reads_them():
     for hours, words in ((2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"),
-                         (4.13, "4.1 h"), (99.7, "100 h")):
+                         (1.0, "1.0 h"), (4.13, "4.1 h"), (99.7, "100 h")):
         assert budget.duration(hours) == words
 
 
