@@ -39,12 +39,12 @@ COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
+    parser.add_argument("--calibration", metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--energy", action="store_true",
                         help="also score what closed-form merging loses (slow with many heads)")
-    parser.add_argument("--key-context", type=positive, default=None,
+    parser.add_argument("--key-context", type=positive,
                         help="tokens over which energy merges keys, as in 04_align.py")
-    parser.add_argument("--layers-drawn", type=non_negative, nargs="+", default=None, metavar="LAYER",
+    parser.add_argument("--layers-drawn", type=non_negative, nargs="+", metavar="LAYER",
                         help="layers to plot (default: four, evenly spaced)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()

@@ -31,10 +31,10 @@ PICTURE = "groups.png"
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--similarity", default=None, metavar="FILE",
+    parser.add_argument("--similarity", metavar="FILE",
                         help="default: RUN/similarity.safetensors")
     parser.section("grouping")
-    parser.add_argument("--kv-heads", type=positive, default=None,
+    parser.add_argument("--kv-heads", type=positive,
                         help="kv heads to keep per layer (default: a quarter of the source's)")
     parser.add_argument("--by", choices=tuple(BY), default="value",
                         help="similarity to maximize; both: keys plus values, each divided by its standard "

@@ -66,8 +66,8 @@ STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat1
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--calibration", default=None, metavar="DIR", help="default: RUN/calibration")
-    parser.add_argument("--groups", default=None, metavar="FILE", help="default: RUN/groups.json")
+    parser.add_argument("--calibration", metavar="DIR", help="default: RUN/calibration")
+    parser.add_argument("--groups", metavar="FILE", help="default: RUN/groups.json")
     parser.add_argument("--rotate", choices=("none", *CRITERION), default="dist",
                         help="align unit-norm (cos) or raw (dist) vectors, or only reorder heads (none)")
     parser.section("merging")
@@ -75,7 +75,7 @@ def parse():
                         help="; ".join(f"{name}: {kind.help}" for name, kind in MERGES.items()))
     parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
                         help="closed-form: RoPE-aware, or RoPE pair by RoPE pair")
-    parser.add_argument("--key-context", type=positive, default=None,
+    parser.add_argument("--key-context", type=positive,
                         help="--merge-keys rope: length of context, in tokens, to preserve scores over "
                              "(default: the model's maximum, 4096 at most)")
     parser.add_argument("--refit", nargs="?", choices=tuple(REFITS), const="output",
@@ -88,7 +88,7 @@ def parse():
     parser.add_argument("--text", help="as in 01_calibrate.py (default: the held-out part of the "
                              "calibration's text)")
     parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
-    parser.add_argument("--length", type=positive, default=None,
+    parser.add_argument("--length", type=positive,
                         help="tokens per sequence (default: 512, or the calibration's length if shorter)")
     parser.section("execution")
     parser.add_argument("--dtype", choices=("source", "float32"), default="source",

@@ -59,10 +59,10 @@ def parse():
     parser.add_argument("--name", type=cli.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
     parser.add_argument("--update", action="store_true", help="replace an export of another training")
     parser.add_argument("--untrained", action="store_true", help="export merged/ as it is")
-    parser.add_argument("--cache-basis", choices=LAYOUTS, default=None,
+    parser.add_argument("--cache-basis", choices=LAYOUTS,
                         help="change to a basis for quantized caches that have " +
                              ", ".join(f"{name}: {what}" for name, what in LAYOUTS.items()))
-    parser.add_argument("--calibration", default=None, metavar="DIR",
+    parser.add_argument("--calibration", metavar="DIR",
                         help="text for --cache-basis (default: RUN/calibration)")
     args = parser.parse_args()
     if args.calibration and not args.cache_basis:

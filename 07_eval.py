@@ -85,35 +85,35 @@ WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that re
 def parse():
     parser = stage_parser(__doc__)
     parser.section("checkpoints and tasks")
-    parser.add_argument("--model", nargs="+", default=None, metavar="[NAME=]DIR",
+    parser.add_argument("--model", nargs="+", metavar="[NAME=]DIR",
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
                              "merged and gqa in RUN)")
     parser.add_argument("--update", action="store_true",
                         help="replace an evaluation of other models or with other flags")
-    parser.add_argument("--tasks", default=None, metavar="DIR",
+    parser.add_argument("--tasks", metavar="DIR",
                         help="directory of TASK.validation.jsonl or .parquet files, hub, or none (default: "
                              "hub; the demo's tasks for the demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--limit", type=cli.positive, default=None, metavar="N",
+    parser.add_argument("--limit", type=cli.positive, metavar="N",
                         help="use the first N questions of each task (default: all)")
-    parser.add_argument("--seed", type=cli.seed, default=None,
+    parser.add_argument("--seed", type=cli.seed,
                         help="with --limit: draw the N questions with this random seed instead")
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction,
                         help="begin every task's prompt and sequence of text with the begin-of-sequence "
                              "token (default: if the checkpoint's tokenizer does so itself)")
-    parser.add_argument("--prompts", default=None, metavar="FILE",
+    parser.add_argument("--prompts", metavar="FILE",
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("perplexity and speed")
-    parser.add_argument("--text", default=None,
+    parser.add_argument("--text",
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json, .json.gz or .parquet "
                              "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), "
                              "RUN/calibration (what it has not read of its sources), or none to skip "
                              "perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
-    parser.add_argument("--length", type=cli.positive, default=None, metavar="N",
+    parser.add_argument("--length", type=cli.positive, metavar="N",
                         help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
-    parser.add_argument("--cache", nargs="+", default=None, metavar="FORMAT",
+    parser.add_argument("--cache", nargs="+", metavar="FORMAT",
                         help=f"also measure text with caches of f16 and these formats: {', '.join(BITS)}, or "
                              "two of them as KEYS/VALUES")
     parser.section("execution")
@@ -126,7 +126,7 @@ def parse():
                              "tasks and no speed")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="of the forward passes (default: bfloat16 on GPUs, float32 on CPUs)")
-    parser.add_argument("--register", nargs="+", default=None, metavar="MODULE",
+    parser.add_argument("--register", nargs="+", metavar="MODULE",
                         help="modules that register more model types, e.g. related.dha.modeling")
     args = parser.parse_args()
     if not args.dtype:

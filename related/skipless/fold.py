@@ -202,11 +202,11 @@ def rounded_difference(reference: list, model, tokens: torch.Tensor, dtype: torc
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=None, metavar="DIR",
+    parser.add_argument("--model", metavar="DIR",
                         help="skipless checkpoint (default: RUN/serial)")
     parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q",
                         help="what to remove; see above")
-    parser.add_argument("--out", default=None, metavar="DIR", help="output (default: MODEL-without-LETTER)")
+    parser.add_argument("--out", metavar="DIR", help="output (default: MODEL-without-LETTER)")
     parser.add_argument("--dtype", choices=("source", "float64", "float32", "bfloat16"), default="source",
                         help="dtype of the weights written")
     parser.add_argument("--max-condition", type=positive_float, default=MAX_CONDITION,

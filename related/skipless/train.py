@@ -76,7 +76,7 @@ def parse():
     parser.add_argument("--parallel", action="store_true", help="attention next to the FFN, not before it")
     parser.add_argument("--without", choices=("q", "k", "v"),
                         help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
-    parser.add_argument("--variants", type=positive, default=None,
+    parser.add_argument("--variants", type=positive,
                         help="train the full model and those --without Q, K and V, N seeds from --seed on")
     parser.section("training")
     parser.add_argument("--text", default=demo.DEMO, help=EXPECTED)

@@ -141,6 +141,10 @@ def test_layers_are_recomputed_where_needed_or_asked_for(
     assert ("tokens per rank, recomputed" in run(STAGE, *words).stdout) == expected
 
 
+def test_a_plan_of_nothing_known_is_refused_before_anything_is_read(tmp_path):
+    expect_error("--plan: expected ", STAGE, "--run-dir", tmp_path / "none", "--plan", "8xB7")
+
+
 def test_a_plan_of_this_machine_computes_in_float32_and_recomputes_nothing(aligned_run, inputs, monkeypatch):
     monkeypatch.setattr(budget, "too_large", lambda *_: True)
     words = train_arguments(aligned_run, inputs, "--plan", "2xCPU", "--dtype", "float32")
