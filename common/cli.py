@@ -279,7 +279,7 @@ def run_stage(main) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:  # closed: a file that is opened later would take its number
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, open(number, "w", closefd=False))
+            setattr(sys, name, open(number, "w"))
     for stream in (sys.stdout, sys.stderr):  # may be ASCII, or names have no encoding
         with contextlib.suppress(AttributeError):  # replaced by a test
             stream.reconfigure(errors="backslashreplace")
