@@ -10,7 +10,7 @@ import pytest
 
 from common import artifacts
 from common.errors import UserError
-from common.records import STAGES, find_fault
+from common.records import STAGES, Number, find_fault
 
 SHA = "ab" * 32
 MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
@@ -239,3 +239,9 @@ def test_a_teacher_needs_no_students_fields_and_a_student_all():
     for name in STUDENT:
         partly = changed(teacher, ("summary", name), STUDENT[name])
         assert "expected a field" in find_fault(partly, "05_prune_train.py")
+
+
+def test_integers_are_those_that_json_readers_of_other_languages_take():
+    whole = Number(whole=True)
+    assert whole.accepts(2**63 - 1) and whole.accepts(1 - 2**63) and not whole.accepts(2**63)
+    assert Number().accepts(1e300) and not Number().accepts(float("inf"))

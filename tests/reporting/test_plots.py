@@ -70,7 +70,7 @@ def test_the_frontier_joins_what_nothing_smaller_and_closer_beats():
     assert figure.axes[0].get_ylabel() == "KL from the first, nats"
 
 
-@pytest.mark.parametrize("layers", [2, 9])
+@pytest.mark.parametrize("layers", [2, 8, 9])
 def test_curves_show_losses_masks_and_a_line_per_layer(layers):
     records = training_records(layers)
     figure = figure_of(plots.curves, records, "8 -> 2 kv heads")
