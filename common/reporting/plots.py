@@ -7,7 +7,6 @@ import functools
 import os
 from statistics import median
 
-from common.errors import UserError
 from common.files import write_file
 from common.method.losses import TERMS
 
@@ -29,18 +28,17 @@ def drawing(figure_of):
         except ImportError as error:
             print(f"skipped {path}: matplotlib cannot be imported ({error})")
             return
-        pyplot.rcParams["text.parse_math"] = False  # names may have dollar signs
-        figure = figure_of(pyplot, *args, **kwargs)
         try:
+            figure = figure_of(pyplot, *args, **kwargs)
             # no version, for reproducible bytes
             metadata = {"Software": None, "Description": (figure_of.__doc__ or "").partition("\n")[0]}
             with write_file(path) as file:
                 figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata=metadata)
             print(f"drew    {os.path.basename(path)}")
-        except (OSError, UserError) as error:
-            print(f"skipped {path}: cannot be written ({getattr(error, 'strerror', error)})")
+        except Exception as error:  # a name that it takes for mathematics, a full disk
+            print(f"skipped {path}: cannot be drawn ({getattr(error, 'strerror', None) or error})")
         finally:
-            pyplot.close(figure)
+            pyplot.close("all")
 
     return draw
 
@@ -81,8 +79,13 @@ def heatmaps(
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
     figure.colorbar(drawn, ax=axes, shrink=0.6, label="mean cosine of the two heads")
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     return figure
+
+
+def plain(name: str) -> str:
+    """A name in which dollar signs are no mathematics."""
+    return name.replace("$", r"\$")
 
 
 def spaced_layers(count: int) -> list[int]:
@@ -111,7 +114,7 @@ def pairs(
         axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair: median, range", ylim=(0, 1.03))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend()
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     return figure
 
 
@@ -145,7 +148,7 @@ def curves(
         axis.tick_params(labelbottom=True)
         if switched:
             axis.axvline(masked[-1]["step"], color="grey", linestyle=":", linewidth=1)
-    figure.suptitle(f"{title} (dotted: without masks from here on)" if switched else title)
+    figure.suptitle(f"{plain(title)} (dotted: without masks from here on)" if switched else plain(title))
     return figure
 
 
@@ -161,12 +164,12 @@ def frontier(
     A line joins those of which no other has no more bytes and a lower KL.
     """
     figure, axes = plt.subplots(1, len(layouts), figsize=(5.2 * len(layouts), 4.2), layout="constrained",
-                                sharey=True)
+                                sharey=True, squeeze=False)
     sizes = sorted({row.bytes_per_token for row in rows})
-    for panel, (axis, layout) in enumerate(zip(axes, layouts, strict=True)):
+    for panel, (axis, layout) in enumerate(zip(axes.flat, layouts, strict=True)):
         for name in dict.fromkeys(row.name for row in rows):
             points = [(row.bytes_per_token, row.kls[panel]) for row in rows if row.name == name]
-            axis.plot(*zip(*points, strict=True), "o", label=name)
+            axis.plot(*zip(*points, strict=True), "o", label=plain(name))
         best = sorted((row.bytes_per_token, row.kls[panel]) for row in rows)
         best = [point for index, point in enumerate(best)
                 if all(point[1] < earlier[1] for earlier in best[:index])]
@@ -179,9 +182,9 @@ def frontier(
         axis.set_ylim(0, 4 * max(max(row.kls) for row in rows) + 1e-3)  # room for what names the formats
         axis.minorticks_off()
         axis.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=60, fontsize=7)
-    axes[0].set_ylabel("KL from the first, nats")
-    axes[0].legend()
-    figure.suptitle(title)
+    axes[0, 0].set_ylabel("KL from the first, nats")
+    axes[0, 0].legend()
+    figure.suptitle(plain(title))
     return figure
 
 

@@ -217,8 +217,15 @@ def test_the_same_records_give_the_same_bytes(tmp_path, capsys):
     assert not pyplot.get_fignums()
 
 
+def test_names_are_no_mathematics():
+    row = CacheRow("$a_b_{/$c", "f16", 64.0, (0.5,), 3.0, 1.0)
+    figure = plots.frontier.__wrapped__(pyplot, [row], ["halves"], "$x_{/$y")
+    figure.canvas.draw()
+    pyplot.close(figure)
+
+
 def test_a_picture_that_cannot_be_drawn_is_skipped_in_one_line(tmp_path, capsys, monkeypatch):
-    for reason in ("cannot be written (", "matplotlib cannot be imported ("):
+    for reason in ("cannot be drawn (", "matplotlib cannot be imported ("):
         plots.curves(str(tmp_path), [], "title")  # a directory
         out = capsys.readouterr().out
         assert out.startswith(f"skipped {tmp_path}: {reason}") and out.count("\n") == 1
