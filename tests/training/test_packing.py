@@ -88,6 +88,12 @@ class Reads(list):
         return super().__getitem__(index)
 
 
+def test_a_row_goes_to_a_device_whole():
+    row = build_row([Sample([1, 2, 3])], batch=1).to("meta")
+    assert {getattr(row, field.name).device.type for field in fields(row) if field.name != "lengths"} == {"meta"}
+    assert row.lengths == (3,)
+
+
 def test_rows_are_built_one_step_ahead_by_a_thread():
     ranks, samples = Ranks(1, 2, torch.device("cpu")), Reads(random_samples(20))
     for taken, last in ((3, 6), (1, 100)):  # steps taken of those from 3
