@@ -90,8 +90,8 @@ class Reads(list):
 
 def test_a_row_goes_to_a_device_whole():
     row = build_row([Sample([1, 2, 3])], batch=1).to("meta")
-    assert {getattr(row, field.name).device.type for field in fields(row) if field.name != "lengths"} == {"meta"}
-    assert row.lengths == (3,)
+    tensors = [getattr(row, field.name) for field in fields(row) if field.name != "lengths"]
+    assert {tensor.device.type for tensor in tensors} == {"meta"} and row.lengths == (3,)
 
 
 def test_rows_are_built_one_step_ahead_by_a_thread():
