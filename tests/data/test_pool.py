@@ -122,6 +122,13 @@ def test_a_missing_file_is_found_before_minutes_of_generating(inputs, tmp_path, 
         pool_of(tmp_path, inputs["model"], group_of_one, text=("generated", "nowhere.txt"), text_tokens=100)
 
 
+def test_a_sample_without_a_prompt_is_named_by_its_row(inputs, tmp_path, group_of_one, monkeypatch):
+    samples = iter([Sample((1,), (2, 3)), Sample((), (2, 3))] + 10 * [Sample((1,), (2, 3))])
+    monkeypatch.setattr("common.data.pool.tokenize", lambda example, tokenizer: next(samples))
+    with pytest.raises(UserError, match="piqa.train.jsonl row 2: expected a prompt, found none"):
+        pool_of(tmp_path, inputs["model"], group_of_one, tasks=inputs["tasks"], only=["piqa"])
+
+
 def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, group_of_one):
     """Zeros, of chats half of them answers, as only their number matters."""
     context = context_of(tmp_path, chats[0], group_of_one, plan=True)
