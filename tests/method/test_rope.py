@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.families import FAMILIES
-from common.method.rope import free_pairs, rotate_pairs, to_complex
+from common.method.rope import free_pairs, quarter_phase, rotate_pairs, to_complex
 from helpers import tiny_model
 
 
@@ -26,6 +26,11 @@ def test_rotate_pairs_is_complex_multiplication():
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
     torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
+
+
+def test_a_quarter_phase_is_the_closest_of_four():
+    numbers = torch.tensor([3 + 1j, -3 + 1j, 1 + 3j, 1 - 3j, -1 - 2j, 0])
+    assert quarter_phase(numbers).tolist() == [1, -1, 1j, -1j, -1j, 1]
 
 
 def test_only_qwen3_norms_heads():
