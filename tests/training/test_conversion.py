@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.errors import UserError
 from common.training.conversion import read_conversion
 from common.training.sharding import Ranks
 from helpers import copy_run, run
@@ -17,3 +18,13 @@ def test_masks_move_what_merging_has_changed(aligned_run, tmp_path, flags, blend
     home = copy_run(aligned_run, tmp_path / "run")
     run("04_align.py", "--run", home, "--force", *flags)
     assert {*read_conversion(str(home), Ranks(0, 1, torch.device("cpu"))).blended} == blended
+
+
+def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_path):
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("06_export.py", "--run", home, "--untrained")
+    ranks, exported = Ranks(0, 1, torch.device("cpu")), home / "gqa"
+    assert read_conversion(str(home), ranks, str(exported)).exported == str(exported)
+    (exported / "config.json").write_text((exported / "config.json").read_text() + "\n")
+    with pytest.raises(UserError, match="gqa/config.json"):
+        read_conversion(str(home), ranks, str(exported))
