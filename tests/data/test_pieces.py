@@ -49,6 +49,13 @@ def byte_level() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def begun(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that begins texts with a token, where it is not told not to."""
+    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer
+
+
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 SPLIT = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
 PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -57,7 +64,7 @@ TOKENIZERS = {
     "Llama 3's pattern": lambda: trained(pre_tokenizers.Sequence([
         SPLIT, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), None, BYTES),
     "Metaspace": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
-    "Llama 2's blank before all": lambda: trained(None, PREPENDED),
+    "Llama 2's blank before all, and a beginning": lambda: begun(trained(None, PREPENDED)),
 }
 
 
