@@ -51,7 +51,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def begun(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """A tokenizer that begins texts with a token, where it is not told not to."""
-    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    ids = [("<eos>", tokenizer.eos_token_id)]
+    begin = processors.TemplateProcessing(single="<eos> $A", special_tokens=ids)
     tokenizer.backend_tokenizer.post_processor = begin
     return tokenizer
 
