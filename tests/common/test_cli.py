@@ -210,6 +210,17 @@ def test_an_error_of_all_ranks_is_printed_once_on_each_node(fail_as):
     assert fail_as(9, UserError("x"), local=1, node=1) == (2, "")
 
 
+def test_ranks_alone_skip_the_interpreters_shutdown(monkeypatch):
+    left = []
+    monkeypatch.setattr(cli.os, "_exit", left.append)
+    for names in ({}, {"RANK": "0"}):
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            cli.run_stage(lambda: 3)
+        assert left == [3] * len(names)
+
+
 def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
     monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(minutes=5))
     agent = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
