@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from common import equivalence, evaluate
 from common.data.rows import Sample
-from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
+from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, choice_samples, example_from_row, tokenize
 from common.errors import UserError
 from common.layers import Layers
 from common.models import load_model
@@ -296,3 +296,17 @@ def test_macro_counts_tasks_and_micro_counts_questions():
         assert run[f"micro_{kind}_stderr"] == pytest.approx(numpy.std(pooled) / math.sqrt(590))
     averages = evaluate.averages({"a": rates_of(1, 1.0, chance=0.5), "b": rates_of(3, 1.0, chance=0.25)})
     assert (averages["macro_chance"], averages["micro_chance"]) == (0.375, 0.3125)
+
+
+def test_questions_are_answered_up_to_the_longest_answer_and_rated(model, monkeypatch):
+    def generate(model, tokenizer, prompts, longest, batch, bar, right):
+        assert (longest, batch, len(prompts)) == (evaluate.LONGEST_ANSWER, 3, 2)
+        return [right[0], "neither"]
+
+    monkeypatch.setattr(evaluate, "generate_answers", generate)
+    questions = {index: Example("boolq", "is it?", ("true", "false"), 0) for index in (4, 7)}
+    samples = {"boolq": [choice_samples(example, byte_tokenizer()) for example in questions.values()]}
+    tasks = {"boolq": questions}
+    metrics, outcomes = evaluate.answer_questions("a", model, byte_tokenizer(), tasks, samples, 3)
+    assert metrics["boolq"]["exact_match"] == 0.5 and metrics["boolq"]["questions"] == 2
+    assert [(outcome["task"], outcome["question"]) for outcome in outcomes] == [("boolq", 4), ("boolq", 7)]

@@ -203,3 +203,9 @@ def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
         os.umask(before)
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(written) == 4 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
+
+
+def test_a_pipe_in_the_place_of_a_json_file_is_refused_instead_of_read(tmp_path):
+    os.mkfifo(tmp_path / "record.json")
+    with pytest.raises(UserError, match="record.json: expected a file, found a FIFO or a device"):
+        files.read_json(str(tmp_path / "record.json"))

@@ -284,3 +284,16 @@ def test_decompositions_shared_among_threads_are_the_same_ones(shape):
     for at in np.ndindex(shape[:-2]) if matrices.numel() else ():
         expected, _ = scipy.linalg.polar(matrices[at].numpy())
         np.testing.assert_allclose(factors[at].numpy(), expected, atol=1e-12)
+
+
+def test_heads_that_are_alike_have_a_cosine_of_one_within_their_group():
+    """And of minus one, where a rotation turns one of two round."""
+    head = torch.randn(50, 1, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    sums = LayerStats(2, D)
+    sums.update_keys(head.expand(-1, 2, -1).float())
+    sums.update_values(head.expand(-1, 2, -1).float())
+    turns = torch.stack((torch.eye(D), -torch.eye(D)))[None].double()
+    phases = turns.diagonal(dim1=-2, dim2=-1)[..., : D // 2].to(torch.complex128)
+    grams = LayerGrams(sums.tensors(), 2)
+    cosines = procrustes.within_group_cosine(grams, torch.tensor([[0, 1]]), turns, phases)
+    assert cosines == pytest.approx({"key_before": 1, "key_after": -1, "value_before": 1, "value_after": -1})

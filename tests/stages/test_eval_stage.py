@@ -396,3 +396,12 @@ def test_the_line_about_questions_counts_what_is_read(tmp_path, capsys):
         note = ", 1 of them with a duplicate choice" if repeated else ""
         expected = f"{tmp_path}/siqa.validation.jsonl: {len(numbers)} of 6 questions{note}\n"
         assert capsys.readouterr().out == f"reads   {expected}"
+
+
+def test_a_student_of_its_source_is_compared_with_it(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "run")
+    path = home / "train/stage.json"
+    record = json.loads(path.read_text())
+    assert [*stage7.default_checkpoints(str(home))] == ["teacher", "merged", "gqa"]
+    path.write_text(json.dumps(record | {"arguments": record["arguments"] | {"teacher": "source"}}))
+    assert [*stage7.default_checkpoints(str(home))] == ["source", "teacher", "merged", "gqa"]

@@ -38,13 +38,23 @@ def test_a_device_that_is_not_there_is_refused(stage, monkeypatch):
         importlib.import_module(stage).parse()
 
 
+SECTIONS = {
+    "04_align": ("merging", "the equivalence check", "execution"),
+    "05_prune_train": ("teacher and student", "length of training", "optimization"),
+    "07_eval": ("checkpoints and tasks", "perplexity and speed", "execution"),
+}
+
+
 @pytest.mark.parametrize("stage", ["05_prune_train", *LEFT_OUT])
 def test_a_stage_has_its_manual_and_refuses_a_wrong_flag(stage, monkeypatch, capsys):
     parse = importlib.import_module(stage).parse
     monkeypatch.setattr(sys, "argv", [stage, "--help"])
     with pytest.raises(SystemExit) as ended:
         parse()
-    assert ended.value.code == 0 and "\n\nevery stage:\n  -" in capsys.readouterr().out
+    manual = capsys.readouterr().out
+    assert ended.value.code == 0 and "\n\nevery stage:\n  -" in manual
+    for title in SECTIONS.get(stage, ()):
+        assert f"\n\n{title}:\n  -" in manual
     monkeypatch.setattr(sys, "argv", [stage, "--runs", "there"])
     with pytest.raises(UserError, match="unknown flag --runs; did you mean --run\\?"):
         parse()

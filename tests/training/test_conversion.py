@@ -28,3 +28,12 @@ def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_
     (exported / "config.json").write_text((exported / "config.json").read_text() + "\n")
     with pytest.raises(UserError, match="gqa/config.json"):
         read_conversion(str(home), ranks, str(exported))
+
+
+@pytest.mark.parametrize("part", ["aligned", "merged"])
+def test_files_that_were_edited_are_refused(aligned_run, tmp_path, part):
+    home = copy_run(aligned_run, tmp_path / "run")
+    config = home / part / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(UserError, match=f"{part}/config.json"):
+        read_conversion(str(home), Ranks(0, 1, torch.device("cpu")))

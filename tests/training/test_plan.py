@@ -223,6 +223,9 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
     assert (step.rows, step.row, step.traffic) == (alone.rows, alone.row, alone.traffic)
     assert step.flops == 8 * alone.flops and step.seconds == pytest.approx(alone.seconds)
     assert budget.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
+    for machines, said in ((cluster, True), (one, False)):
+        lines, _, _ = budget.report("", workload([500], [4]), None, batches(64 * 8), machines)
+        assert ("GiB between nodes" in "\n".join(lines)) == said
 
 
 def test_memory_is_that_of_the_weights_on_one_rank():

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.errors import UserError
 from common.models import load_model
 from common.training import checkpoints, teacher
 from helpers import save_tiny, tiny_model
@@ -34,3 +36,17 @@ def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, 
     assert written.state_dict().keys() == trained.keys()
     for name, tensor in written.state_dict().items():
         assert torch.equal(tensor, trained[name].bfloat16()), name
+
+
+def test_the_first_rank_verifies_a_teacher_for_all(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise UserError("damaged")
+
+    monkeypatch.setattr(teacher, "read_record", lambda *_: {})
+    monkeypatch.setattr(teacher, "verify_files", refuse)
+    run_of_stage = SimpleNamespace(conversion=SimpleNamespace(model={}), directory=str(tmp_path / "train"),
+                                   teacher=str(tmp_path), ranks=SimpleNamespace(first=False))
+    assert teacher.find_teacher(run_of_stage, str(tmp_path), force=False)
+    run_of_stage.ranks.first = True
+    with pytest.raises(UserError, match="damaged"):
+        teacher.find_teacher(run_of_stage, str(tmp_path), force=False)
