@@ -174,9 +174,10 @@ def frontier(
         best = [point for index, point in enumerate(best)
                 if all(point[1] < earlier[1] for earlier in best[:index])]
         axis.plot(*zip(*best, strict=True), color="grey", linewidth=1, zorder=0)
-        for row in rows:
-            axis.annotate(row.format, (row.bytes_per_token, row.kls[panel]), (4, 4),
-                          textcoords="offset points", fontsize=7, rotation=40)
+        upper = {(row.format, row.bytes_per_token): row.kls[panel]
+                 for row in sorted(rows, key=lambda row: row.kls[panel])}  # of points that cover each other
+        for (form, size), kl in upper.items():
+            axis.annotate(form, (size, kl), (4, 4), textcoords="offset points", fontsize=7, rotation=40)
         axis.set(title=layout, xlabel="KV bytes per token", xscale="log", xmargin=0.1)
         axis.set_yscale("symlog", linthresh=1e-3)
         axis.set_ylim(0, 4 * max(max(row.kls) for row in rows) + 1e-3)  # room for what names the formats
