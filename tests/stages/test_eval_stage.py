@@ -405,3 +405,5 @@ def test_a_student_of_its_source_is_compared_with_it(finished_run, tmp_path):
     assert [*stage7.default_checkpoints(str(home))] == ["teacher", "merged", "gqa"]
     path.write_text(json.dumps(record | {"arguments": record["arguments"] | {"teacher": "source"}}))
     assert [*stage7.default_checkpoints(str(home))] == ["source", "teacher", "merged", "gqa"]
+    path.unlink()  # of a training that goes on
+    assert [*stage7.default_checkpoints(str(home))] == ["teacher", "merged", "gqa"]
