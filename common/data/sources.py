@@ -105,7 +105,8 @@ def read_unread(calibration: dict, context: DataContext, sequences: int,
     """[sequences, length] token ids of the calibration's sources that it has not read, and what was read.
 
     calibration: its record; context.bos is what begun says of it. They are of the held-out part or, where
-    that is too short, of what the calibration has read, which the description then says.
+    that is too short, of what the calibration has read, which the description then says; then there are no
+    more than it has.
     """
     arguments = calibration["arguments"]
     text, chat = arguments["text"], arguments.get("chat")

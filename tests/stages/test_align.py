@@ -164,7 +164,7 @@ def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path):
 
 def test_the_refit_reads_text_at_distances_up_to_the_key_context(aligned_run, tmp_path, monkeypatch):
     home, asked = copy_run(aligned_run, tmp_path / "run"), set()
-    monkeypatch.setattr(refitting, "spread", lambda number, *sizes: asked.add(sizes))
+    monkeypatch.setattr(refitting, "gapped_positions", lambda number, *sizes: asked.add(sizes))
     for flags, context in (["--merge", "closed-form", "--key-context", 100], 100), ([], None):
         asked.clear()
         run("04_align.py", "--run", home, "--force", "--refit", *flags)

@@ -256,10 +256,11 @@ def test_a_calibration_of_one_token_is_compared_on_two_and_refits_nothing(inputs
     expect_error(message, "04_align.py", "--run", home, "--force", "--refit")
 
 
-def unread(path, model: str, length: int) -> tuple[torch.Tensor, str]:
-    """Four sequences for the equivalence check, of a text that has calibrated."""
+def unread(path, model: str, length: int, calibrated: int = 8) -> tuple[torch.Tensor, str]:
+    """Four sequences for the equivalence check, of a text that has calibrated with so many."""
     origin = DataContext(model, str(path.parent), "cpu")
-    return read_unread({"arguments": {"text": str(path)}}, origin, 4, length)
+    record = {"arguments": {"text": str(path)}, "summary": {"sequences": calibrated}}
+    return read_unread(record, origin, 4, length)
 
 
 def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path):
@@ -289,6 +290,7 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(aligned_run, in
     for path in (short, documents, rows):
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
+        assert len(unread(path, inputs["model"], 60, calibrated=3)[0]) == 3  # it may have no more
     home = copy_run(aligned_run, tmp_path / "run")
     entire = tmp_path / "entire.txt"
     entire.write_text("Some text. " * 24)  # four sequences of 64 tokens, but not in nine tenths of it
