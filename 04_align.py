@@ -45,8 +45,8 @@ from common.calibration import Calibration
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, with_energies
 from common.closed_form.refit import ERRORS, Refit
-from common.data.sources import DataContext, begun, read_sequences, read_unread
-from common.data.text import EVALUATION, digests_of, sequence_length
+from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
+from common.data.text import EVALUATION, digests_of
 from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.errors import Complete, UserError
 from common.families import family, key_context, merged_parameters
@@ -142,8 +142,8 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
                         "run 01_calibrate.py --force")
     if args.merge == "closed-form" and by != "energy":
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
-    calibrated, default = calibration.summary, max(2, min(512, calibration.summary["length"]))
-    length = sequence_length(args.length, default, config.max_position_embeddings, least=2)
+    calibrated = calibration.summary
+    length = unread_length(calibration.record, args.length, config.max_position_embeddings)
     data = DataContext(path, home, models.pick_device(args.device), layerwise=args.layerwise,
                        bos=begun(calibration.record))
     if args.text:

@@ -1,7 +1,7 @@
 """Stage 7: evaluate checkpoints side by side: eight tasks, perplexity, KV cache size, speed.
 
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
-        tasks, a text
+        tasks, a text, or what a calibration has not read of its own
 Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
         RUN/frontier.png: bytes against KL of every checkpoint and cache, with --cache
         RUN/eval.jsonl: each checkpoint's answer to each question
@@ -48,7 +48,7 @@ from common.artifacts import (
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
-from common.data.sources import DataContext, begun, read_unread
+from common.data.sources import CHECKED, DataContext, begun, read_unread, unread_length
 from common.data.tasks import (
     TASKS,
     Example,
@@ -76,7 +76,6 @@ from common.reporting.tables import (
 )
 
 ANSWER_TOKENS = 64  # at most, to a prompt
-LENGTH = 512  # tokens per sequence of text, if the model has that many positions
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"  # next to eval.json
 WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
@@ -112,7 +111,7 @@ def parse():
                              "perplexity (default: c4; demo for the demo)")
     parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
     parser.add_argument("--length", type=cli.positive, metavar="N",
-                        help=f"tokens per sequence (default: {LENGTH}, or the model's limit if lower)")
+                        help=f"tokens per sequence (default: {CHECKED}, or the model's limit if lower)")
     parser.add_argument("--cache", nargs="+", metavar="FORMAT",
                         help=f"also measure text with caches of f16 and these formats: {', '.join(BITS)}, or "
                              "two of them as KEYS/VALUES")
@@ -260,7 +259,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
                             f"found {config.model_type!r}")
     tokenizer, positions = models.load_tokenizer(path, args.bos), config.max_position_embeddings
     tokens, description = unread or (None, "")
-    length = sequence_length(tokens.shape[1] if unread else args.length, LENGTH, positions, least=2)
+    length = sequence_length(tokens.shape[1] if unread else args.length, CHECKED, positions, least=2)
     if text != NONE and not unread:
         tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION)
     if tokens is not None and tokens.max() >= config.vocab_size:
@@ -280,6 +279,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
 
 
 def is_calibration(text: str) -> bool:
+    """Whether --text is a directory with a stage's record, which has to be stage 1's."""
     return os.path.exists(os.path.join(text, RECORD))
 
 
@@ -293,9 +293,7 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
                         f"{'with' if begun(record) else 'without'} the token, found the other")
     args.bos, source = begun(record), models.source_model(record, home)["path"]
-    positions = models.load_config(source).max_position_embeddings
-    default = max(2, min(LENGTH, record["summary"]["length"]))
-    length = sequence_length(args.length, default, positions, least=2)
+    length = unread_length(record, args.length, models.load_config(source).max_position_embeddings)
     context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise,
                           bos=args.bos)
     return read_unread(record, context, args.sequences, length)

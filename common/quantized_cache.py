@@ -43,7 +43,7 @@ class Cache(NamedTuple):
         return shape.layers * shape.kv_heads * shape.head_dim * (BITS[self.keys] + BITS[self.values]) / 8
 
 
-PLAIN = Cache("f16", "f16")
+PLAIN = Cache("f16", "f16")  # no blocks: the same in every layout, and for heads of any size
 
 
 def parse_cache(text: str) -> Cache:

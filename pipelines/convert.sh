@@ -18,7 +18,8 @@
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
-#              RUN/choose/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes on from there
+#              RUN/choose/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes
+#              on from there
 #   BASIS      layout of quantized caches that the export's basis is for, as --cache-basis of stage 6, or none
 #              (rotated: llama.cpp's)
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train again; --dtype is

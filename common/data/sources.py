@@ -17,9 +17,12 @@ from common.data.text import (
     TooShort,
     is_generated,
     load_tokens,
+    sequence_length,
 )
 from common.errors import UserError
 from common.models import load_config, load_tokenizer
+
+CHECKED = 512  # tokens per sequence on which models are compared, where they have that many positions
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,15 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
 def begun(calibration: dict) -> bool:
     """Whether the texts of a calibration, by its record, begin with the begin-of-sequence token."""
     return calibration["arguments"].get("bos") is True
+
+
+def unread_length(calibration: dict, requested: int | None, positions: int) -> int:
+    """Tokens per sequence for read_unread: CHECKED, or the calibration's length if shorter, unless requested.
+
+    Raises UserError for a request that is less than 2 tokens, which predict one, or beyond the positions.
+    """
+    default = max(2, min(CHECKED, calibration["summary"]["length"]))
+    return sequence_length(requested, default, positions, least=2)
 
 
 def read_unread(calibration: dict, context: DataContext, sequences: int,

@@ -5,7 +5,7 @@ import re
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.artifacts import END_OF_SCORES, SCORES
+from common.artifacts import CARD, END_OF_SCORES, SCORES
 from common.files import read_text, write_text
 from common.metrics import START, heldout_kls
 from common.models import is_hub_name
@@ -42,7 +42,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     facts["license"] = markdown_text(str(data.get("license_name") or data.license or ""))
     link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
     card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
-    card.save(os.path.join(directory, "README.md"))
+    card.save(os.path.join(directory, CARD))
 
 
 def write_scores(directory: str, scores: str) -> bool:
@@ -51,7 +51,7 @@ def write_scores(directory: str, scores: str) -> bool:
     Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
     they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
     """
-    path = os.path.join(directory, "README.md")
+    path = os.path.join(directory, CARD)
     if not os.path.exists(path):
         return False
     whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
@@ -76,7 +76,7 @@ def _license(given: dict, repository: str | None) -> dict:
 def _source_card(path: str) -> dict:
     """The metadata of the source's own model card that is text; {} if it has none that can be read."""
     try:
-        text = read_text(os.path.join(path, "README.md"))
+        text = read_text(os.path.join(path, CARD))
         data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # missing, or whatever a parser makes of it
         return {}

@@ -161,7 +161,7 @@ def frontier(
 ):
     """Bytes a token against KL from the first checkpoint, for all checkpoints and caches, a panel per layout.
 
-    A line joins those of which no other has no more bytes and a lower KL.
+    A line joins those that none beats: with as few bytes, none has a lower KL.
     """
     figure, axes = plt.subplots(1, len(layouts), figsize=(5.2 * len(layouts), 4.2), layout="constrained",
                                 sharey=True, squeeze=False)
