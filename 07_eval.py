@@ -34,17 +34,7 @@ from pathlib import Path
 
 import torch
 
-from common import cli, evaluate, families, models
-from common.artifacts import (
-    CARD,
-    RECORD,
-    begin_stage,
-    input_digests,
-    read_record,
-    verify_files,
-    write_beside,
-    write_record,
-)
+from common import artifacts, cli, evaluate, families, models
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
@@ -159,8 +149,8 @@ def register(modules) -> None:
 def default_checkpoints(run: str) -> dict[str, str]:
     """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
     paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
-    if os.path.exists(os.path.join(directory, RECORD)):
-        trained = read_record(directory, "05_prune_train.py")
+    if os.path.exists(os.path.join(directory, artifacts.RECORD)):
+        trained = artifacts.read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
         if teacher == SOURCE:
             paths = {SOURCE: models.source_model(trained, run)["path"]} | paths
@@ -190,7 +180,7 @@ def choose_checkpoints(args) -> dict[str, str]:
 
 def verify(path: str) -> None:
     """Refuse a checkpoint whose files differ from its stage's record; one without a record is accepted."""
-    file = os.path.join(path, RECORD)
+    file = os.path.join(path, artifacts.RECORD)
     if not os.path.exists(file):
         return
     with open(file, "rb") as stream:
@@ -198,11 +188,11 @@ def verify(path: str) -> None:
     if not isinstance(stage, str):
         raise UserError(f"{file}: expected the record of a stage, found stage {abbreviated(stage)}")
     if stage in WRITERS:
-        verify_files(path, read_record(path, stage))
+        artifacts.verify_files(path, artifacts.read_record(path, stage))
 
 
 def has_card(path: str) -> bool:
-    return os.path.exists(os.path.join(path, CARD))
+    return os.path.exists(os.path.join(path, artifacts.CARD))
 
 
 def is_within(path: str, run: str) -> bool:
@@ -212,9 +202,10 @@ def is_within(path: str, run: str) -> bool:
 
 def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
-    path = os.path.join(args.run, "calibration")
-    of_demo = os.path.exists(path) and read_record(path, "01_calibrate.py")["model"]["name"] == demo.DEMO
-    tasks, text = demo.default_sources(of_demo)
+    path, name = os.path.join(args.run, "calibration"), None
+    if os.path.exists(path):
+        name = artifacts.read_record(path, "01_calibrate.py")["model"]["name"]
+    tasks, text = demo.default_sources(name == demo.DEMO)
     return args.tasks or tasks, args.text or text
 
 
@@ -280,7 +271,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
 
 def is_calibration(text: str) -> bool:
     """Whether --text is a directory with a stage's record, which has to be stage 1's."""
-    return os.path.exists(os.path.join(text, RECORD))
+    return os.path.exists(os.path.join(text, artifacts.RECORD))
 
 
 def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
@@ -288,7 +279,8 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
 
     Sets args.bos to the calibration's. Raises UserError if another is asked for.
     """
-    record, home = read_record(calibration, "01_calibrate.py"), os.path.dirname(os.path.normpath(calibration))
+    record = artifacts.read_record(calibration, "01_calibrate.py")
+    home = os.path.dirname(os.path.normpath(calibration))  # has what the calibration generated
     if args.bos not in (None, begun(record)):
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
                         f"{'with' if begun(record) else 'without'} the token, found the other")
@@ -387,16 +379,17 @@ def main():
     described = {name: models.describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
     inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
-    inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
+    inputs |= artifacts.input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
     try:
-        started = begin_stage("07_eval.py", args, output, beside=(TABLE, OUTCOMES, PICTURE), inputs=inputs)
+        started = artifacts.begin_stage(
+            "07_eval.py", args, output, beside=(TABLE, OUTCOMES, PICTURE), inputs=inputs)
     except Complete:
         print(read_text(os.path.join(args.run, TABLE)))
         raise
     for path in checkpoints.values():
         verify(path)
         if has_card(path) and is_within(path, args.run):  # one that cannot be read gets no scores
-            read_text(os.path.join(path, CARD))
+            read_text(os.path.join(path, artifacts.CARD))
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
     prompts = read_prompts(args.prompts)
@@ -431,13 +424,13 @@ def main():
     memory = cli.peak_memory()
     record = started.record(described[reference], {"peak_memory_gib": memory})
     record |= {"device": device, "begin_of_sequence": args.bos, "prompts": prompts, "results": results}
-    with write_beside(output) as aside:
+    with artifacts.write_beside(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
         write_text(os.path.join(aside, TABLE), f"{note}\n\n{table}\n")
         if cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
-        write_record(aside, record, os.path.basename(output))
+        artifacts.write_record(aside, record, os.path.basename(output))
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
         pair = {key: results[key] for key in (reference, name)}
@@ -445,7 +438,7 @@ def main():
         if has_card(path) and not is_within(path, args.run):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
         elif card.write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
-            print(f"wrote   {os.path.join(path, CARD)}: scores")
+            print(f"wrote   {os.path.join(path, artifacts.CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 
 
