@@ -15,6 +15,7 @@ import torch
 from tokenizers import processors
 
 from common.data import text
+from common.data.sources import unread_length
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
 from common.errors import UserError
 from helpers import END, byte_tokenizer
@@ -352,3 +353,9 @@ def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
     Path(path).write_text("".join(f"{number}\u2028\n" for number in range(200)))
     heldout = [*text.read_documents(path, HELDOUT)]
     assert heldout == [f"{number}\u2028" for number in range(200 - len(heldout), 200)] and len(heldout) > 15
+
+
+def test_models_are_compared_on_sequences_as_long_as_those_that_calibrated():
+    """But of two tokens at least, of which the first predicts one, and of 512 at most."""
+    lengths = [unread_length({"summary": {"length": length}}, None, 4096) for length in (1, 64, 2048)]
+    assert lengths == [2, 64, 512] and unread_length({"summary": {"length": 64}}, 2048, 4096) == 2048
