@@ -12,17 +12,16 @@ import hashlib
 import io
 import itertools
 import json
-import operator
+import math
 import os
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from common.data.chat import apply_template, fixed_template, render
-from common.data.rows import decoded
+from common.data.decoding import SPAN, Decoder
 from common.data.text import (
     EVALUATION,
     GENERATED,
@@ -39,65 +38,95 @@ from common.data.text import (
 from common.errors import UserError
 from common.families import geometry
 from common.files import read_json, sha256, write_json
-from common.method.losses import product
 from common.models import fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
+from common.weights import open_checkpoint
 
 SEEDS = {TRAIN: 0, HELDOUT: 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
 # On CPUs float32: in bfloat16 torch's attention of one query takes five times as long, products half as long.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-ROWS = {"cpu": 64, "cuda": 256}  # generated side by side; fewer if their cache would take more than
-CACHE = {"cpu": 2**31, "cuda": 2**34}  # bytes
+ROWS, CACHE = 64, 2**31  # on a CPU: rows side by side, bytes of their keys and values
+MOST, LOGITS = 12, 20  # on a GPU: at most 2^12 rows; bytes of a row for each token of the vocabulary
 ADVICE = "--chat none generates no chats"  # where a chat template does not serve
 
 
-class PreallocatedLayer(DynamicLayer):
-    """A layer's cache in memory allocated once: transformers' copies all of it for every token."""
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-
-    def update(self, keys, values, *args, **kwargs):
-        """keys, values [n, G, 1, d] of a token -> of all so far, [n, G, length, d]."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            self.buffer = keys.new_empty(2, *keys.shape[:2], self.capacity, keys.shape[3])
-        self.buffer[:, :, :, self.length] = torch.stack((keys, values))[:, :, :, 0]
-        self.length += 1
-        self.keys, self.values = self.buffer[:, :, :, : self.length]
-        return self.keys, self.values
+SPEAKS = -1  # in place of a state's token: the model says what it has drawn
 
 
-def text_row(begin: list[int]):
-    """A coroutine that is sent sampled tokens and yields those of a text, which begins with `begin`."""
-    sampled = None
-    for token in begin:
-        sampled = yield token
-    while True:
-        sampled = yield sampled
+@dataclass(frozen=True)
+class Script:
+    """What rows say, as states: each says its token, or what the model draws until it ends its turn."""
+
+    tokens: list[int]  # of the states, or SPEAKS
+    answered: list[bool]  # whether it is part of an answer
+    turns: list[tuple[int, list[int], int]]  # state in which the model speaks, what ends that, state after it
+    next: list[int]  # state after each; a turn's is its own
+    end: int | None = None  # ends a turn, too, unless it is what ends it; then its next states' tokens follow
 
 
-def chat_row(opening: list[int], endings: list, end: int):
-    """The same for chats of two turns, in the form that chat_form gives; tokens of answers as ~token.
+TEXT = Script([SPEAKS], [False], [], [0])
+
+
+def chat_script(opening: list[int], endings: list, end: int) -> Script:
+    """Chats of two turns, in the form that chat_form gives, one after another.
 
     A turn ends with its marker, or with the end-of-sequence token, in whose place comes all that ends it.
     """
-    sampled = None
-    while True:
-        for token in opening:
-            sampled = yield token
-        for stored, (marker, rest, whole) in zip((operator.pos, operator.invert), endings, strict=True):
-            turn = []
-            while sampled != end or marker == [end]:
-                turn.append(sampled)
-                sampled = yield stored(sampled)
-                if turn[-len(marker) :] == marker:
-                    whole = rest
-                    break
-            for token in whole:
-                sampled = yield stored(token)
+    tokens, answered, turns = [*opening], [False] * len(opening), []
+    following = list(range(1, len(opening) + 1))
+    for is_answer, (marker, rest, whole) in zip((False, True), endings, strict=True):
+        state = len(tokens)
+        tokens += [SPEAKS, *whole, *rest]
+        answered += [is_answer] * (len(tokens) - state)
+        following += [state, *range(state + 2, len(tokens) + 1)]
+        turns.append((state, marker, state + 1 + len(whole)))
+        if whole:
+            following[state + len(whole)] = len(tokens)
+    return Script(tokens, answered, [(at, marker, after % len(tokens)) for at, marker, after in turns],
+                  [state % len(tokens) for state in following], end)
+
+
+class Rows:
+    """[n, length] tokens, written position by position: each row's beginning, then what the script says."""
+
+    def __init__(self, script: Script, beginnings: list[list[int]], length: int, device="cpu"):
+        tensor = functools.partial(torch.tensor, device=device)
+        self.script, self.end = script, script.end
+        self.said, self.answered, self.after = map(tensor, (script.tokens, script.answered, script.next))
+        self.ends = torch.zeros_like(self.answered)  # states that the end-of-sequence token ends
+        self.turns = [(state, tensor(marker), after) for state, marker, after in script.turns if marker]
+        for state, marker, _ in script.turns:
+            self.ends[state] = marker != [script.end]
+        self.tokens = torch.zeros(len(beginnings), length, dtype=torch.int64, device=device)
+        self.of_answers = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.begun = tensor([len(beginning) for beginning in beginnings])
+        for row, beginning in zip(self.tokens, beginnings, strict=True):
+            row[: len(beginning)] = tensor(beginning[:length])
+        self.state, self.spoken = torch.zeros_like(self.begun), torch.zeros_like(self.begun)
+
+    def write(self, position: int, drawn: torch.Tensor) -> torch.Tensor:
+        """[n]: the tokens at a position, where the model has drawn these."""
+        state, said = self.state, self.said[self.state]
+        speaks = said == SPEAKS
+        ended = speaks & self.ends[state] & (drawn == self.end) if self.turns else torch.zeros_like(speaks)
+        state = torch.where(ended, (state + 1) % len(self.said), state)
+        tokens = torch.where(speaks & ~ended, drawn, self.said[state])
+        tokens = torch.where(position < self.begun, self.tokens[:, position], tokens)
+        self.tokens[:, position], self.of_answers[:, position] = tokens, self.answered[state]
+        self.spoken = torch.where(speaks & ~ended, self.spoken + 1, 0)
+        self.state = self.after[state]
+        for turn, marker, after in self.turns:
+            if len(marker) <= position + 1:
+                last = self.tokens[:, position + 1 - len(marker) : position + 1]
+                over = (self.state == turn) & (self.spoken >= len(marker)) & (last == marker).all(1)
+                self.state = torch.where(over, after, self.state)
+                self.spoken = torch.where(over, 0, self.spoken)
+        return tokens
+
+    def numpy(self) -> np.ndarray:
+        """[n, length] int32; tokens of answers as ~token."""
+        return torch.where(self.of_answers, ~self.tokens, self.tokens).cpu().numpy().astype(TOKEN)
 
 
 def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
@@ -129,37 +158,38 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     return ids(opening)["input_ids"], [tuple(ids(list(parts))["input_ids"]) for parts in texts]
 
 
-@torch.no_grad()
-def sample(model, rows: list, length: int, generator: torch.Generator, bar=None) -> np.ndarray:
-    """[n, length] int32: what the rows, coroutines, yield when they are sent tokens from the model's softmax.
+def sample(decoder: Decoder, rows: Rows, generator: torch.Generator, bar=None) -> np.ndarray:
+    """Rows.numpy() of what the model draws from its softmax, a random number of the generator a token.
 
     Raises UserError for logits that are not finite.
     """
-    cache, tokens = DynamicCache(config=model.config), np.empty((len(rows), length), TOKEN)
-    cache.layers = [layer if layer.is_sliding else PreallocatedLayer(length) for layer in cache.layers]
-    sampled = [None] * len(rows)
+    count, length = rows.tokens.shape
+    options = {"dtype": torch.float64, "device": rows.tokens.device, "generator": generator}
+    numbers, drawn = torch.rand(length, count, 1, **options), torch.zeros_like(rows.begun)
     for position in range(length):
-        if position:
-            ids = torch.from_numpy(decoded(tokens[:, position - 1 : position])).to(model.device)
-            hidden = model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-            logits = product(hidden[:, -1], model.lm_head.weight.T)  # [n, V] float32
-            if not logits.sum().isfinite():
-                raise UserError(f"{model.name_or_path}: cannot generate: found NaN or Inf in its logits")
-            sampled = drawn(logits, generator).tolist()
-        tokens[:, position] = [row.send(token) for row, token in zip(rows, sampled, strict=True)]
-        if bar is not None:
-            bar.update(len(rows))
-    return tokens
+        tokens = rows.write(position, drawn)
+        if position < length - 1:
+            drawn = decoder.next(position, tokens, numbers[position])
+        if (position + 1) % SPAN == 0 or position == length - 1:
+            decoder.check()
+            if bar is not None:
+                bar.update(count * (position % SPAN + 1))
+    return rows.numpy()
 
 
-def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A token of each row's softmax, [n, V] -> [n]: where its sums pass a random number.
-
-    torch.multinomial draws a number for every token of the vocabulary: on a CPU, a sixth of the time.
+def rows_at_once(model: str, config, length: int, device: torch.device) -> int:
+    """Rows generated side by side: on a GPU as many as half of its memory holds beside the weights, a power
+    of two; on a CPU at most ROWS, with CACHE bytes of keys and values.
     """
-    sums = logits.softmax(-1).double().cumsum(-1)
-    numbers = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
-    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
+    shape, size = geometry(config), DTYPES[device.type].itemsize
+    cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * length
+    if device.type == "cpu":
+        return max(1, min(ROWS, CACHE // cached))
+    weights = sum(math.prod(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+                  for tensor in open_checkpoint(model).values())
+    memory = torch.cuda.get_device_properties(device).total_memory / 2 - weights * size
+    fitting = memory / (cached + LOGITS * config.vocab_size)
+    return 2 ** max(0, min(MOST, math.floor(math.log2(max(1, fitting)))))
 
 
 def generated(source: str, context, sequences: int, length: int, split=TRAIN, chats=False) -> np.ndarray:
@@ -173,17 +203,16 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     """
     split = HELDOUT if split == EVALUATION else split
     config, tokenizer = load_config(context.model), load_tokenizer(context.model)
-    device, shape, end = torch.device(context.device).type, geometry(config), tokenizer.eos_token_id
+    device, end = torch.device(context.device), tokenizer.eos_token_id
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     form, file = chat_form(tokenizer) if chats else None, source.partition(":")[2]
     if form and file:
         raise UserError(f"--chat {source}: expected generated, which continues no file, or a file of chats")
     begins = beginnings(file, tokenizer, split, sequences) if file else [[]]
-    cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPES[device].itemsize * length
-    at_once = max(1, min(ROWS[device], CACHE[device] // cached))
+    at_once = rows_at_once(context.model, config, length, device)
     record = {"source": fingerprint(context.model), "chats": form, "continued": file,
               "sha256": sha256(file) if os.path.isfile(file) else None, "seed": SEEDS[split],
-              "temperature": 1, "length": length, "rows_at_once": at_once, "device": device}
+              "temperature": 1, "length": length, "rows_at_once": at_once, "device": device.type}
     record |= {} if chats else {"begin": start}
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
     directory = os.path.join(context.run, "tokens", f"generated-{key}")
@@ -197,16 +226,21 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     if missing and context.layerwise:
         raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
     with context.ranks.waiting() if context.ranks else contextlib.nullcontext():
-        model = missing and load_model(context.model, DTYPES[device], context.device)
+        model = missing and load_model(context.model, DTYPES[device.type], context.device)
+        script, decoder = chat_script(*form, end) if form else TEXT, None
         total = sum(map(len, missing)) * length
         with Progress(total=total, desc="generating", unit="tok", unit_scale=True, leave=False) as bar:
             for piece in missing:
-                draw, writers = random.Random(f"{key} {piece}"), []
+                draws, texts = random.Random(f"{key} {piece}"), []
                 for row in piece:
-                    begin = begins[row % len(begins)][: draw.randint(SHORTEST, LONGEST)]
-                    writers.append(chat_row(*form, end) if form else text_row([start, *begin]))
-                generator = torch.Generator(model.device).manual_seed(draw.getrandbits(63))
-                write_piece(paths[piece], record, sample(model, writers, length, generator, bar))
+                    begin = begins[row % len(begins)][: draws.randint(SHORTEST, LONGEST)]
+                    texts.append([] if form else [start, *begin])
+                if decoder is None or decoder.rows != len(piece):
+                    decoder = None  # its memory, before the next one's
+                    decoder = Decoder(model, len(piece), length)
+                rows = Rows(script, texts, length, model.device)
+                generator = torch.Generator(model.device).manual_seed(draws.getrandbits(63))
+                write_piece(paths[piece], record, sample(decoder, rows, generator, bar))
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from common.data import generate
+from common.data import decoding, generate
 from common.data.chat import load_chats
-from common.data.generate import chat_form, chat_row, text_row
-from common.data.rows import as_samples
+from common.data.decoding import Decoder
+from common.data.generate import TEXT, Rows, chat_form, chat_script
+from common.data.rows import as_samples, decoded
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
 from common.data.text import EVALUATION, HELDOUT, load_tokens
 from common.errors import UserError
@@ -29,9 +31,14 @@ def logits_of(model, rows: np.ndarray) -> torch.Tensor:
         return model(torch.from_numpy(rows).long(), use_cache=False).logits.double()
 
 
+def sampled(model, beginnings: list[list[int]], length: int, seed: int) -> np.ndarray:
+    decoder = Decoder(model, len(beginnings), length)
+    return generate.sample(decoder, Rows(TEXT, beginnings, length), torch.Generator().manual_seed(seed))
+
+
 def test_sampled_frequencies_are_the_softmax():
     model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 20000
-    tokens = generate.sample(model, [text_row([3, 7]) for _ in range(n)], 3, torch.Generator().manual_seed(0))
+    tokens = sampled(model, [[3, 7]] * n, 3, seed=0)
     assert tokens.dtype == np.int32 and (tokens[:, :2] == [3, 7]).all()
     expected = n * logits_of(model, tokens[:1, :2])[0, -1].softmax(-1).numpy()
     counts, rare = np.bincount(tokens[:, 2], minlength=40), expected < 5
@@ -40,26 +47,35 @@ def test_sampled_frequencies_are_the_softmax():
     assert chisquare(*figures).pvalue > 1e-3
 
 
-def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
-    """Where the random number is a bound between two tokens, too."""
-    logits = torch.tensor([[-math.inf, 0, -math.inf, 0, -math.inf]]).repeat(3, 1)
-    for number, token in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3)):
-        monkeypatch.setattr(torch, "rand", lambda n, *_, number=number, **options:
-                            torch.full((n, 1), number, dtype=torch.float64))
-        assert generate.drawn(logits, None).tolist() == [token] * 3
+@pytest.mark.parametrize("size", [5, decoding.BLOCK + 5])
+def test_a_token_of_probability_zero_is_never_drawn(size):
+    """Where the random number is a bound between two tokens, too, and where it is all but one."""
+    logits = torch.full((3, size), -math.inf)
+    logits[:, [1, size - 2]] = 0
+    for number, token in ((0.0, 1), (0.5, size - 2), (1 - 2**-53, size - 2), (1.0, size - 2)):
+        numbers = torch.full((3, 1), number, dtype=torch.float64)
+        assert decoding.draw(logits, numbers).tolist() == [token] * 3
+
+
+def test_a_token_is_drawn_where_the_sums_of_the_softmax_pass_a_number():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2000, 2 * decoding.BLOCK + 9, generator=generator)
+    numbers = torch.rand(2000, 1, generator=generator, dtype=torch.float64)
+    sums = logits.double().softmax(-1).cumsum(-1)
+    assert (decoding.draw(logits, numbers) == torch.searchsorted(sums, numbers)[:, 0]).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
 def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
     """Surprise less entropy, summed, is a standard normal number; the begins are of different lengths."""
     model = tiny_model(num_key_value_heads=4, **changes)
-    rows = [text_row([5] * (1 + n % 9)) for n in range(40)]
-    tokens = generate.sample(model, rows, 30, torch.Generator().manual_seed(1))
+    tokens = sampled(model, [[5] * (1 + n % 9) for n in range(40)], 30, seed=1)
     log = logits_of(model, tokens).log_softmax(-1)
     surprise = -log[:, :-1].gather(-1, torch.from_numpy(tokens).long()[:, 1:, None])[..., 0]
     entropy = -(log.exp() * log).sum(-1)[:, :-1]
     variance = (log.exp() * log**2).sum(-1)[:, :-1] - entropy**2
     drawn = torch.tensor([[t >= n % 9 for t in range(29)] for n in range(40)])
+    assert (torch.from_numpy(tokens)[:, :-1][~drawn] == 5).all()
     assert abs((surprise - entropy)[drawn].sum() / variance[drawn].sum().sqrt()) < 3.5
 
 
@@ -67,9 +83,12 @@ def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def written(row, sent: list[int]) -> np.ndarray:
-    """[1, T]: what a row makes of the tokens that a model would sample."""
-    return np.array([[row.send(None), *map(row.send, sent)]], np.int32)
+def written(script, drawn: list[int]) -> np.ndarray:
+    """[1, T]: what a script makes of the tokens that a model would draw."""
+    rows = Rows(script, [[]], 1 + len(drawn))
+    for position, token in enumerate([0, *drawn]):
+        rows.write(position, torch.tensor([token]))
+    return rows.numpy()
 
 
 def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
@@ -83,7 +102,7 @@ def test_chats_are_what_the_template_makes_of_their_turns(tmp_path):
         for number, part in enumerate(parts):
             ids = ids_of(tokenizer, part)
             sent += ids if number % 2 else [0] * len(ids) if number == 0 else [END, *[0] * (len(ids) - 1)]
-    row = written(chat_row(*chat_form(tokenizer), END), sent[1:])
+    row = written(chat_script(*chat_form(tokenizer), END), sent[1:])
     expected, _ = load_chats(save_chats(tmp_path / "chats.jsonl", *chats), tokenizer, 1000, EVALUATION)
     segments = [list(segment) for sample in expected for segment in sample.segments]
     assert [list(segment) for segment in as_samples(row)[0].segments] == segments
@@ -94,10 +113,45 @@ def test_a_model_may_end_turns_as_the_template_does(tokenizer):
     chats = [messages(("user", "Hi?"), ("assistant", "Yes")), messages(("user", "and"), ("assistant", "So"))]
     text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
     ids = ids_of(tokenizer, text)
-    row = written(chat_row(*chat_form(tokenizer), tokenizer.eos_token_id), ids[1:])
-    assert generate.decoded(row)[0].tolist() == ids
-    answers = tokenizer.decode(generate.decoded(row)[row < 0]).replace("▁", "").replace(" ", "")
+    row = written(chat_script(*chat_form(tokenizer), tokenizer.eos_token_id), ids[1:])
+    assert decoded(row)[0].tolist() == ids
+    answers = tokenizer.decode(decoded(row)[row < 0]).replace("▁", "").replace(" ", "")
     assert answers == ("Yes</s>So</s>" if "</s>" in text else "Yes<|im_end|>\nSo<|im_end|>\n")
+
+
+def chat_by_definition(opening: list[int], endings: list, end: int):
+    """A coroutine that is sent drawn tokens and yields a chat's, one at a time."""
+    drawn = None
+    while True:
+        for token in opening:
+            drawn = yield token
+        for stored, (marker, rest, whole) in zip((operator.pos, operator.invert), endings, strict=True):
+            turn = []
+            while drawn != end or marker == [end]:
+                turn.append(drawn)
+                drawn = yield stored(drawn)
+                if turn[-len(marker) :] == marker:
+                    whole = rest
+                    break
+            for token in whole:
+                drawn = yield stored(token)
+
+
+@pytest.mark.parametrize("endings", [
+    [([1, 2], [3], [1, 2, 3]), ([2], [], [2])],
+    [([2, 2, 1], [], [2, 2, 1]), ([0], [4, 5], [0, 4, 5])],  # 0: the end-of-sequence token
+    [([0], [], [0]), ([], [], [])],
+    [([1], [1, 2], [4, 1, 1, 2]), ([2, 1], [2], [2, 1, 2])],
+])
+def test_rows_are_what_each_would_say_alone(endings):
+    draws = torch.randint(0, 4, (50, 200), generator=torch.Generator().manual_seed(0))
+    rows, alone = Rows(chat_script([5, 3], endings, 0), [[]] * 50, 200), []
+    for position, drawn in enumerate(draws.T):
+        rows.write(position, drawn)
+    for row in draws.tolist():
+        chat = chat_by_definition([5, 3], endings, 0)
+        alone.append([chat.send(token) for token in [None, *row[1:]]])
+    assert (rows.numpy() == alone).all()
 
 
 def test_a_row_without_an_answer_is_no_sample():
@@ -164,7 +218,7 @@ def origin(model: str, home, **changes) -> DataContext:
 
 @pytest.mark.parametrize(("chats", "length"), [(False, 30), (True, 60)])
 def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats, length):
-    monkeypatch.setattr(generate, "ROWS", {"cpu": 2})
+    monkeypatch.setattr(generate, "ROWS", 2)
 
     def tokens(name: str, **changes) -> np.ndarray:
         return generated("generated", origin(model, tmp_path / name, **changes), 5, length, chats=chats)
@@ -200,7 +254,7 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
 def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
     shape = geometry(load_config(model))
     row = 2 * 4 * 30 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of keys and values in float32
-    monkeypatch.setattr(generate, "CACHE", {"cpu": 3 * row - 1})
+    monkeypatch.setattr(generate, "CACHE", 3 * row - 1)
     place = origin(model, tmp_path)
     train, longer = (generated("generated", place, rows, 30) for rows in (4, 6))
     heldout = generated("generated", place, 4, 30, HELDOUT)
@@ -209,7 +263,7 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     records = [json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/*.json")]
     assert sorted(record["seed"] for record in records) == [0] * 3 + [1] * 2
     assert all((record["temperature"], record["rows_at_once"]) == (1, 2) for record in records)
-    monkeypatch.setattr(generate, "CACHE", {"cpu": 1})
+    monkeypatch.setattr(generate, "CACHE", 1)
     assert (generated("generated", place, 2, 30)[0] != longer[0]).any()  # a row at a time, of other seeds
 
 
@@ -234,7 +288,7 @@ def test_documents_are_continued(model, tmp_path):
 
 
 def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "product", lambda left, right: left.float() @ right.float() * math.inf)
+    monkeypatch.setattr(decoding, "product", lambda left, right: left.float() @ right.float() * math.inf)
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)
 
