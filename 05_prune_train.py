@@ -163,7 +163,8 @@ FLAGS = {
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 4096; 2048 on a CPU)"),
+        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
+             "a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
         Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
         Flag("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
              "others are transformers'", "packed"),

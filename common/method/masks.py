@@ -13,7 +13,6 @@ import re
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 from common.families import fused_parts
 
@@ -121,7 +120,11 @@ class BlendedProjection(nn.Module):
             single = len(original.weight) == self.head_dim
             weights = [norm.weight.repeat(x.shape[-2] if single else 1) for norm in (original, merged)]
             weight = self.blend(*weights).view(x.shape[-2:] if single else x.shape[-1:])
-            return functional_call(original, {"weight": weight}, (x,))
+            kept = original.weight
+            vars(original)["weight"] = weight  # found before the parameter or its copy in another dtype
+            result = original(x)
+            vars(original)["weight"] = kept
+            return result
         if original.bias is None:
             bias = merged.bias
         else:

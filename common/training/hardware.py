@@ -45,8 +45,12 @@ def processor(ranks: int) -> Hardware:
         began = time.perf_counter()
         matrix @ matrix
         fastest = min(fastest, time.perf_counter() - began)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return Hardware(2 * 1024**3 / fastest / ranks, memory / ranks, math.inf, math.inf)
+    return Hardware(2 * 1024**3 / fastest / ranks, machine_memory() / ranks, math.inf, math.inf)
+
+
+def machine_memory() -> float:
+    """GiB of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def on_gpus(plan: str | None, ranks) -> bool:
@@ -91,7 +95,10 @@ def parse_hardware(text: str) -> Cluster:
 
 
 def cluster_of(ranks) -> Cluster:
-    """The GPUs that a sharding.Ranks trains on, of which only the memory is known."""
-    memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
+    """What a sharding.Ranks trains on, of which only the memory is known."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    if ranks.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
+    else:
+        memory = machine_memory() / local
     return Cluster(local, Hardware(math.nan, memory, math.nan, math.nan), ranks.world // local)

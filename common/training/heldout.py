@@ -31,6 +31,7 @@ from common.method.losses import cross_entropy, kl, product
 from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
 from common.training.packing import rows_of_step
+from common.training.sharding import release
 
 QUESTIONS = 16  # of each task, where it has a validation split
 
@@ -108,7 +109,7 @@ class Heldout:
             for name, total in zip(COMPARED, totals, strict=True):
                 metrics[f"{prefix}_{name}"] = total / tokens
         student.train()
-        student.reshard()  # without a backward pass, FSDP keeps the root's weights gathered
+        release(student)
         return metrics | {"heldout_seconds": round(time.perf_counter() - began, 4)}
 
 

@@ -21,6 +21,7 @@ from common.training.hardware import Cluster, cluster_of, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
+LARGE = 2  # standard deviations by which few steps' tokens exceed their mean
 BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 EFFICIENCY = 0.34  # share of peak FLOP/s that compute-bound dense training reaches; on an H200 0.33, 0.345
 REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
@@ -46,6 +47,7 @@ class Workload:
     chunk: int  # tokens whose logits are in memory at a time
     recompute: bool  # activation checkpointing
     compute: int = 2  # bytes per number in the forward pass
+    whole: bool = False  # weights gathered once a row, as sharding.Execution says
 
     @classmethod
     def of(cls, config, samples, *execution) -> "Workload":
@@ -165,15 +167,26 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
     the weights. row: tokens in a row. whole_gradients: summed over several rows before they are reduced.
 
     Embedding and head stay gathered from the forward pass to their own backward pass; of the layers, the
-    current one is, and in the backward pass of several ranks the next. Gradients are reduced in float32.
+    current one is, and in the backward pass of several ranks the next. Gradients are reduced in float32. If
+    the weights are `whole`, all stay gathered, the teacher's from row to row, and gradients are reduced
+    when the student's are no longer; a process by itself reduces none, and copies only what it computes in
+    another dtype.
     """
     config, layers, compute = work.config, work.config.num_hidden_layers, work.compute
     student_size, source = size(config, student), size(config)
     trained, of_layer, of_root = student_size.trained(student)
     stored = config.dtype.itemsize if config.dtype else 4  # bytes of a weight, kept where it is not trained
-    weights = (4 * trained + stored * (student_size.whole - trained)) / world + compute * student_size.root
-    layer = compute * student_size.layer
-    layers_backward = 2 * layer if world > 1 else layer
+    kept = (4 * trained + stored * (student_size.whole - trained)) / world
+    if work.whole:
+        copies = compute * student_size.whole if world > 1 or compute < 4 else 0
+        weights = kept + copies
+        first_weights = weights + (copies if world > 1 else 0)  # as they were gathered, too
+        last_weights = kept if world > 1 else weights
+        layer = layers_backward = of_layer = 0
+    else:
+        weights = first_weights = last_weights = kept + compute * student_size.root
+        layer = compute * student_size.layer
+        layers_backward = 2 * layer if world > 1 else layer
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
     saved = (layer_input if work.recompute else per_layer) * layers  # by the forward pass
     recomputed = per_layer if work.recompute else 0
@@ -182,17 +195,22 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
     gradients = 4 * trained / (1 if whole_gradients else world)
     earlier = gradients if whole_gradients else 0  # of the rows before
     reduced = compute + 4  # bytes of a gradient while it is reduced
+    of_layers = gradients + reduced * of_layer  # at the first layer
+    if work.whole:
+        of_root = trained if world > 1 else 0
+        of_layers = earlier + compute * trained if world > 1 or earlier and copies else gradients
     moments = (  # bytes of weights, gradients, activations, loss
         # the last logits; backward, the last layer, the first one, and the embedding
-        (weights + layer, earlier, saved, logits + 4 * head),
+        (first_weights + layer, earlier, saved, logits + 4 * head),
         (weights + layers_backward, earlier + reduced * of_layer, saved + recomputed, compute * head),
-        (weights + layer, gradients + reduced * of_layer, per_layer, compute * head),
-        (weights, gradients + reduced * of_root, 0, 0),
+        (weights + layer, of_layers, per_layer, compute * head),
+        (last_weights, gradients + reduced * of_root, 0, 0),
     )
     fullest = max(moments, key=sum)
     parts = dict(zip(("parameters", "gradients", "activations", "loss"), fullest, strict=True))
     parts["optimizer"] = 8 * trained / world
-    parts["teacher"] = compute * (source.whole / world + source.root) if student else 0
+    gathered = (source.whole if world > 1 else 0) if work.whole else source.root
+    parts["teacher"] = compute * (source.whole / world + gathered) if student else 0
     return parts | {"total": sum(parts.values())}
 
 
@@ -201,6 +219,15 @@ def peak_memory(work: Workload, student: Student | None, schedule, cluster: Clus
     rows, row = work.rows(schedule, cluster.ranks_per_node * cluster.nodes, BUSIEST)
     need = memory(work, student, cluster.ranks_per_node, row, rows > 1 and schedule.reduce == "step")
     return need, USABLE * cluster.device.memory * 2**30
+
+
+def longest_share(phases: list[tuple], cluster: Cluster) -> float:
+    """Tokens of a rank's share of a batch, in the step with the most."""
+    ranks, shares = cluster.ranks_per_node * cluster.nodes, []
+    for _, work, _, schedule in phases:
+        mean, spread = statistics.fmean(work.lengths), statistics.pstdev(work.lengths)
+        shares.append((schedule.batch * mean + LARGE * math.sqrt(schedule.batch) * spread) / ranks)
+    return max(shares)
 
 
 def too_large(phases: list[tuple], hardware: str | None, ranks) -> bool:
@@ -260,6 +287,8 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     student_size, source = size(work.config, student), size(work.config).whole
     trained, *_ = student_size.trained(student)
     gathered = 2 * 2 * student_size.whole + (2 * source if student else 0)  # in bf16: twice, the teacher once
+    if work.whole:
+        gathered = 2 * student_size.whole  # once, the teacher never again
     reductions = rows if schedule.reduce == "row" else 1
     sharded = cluster.ranks_per_node > 1
     traffic = (rows * gathered + reductions * 4 * trained) * sharded  # gradients are reduced in float32
@@ -284,7 +313,8 @@ def report(title: str, work: Workload, student: Student | None, schedule, cluste
     lines = [
         f"{title}: {schedule.steps} steps of {schedule.batch} samples, {mean:.0f} tokens each, "
         f"{schedule.steps * schedule.batch * mean:,.0f} in all; "
-        f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}",
+        f"{step.rows} row(s) of {step.row} tokens per rank{', recomputed' if work.recompute else ''}"
+        f"{', weights gathered once a row' if work.whole and cluster.ranks_per_node > 1 else ''}",
         f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable",
         f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
         f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {duration(hours)} in total",

@@ -17,7 +17,7 @@ from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.records import SOURCE
-from common.training import engine, hardware, plan
+from common.training import checkpoints, engine, hardware, plan
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule
 from common.training.heldout import heldout_texts, load_heldout
@@ -28,6 +28,7 @@ from common.training.teacher import check_teacher, find_teacher
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
+SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
 
@@ -111,7 +112,7 @@ def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cud
     """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
     common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
-              "tokens_per_microbatch": args.tokens_per_microbatch or (4096 if cuda else 2048),
+              "tokens_per_microbatch": args.tokens_per_microbatch or SHORTEST_ROW[cuda],
               "loss_chunk": args.loss_chunk}
     schedules = {}
     if not (has_teacher and args.teacher):
@@ -168,11 +169,48 @@ def settle(
         rates=Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor, args.rest_lr_factor),
         teacher_rates=teacher_rates, schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
         plan=args.plan, force=force, resumed=resumed)
-    if args.recompute is None and cuda:  # eager attention's matrices are not in the plan
-        if args.attention == "eager" or plan.too_large(phases_of(run, settings), args.plan, ranks):
-            run = replace(run, execution=replace(execution, recompute=True))
-            ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
+    return fit(run, settings, args, cuda)
+
+
+def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Settings, TrainingRun]:
+    """Fill in, by the plan's memory, what only costs or saves it: recomputed layers where the activations do
+    not fit otherwise, rows as long as a rank's share of a batch, weights gathered once a row.
+
+    A training that goes on keeps the rows that it was started with.
+    """
+    def fits(run: TrainingRun, settings: Settings) -> bool:
+        return not plan.too_large(phases_of(run, settings), settings.plan, run.ranks)
+
+    def rows_of(tokens: int) -> Settings:
+        schedules = {name: schedule and replace(schedule, tokens_per_microbatch=tokens) for name, schedule in
+                     (("schedule", settings.schedule), ("teacher_schedule", settings.teacher_schedule))}
+        return replace(settings, **schedules)
+
+    ranks, counted = run.ranks, args.attention != "eager"  # whose matrices are not in the plan
+    if args.recompute is None and cuda and not (counted and fits(run, settings)):
+        run = replace(run, execution=replace(run.execution, recompute=True))
+        ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
+    if args.tokens_per_microbatch is None and cuda:
+        begun = None if settings.force or settings.plan else checkpoints.of_first_rank(rows_begun(run))
+        cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
+        share = plan.longest_share(phases_of(run, settings), cluster)
+        tokens = begun or settings.schedule.tokens_per_microbatch
+        while not begun and counted and tokens < share and fits(run, rows_of(2 * tokens)):
+            tokens *= 2
+        settings = rows_of(tokens)
+    whole = replace(run, execution=replace(run.execution, whole=True))
+    if counted and fits(whole, settings):
+        run = whole
     return settings, run
+
+
+def rows_begun(run: TrainingRun) -> int | None:
+    """Tokens in a packed row of a training of this run that was begun, the student's or the teacher's."""
+    for directory in (run.directory, f"{run.teacher}.train"):
+        path = os.path.join(directory, checkpoints.SETTINGS)
+        if os.path.exists(path):
+            return checkpoints.read_settings(path).get("tokens_per_microbatch")
+    return None
 
 
 def phases_of(run: TrainingRun, settings: Settings) -> list[tuple]:
@@ -188,6 +226,6 @@ def phases_of(run: TrainingRun, settings: Settings) -> list[tuple]:
 
 
 def workload(run: TrainingRun, samples, schedule: Schedule) -> plan.Workload:
-    execution = run.execution.recompute, run.execution.compute.itemsize
+    execution = run.execution.recompute, run.execution.compute.itemsize, run.execution.whole
     config = load_config(run.conversion.model["path"])
     return plan.Workload.of(config, samples, schedule.loss_chunk, *execution)

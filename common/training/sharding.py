@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -108,6 +108,7 @@ class Execution:
     recompute: bool = False  # activation checkpointing of every decoder layer
     attention: str = "packed"
     compile: bool = False  # every decoder layer, by torch.compile
+    whole: bool = False  # gathered once a row, not layer by layer; a process by itself shards nothing
 
 
 def init_ranks() -> Ranks:
@@ -175,10 +176,18 @@ def reduce_gradients(trainee: Trainee, last: bool, every_row: bool) -> None:
     Once a step moves the fewest bytes, but each rank holds the unsharded sums over its rows, in float32.
     With every_row they stay sharded: reduced within a node after every row, and between nodes once a step.
     """
+    if not isinstance(trainee, FSDPModule):
+        return
     if every_row:
         trainee.set_requires_all_reduce(last)
     else:
         trainee.set_requires_gradient_sync(last)
+
+
+def release(trainee: Trainee) -> None:
+    """Free the weights that FSDP keeps gathered after a forward pass without a backward pass."""
+    if isinstance(trainee, FSDPModule):
+        trainee.reshard()
 
 
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
@@ -195,13 +204,9 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         if prepare:
             prepare(model)
         trainee = Trainee(model, replicated)
-    precision = MixedPrecisionPolicy(param_dtype=execution.compute, reduce_dtype=torch.float32)
-    options = {"mesh": ranks.mesh, "mp_policy": precision}
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    ignored = set(trainee.replicated.parameters())
-    # the loss needs lm_head gathered after the forward pass
-    fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)
+    alone = execution.whole and ranks.world == 1
+    if not alone:
+        shard(trainee, ranks, execution)
     trainee.to_empty(device=ranks.device)
     model.tie_weights()
     with torch.no_grad():
@@ -214,7 +219,42 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         recompute_layers(model)
     if execution.compile:
         compile_layers(model)
+    if alone:
+        compute_in(trainee, execution.compute)
     return trainee.train()
+
+
+def shard(trainee: Trainee, ranks: Ranks, execution: Execution) -> None:
+    """Shard a model by FSDP2: each layer, gathered for each pass, and the rest with the root, gathered from
+    the forward pass to its own backward pass, as the loss needs lm_head; if `whole`, all with the root.
+    """
+    precision = MixedPrecisionPolicy(  # OLMo 2 turns heads by cosines in float32, which are a layer's inputs
+        param_dtype=execution.compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {"mesh": ranks.mesh, "mp_policy": precision}
+    for layer in () if execution.whole else trainee.net.model.layers:
+        fully_shard(layer, **options)
+    ignored = set(trainee.replicated.parameters())
+    fully_shard(trainee, **options, reshard_after_forward=False, ignored_params=ignored)
+
+
+def compute_in(trainee: Trainee, dtype: torch.dtype) -> None:
+    """Have all modules of the model compute with copies of their weights in `dtype`, as FSDP's ranks do, made
+    before each forward pass: gradients are those of the weights, in theirs.
+
+    A module finds an attribute in its __dict__ before its parameters, which keep their names.
+    """
+    places = [(vars(module), name, parameter) for module in trainee.net.modules()
+              for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
+
+    def copy_weights(*_):
+        for attributes, name, _ in places:
+            attributes.pop(name, None)  # of the row before, whose memory the new ones take
+        copies = {id(parameter): parameter.to(dtype) for _, _, parameter in places}  # a tied one once
+        for attributes, name, parameter in places:
+            attributes[name] = copies[id(parameter)]
+
+    if places:
+        trainee.register_forward_pre_hook(copy_weights)
 
 
 def recompute_layers(model) -> None:

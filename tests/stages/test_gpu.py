@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from transformers.utils import is_flash_attn_2_available
 
 from common import models
+from common.data.decoding import Decoder
+from common.data.generate import TEXT, Rows, sample
 from common.equivalence import max_difference
 from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
@@ -452,6 +454,29 @@ def test_a_run_of_the_device_goes_on_without_it(alone, aligned_run, inputs, tmp_
     train_until(2, home, inputs, *IN_FLOAT32)
     assert "resumes" in train_on_cpu(home, inputs, *IN_FLOAT32).stdout
     assert_same_training(home, alone)
+
+
+# generated text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generated_text_is_drawn_from_the_softmax_by_captured_graphs_as_without(inputs, dtype):
+    """Over several spans of the cache. Surprise less entropy, summed, is a standard normal number."""
+    model, rows, length = load_model(inputs["model"], dtype, str(DEVICE)), 60, 150
+    drawn = []
+    for graphs in (True, True, False):
+        decoder = Decoder(model, rows, length)
+        assert (decoder.graphs is None) == (DEVICE == "cpu")
+        decoder.graphs = decoder.graphs if graphs else None
+        generator = torch.Generator(model.device).manual_seed(0)
+        drawn.append(sample(decoder, Rows(TEXT, [[5]] * rows, length, model.device), generator))
+    assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all() and len({*drawn[0].flat}) > 50
+    tokens = torch.from_numpy(drawn[0]).long()
+    with torch.no_grad():
+        log = load_model(inputs["model"])(tokens, use_cache=False).logits.double().log_softmax(-1)[:, :-1]
+    surprise, entropy = -log.gather(-1, tokens[:, 1:, None])[..., 0], -(log.exp() * log).sum(-1)
+    variance = (log.exp() * log**2).sum(-1) - entropy**2
+    assert abs((surprise - entropy).sum() / variance.sum().sqrt()) < 3.5
 
 
 # stages 6 and 7
