@@ -63,14 +63,14 @@ class Moments:
 
     inputs: torch.Tensor  # sum h h^T [heads * d, heads * d]
     cross: torch.Tensor  # sum y h^T [hidden, heads * d]
-    energy: float = 0.0  # sum |y|^2
+    energy: torch.Tensor | float = 0.0  # sum |y|^2
 
     def add(self, h: torch.Tensor, y: torch.Tensor) -> None:
         """Add tokens: h [..., heads * d], y [..., hidden]; products in float32."""
         h, y = h.flatten(0, -2).float(), y.flatten(0, -2).float()
         self.inputs += (h.T @ h).double()
         self.cross += (y.T @ h).double()
-        self.energy += float(y.double().square().sum())
+        self.energy = self.energy + y.double().square().sum()
 
     def error(self, weight: torch.Tensor) -> float:
         """Relative error sum |y - W h|^2 / sum |y|^2 of W [hidden, heads * d]; 0 if y is zero."""
@@ -271,6 +271,8 @@ class HeadMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """The heads of all matrices are made orthogonal together: each is as wide as the residual stream."""
+        moved, directions = [], []
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight]
@@ -279,6 +281,9 @@ class HeadMuon(torch.optim.Optimizer):
                 momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
                 direction = weight.grad.lerp(momentum, MOMENTUM)
                 rows = direction.T if group["columns"] else direction
-                heads = rows.unflatten(0, (-1, self.head_dim))
-                step = STEP * max(heads.shape[1:]) ** 0.5 * orthogonalized(heads).flatten(0, 1)
-                weight.sub_(group["lr"] * (step.T if group["columns"] else step))
+                directions.append(rows.unflatten(0, (-1, self.head_dim)))
+                moved.append((group, weight))
+        steps = orthogonalized(torch.cat(directions)).split([len(heads) for heads in directions])
+        for (group, weight), heads in zip(moved, steps, strict=True):
+            step = STEP * max(heads.shape[1:]) ** 0.5 * heads.flatten(0, 1)
+            weight.sub_(group["lr"] * (step.T if group["columns"] else step))

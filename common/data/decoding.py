@@ -36,9 +36,9 @@ def single_query(module, query, key, value, attention_mask, ages=None, scaling=N
     """
     (n, groups, _, head_dim), heads = key.shape, query.shape[1]
     unread = ages < 0 if sliding_window is None else (ages < 0) | (ages >= sliding_window)
-    scores = query.view(n, groups, heads // groups, head_dim) @ key.mT
-    weights = (scores.float() * scaling).masked_fill(unread, -torch.inf).softmax(-1)
-    return (weights.to(value.dtype) @ value).view(n, 1, heads, head_dim), None
+    scores = (query * scaling).view(n, groups, heads // groups, head_dim) @ key.mT
+    weights = scores.masked_fill_(unread, -torch.inf).softmax(-1)
+    return (weights @ value).view(n, 1, heads, head_dim), None
 
 
 AttentionInterface.register("single-query", single_query)
