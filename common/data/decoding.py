@@ -1,5 +1,7 @@
 """Many rows read by a model a token at a time: no step waits for the host, on GPUs as captured graphs."""
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, Cache
@@ -12,19 +14,28 @@ SPAN = 64  # positions: attention reads the cache up to a multiple of it, and ea
 BLOCK = 256  # tokens of the vocabulary whose probabilities are first summed
 
 
-class StaticLayer(DynamicLayer):
-    """A layer's cache in memory allocated once, written at decoder.position and read up to decoder.span."""
+@dataclass
+class Place:
+    """Where a token stands, for all layers."""
 
-    def __init__(self, decoder: "Decoder"):
+    position: torch.Tensor  # [1] int64, on the device
+    capacity: int  # positions that there is memory for
+    span: int = SPAN  # positions that attention reads
+
+
+class StaticLayer(DynamicLayer):
+    """A layer's cache in memory allocated once, written at place.position and read up to place.span."""
+
+    def __init__(self, place: Place):
         super().__init__()
-        self.decoder, self.buffer = decoder, None
+        self.place, self.buffer = place, None
 
     def update(self, keys, values, *args, **kwargs):
         """keys, values [n, G, 1, d] of the token at this position -> [n, G, span, d] of all so far."""
         if self.buffer is None:  # zeros: what is not written yet is read, too, with weights of zero
-            self.buffer = keys.new_zeros(2, *keys.shape[:2], self.decoder.capacity, keys.shape[3])
-        self.buffer.index_copy_(3, self.decoder.position, torch.stack((keys, values)))
-        return self.buffer[:, :, :, : self.decoder.span]
+            self.buffer = keys.new_zeros(2, *keys.shape[:2], self.place.capacity, keys.shape[3])
+        self.buffer.index_copy_(3, self.place.position, torch.stack((keys, values)))
+        return self.buffer[:, :, :, : self.place.span]
 
 
 def single_query(module, query, key, value, attention_mask, ages=None, scaling=None, sliding_window=None,
@@ -48,25 +59,27 @@ class Decoder:
     """A model that reads `rows` texts of up to `length` tokens side by side, and draws each next token."""
 
     def __init__(self, model, rows: int, length: int):
-        self.model, self.rows, self.length, self.span = model, rows, length, SPAN
-        self.capacity = -(-length // SPAN) * SPAN
-        self.cache = Cache(layers=[StaticLayer(self) for _ in model.model.layers])
-        options = {"device": model.device}
-        self.position = torch.zeros(1, dtype=torch.int64, **options)
+        self.model, self.rows, options = model, rows, {"device": model.device}
+        self.place = Place(torch.zeros(1, dtype=torch.int64, **options), -(-length // SPAN) * SPAN)
+        self.cache = Cache(layers=[StaticLayer(self.place) for _ in model.model.layers])
         self.tokens, self.drawn = (torch.zeros(rows, dtype=torch.int64, **options) for _ in range(2))
         self.numbers = torch.zeros(rows, 1, dtype=torch.float64, **options)
         self.finite = torch.ones((), dtype=torch.bool, **options)
-        self.places = torch.arange(self.capacity, **options)
+        self.places = torch.arange(self.place.capacity, **options)
         kinds = str(getattr(model.model.rotary_emb, "rope_type", ""))
         fixed = "dynamic" not in kinds and "longrope" not in kinds  # those read the position on the host
-        self.graphs = {} if model.device.type == "cuda" and fixed else None  # span -> graph
+        captured = model.device.type == "cuda" and fixed
+        self.graphs = {} if captured else None  # span -> graph
+        self.memory = torch.cuda.graph_pool_handle() if captured else None  # of all graphs, run in turn
 
     def read(self) -> None:
-        """Read self.tokens at self.position, and draw the next ones; it changes nothing to do it twice."""
-        ages, config = self.position - self.places[: self.span], self.model.config
+        """Read self.tokens at this place, and draw the next ones; it changes nothing to do it twice."""
+        place, config = self.place, self.model.config
+        ages = place.position - self.places[: place.span]
         before, config._attn_implementation = config._attn_implementation, "single-query"
-        hidden = self.model.model(input_ids=self.tokens[:, None], position_ids=self.position[None], ages=ages,
-                                  past_key_values=self.cache, use_cache=True).last_hidden_state
+        hidden = self.model.model(
+            input_ids=self.tokens[:, None], position_ids=place.position[None], ages=ages,
+            past_key_values=self.cache, use_cache=True).last_hidden_state
         config._attn_implementation = before
         logits = product(hidden[:, -1], self.model.lm_head.weight.T)  # [n, V] float32
         self.finite.logical_and_(logits.sum().isfinite())
@@ -75,19 +88,20 @@ class Decoder:
     @torch.no_grad()
     def next(self, position: int, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """[n]: what follows tokens [n] at `position`, drawn by random numbers [n, 1] from 0 to 1."""
-        self.position.fill_(position)
+        self.place.position.fill_(position)
         self.tokens.copy_(tokens)
         self.numbers.copy_(numbers)
-        self.span = (position // SPAN + 1) * SPAN
+        span = self.place.span = (position // SPAN + 1) * SPAN
         if self.graphs is None:
             self.read()
-        else:
-            if self.span not in self.graphs:
-                self.read()  # loads what a captured run may not
-                self.graphs[self.span] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[self.span]):
-                    self.read()
-            self.graphs[self.span].replay()
+            return self.drawn
+        if span not in self.graphs:
+            self.read()  # loads what a captured run may not
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.memory):
+                self.read()
+            self.graphs[span] = graph
+        self.graphs[span].replay()
         return self.drawn
 
     def check(self) -> None:

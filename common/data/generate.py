@@ -8,6 +8,7 @@ temperature 1 and excludes no token.
 
 import contextlib
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -241,6 +242,10 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
                 rows = Rows(script, texts, length, model.device)
                 generator = torch.Generator(model.device).manual_seed(draws.getrandbits(63))
                 write_piece(paths[piece], record, sample(decoder, rows, generator, bar))
+        model = decoder = None
+        if missing and device.type == "cuda":  # modules are in reference cycles
+            gc.collect()
+            torch.cuda.empty_cache()
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)

@@ -1,9 +1,11 @@
 """Text and chats from the model itself: its distribution, its template, and the same tokens however run."""
 
 import contextlib
+import gc
 import json
 import math
 import operator
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -366,3 +368,15 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
         assert piece.read_bytes() == (other / piece.relative_to(home)).read_bytes()
     expect_error("--chat generated: expected answers within --text-length 2 tokens, found none",
                  "05_prune_train.py", "--run", other, "--name", "short", *flags, "--text-length", 2)
+
+
+def test_a_decoder_leaves_no_memory_behind():
+    """Its cache takes half of a GPU's memory, and the next one's as much."""
+    decoder = Decoder(tiny_model(), 2, 10)
+    generate.sample(decoder, Rows(TEXT, [[5]] * 2, 10), torch.Generator().manual_seed(0))
+    buffers = [weakref.ref(layer.buffer) for layer in decoder.cache.layers]
+    assert all(each() is not None for each in buffers)
+    gc.disable()
+    del decoder
+    gc.enable()
+    assert not any(each() is not None for each in buffers)
