@@ -1,20 +1,27 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
 import argparse
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common import records
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.errors import UserError
+from common.files import write_json
 from common.method import masks, merge
-from common.training import mask_state, settings
-from common.training.conversion import Conversion
+from common.training import hardware, mask_state, settings
+from common.training import plan as budget
+from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
-from students import stage5
+from common.training.plan import longest_share
+from common.training.sharding import Execution, Ranks
+from students import SCHEDULE, stage5
 from training_runs import flags
 
 PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
@@ -114,6 +121,55 @@ def test_data_flags_left_out(monkeypatch):
         args = filled(pair_of(demo=demo), *words, positions=100)
         assert (args.tasks, args.text, args.chat) == (tasks, text, [str((None, text, "a/model"))])
         assert (args.teacher, args.heldout_text, args.text_length) == (teacher, heldout, 100)
+
+
+def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500), batch=64, cuda=True):
+    """(tokens of a row, recompute, whole) of a student on eight GPUs, each of which holds what `needs`
+    (tokens of a row, recompute, whole) says is at most 1.
+    """
+    monkeypatch.setattr(hardware, "cluster_of", lambda ranks: hardware.parse_hardware("8xA100-80GB"))
+    monkeypatch.setattr(budget, "too_large", lambda phases, *_: any(needs(*phase) > 1 for phase in phases))
+    monkeypatch.setattr(settings.checkpoints, "of_first_rank", lambda value: value)
+    monkeypatch.setattr(settings, "phases_of", lambda run, chosen: [
+        (chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole)])
+    work = budget.Workload(None, [*lengths], [], 512, False)
+    phase = "", work, None, SimpleNamespace(batch=batch)
+    monkeypatch.setattr(budget, "longest_share", lambda phases, cluster: longest_share([phase], cluster))
+    args, empty = flags(*words), dict.fromkeys(field.name for field in fields(settings.Settings))
+    schedule = replace(SCHEDULE, tokens_per_microbatch=args.tokens_per_microbatch or 4096)
+    chosen = settings.Settings(**empty | {"force": force, "schedule": schedule})
+    run = TrainingRun(str(tmp_path / "train"), str(tmp_path / "teacher"), None, None, None,
+                      Ranks(0, 8, torch.device("cpu")), Execution(recompute=bool(args.recompute)), None)
+    chosen, run = settings.fit(run, chosen, args, cuda)
+    assert chosen.teacher_schedule is None
+    return chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole
+
+
+def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
+    """Rows double from 4096 tokens to a rank's share of a batch, 64 x 500 / 8 = 4000, 64 x 4000 / 8 = 32000,
+    and two standard deviations; each rank may hold the tokens of a row, more if it keeps weights whole.
+    """
+    def needs(room):
+        return lambda tokens, recompute, whole: (tokens / 4 ** recompute + 5000 * whole) / room
+
+    def fit(room, *words, **options):
+        return fitted(monkeypatch, tmp_path, needs(room), *words, **options)
+
+    long = {"lengths": (4000, 4000)}
+    assert fit(1e9) == (4096, False, True)
+    assert fit(1e9, **long) == (32768, False, True)
+    assert fit(1e9, lengths=(0, 8000)) == (65536, False, True)  # 32000 tokens, and two times 4000
+    assert fit(33000, **long) == (32768, False, False)
+    assert fit(32000, **long) == (16384, False, True)
+    assert fit(4000, **long) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
+    assert fit(1e9, "--tokens-per-microbatch", "100", **long) == (100, False, True)
+    assert fit(1e9, "--attention", "eager", **long) == (4096, True, False)
+    assert fit(1e9, cuda=False, **long) == (4096, False, True)
+    assert fit(1, cuda=False, **long) == (4096, False, False)
+    for name in ("teacher.train", "train"):  # of a training that was begun: the student's rather
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "settings.json", {"tokens_per_microbatch": len(name)})
+        assert fit(1e9, **long)[0] == len(name) and fit(1e9, force=True, **long)[0] == 32768
 
 
 @pytest.mark.parametrize("demo, expected", [(False, PUBLISHED), (True, OF_DEMO)])

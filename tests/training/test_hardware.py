@@ -63,3 +63,5 @@ def test_the_cluster_of_a_run_has_the_memory_of_its_gpu(monkeypatch):
     cluster = hardware.cluster_of(Ranks(13, 16, torch.device("cuda", 5)))
     assert (cluster.ranks_per_node, cluster.nodes, cluster.device.memory) == (8, 2, 80)
     assert math.isnan(cluster.device.flops_per_s)  # a time from it is none
+    cluster = hardware.cluster_of(Ranks(13, 16, torch.device("cpu")))
+    assert cluster.device.memory == pytest.approx(hardware.machine_memory() / 8) and cluster.nodes == 2

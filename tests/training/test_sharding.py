@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule
 
 from common.data.rows import Sample
 from common.errors import UserError
+from common.families import merged_modules
+from common.method import masks
 from common.models import load_config
-from common.training import sharding
+from common.training import sharding, students
 from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
@@ -83,22 +86,55 @@ def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
     assert torch.equal(both, first + second) and not torch.equal(both, both.bfloat16().float())
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2"])
+def test_a_process_by_itself_computes_what_fsdp_does(group_of_one, tmp_path, model_type, recompute):
+    """In bfloat16, over two rows, with masks on all that merging changes, norms too: the same bits."""
+    source = save_tiny(tmp_path / "model", model_type=model_type, tie_word_embeddings=True)
+    config, gradients, hidden = load_config(source), [], []
+    blended = merged_modules(config, True)
+    for whole in (False, True):
+        execution = Execution(torch.float32, torch.bfloat16, recompute, whole=whole)
+        student = build(config, group_of_one, execution, students.start_of_masked(source, source),
+                        lambda model: masks.patch(model, 8, blended))
+        masks.set_masks(student.net, torch.linspace(0, 1, 24).view(3, 8))
+        assert isinstance(student, FSDPModule) != whole
+        with torch.no_grad():  # or both weights of a blend would be the same
+            for name, parameter in student.net.named_parameters():
+                local = parameter if whole else parameter.to_local()
+                local.mul_(1.5 if ".merged." in name else 1)
+        for index in range(2):
+            reduce_gradients(student, last=index == 1, every_row=False)
+            states = student(build_row(SAMPLES[index:], 3))
+            states.square().sum().backward()
+        hidden.append(states)
+        gradients.append([parameter.grad if whole else parameter.grad.full_tensor()
+                          for parameter in student.net.parameters() if parameter.grad is not None])
+        assert {gradient.dtype for gradient in gradients[-1]} == {torch.float32}
+    assert hidden[0].dtype == torch.bfloat16 and torch.equal(*hidden)
+    assert len(gradients[0]) == len(gradients[1]) > 30
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world, groups", [(8, 1), (16, 3)])
 @pytest.mark.parametrize("reduce", ["step", "row"])
-def test_collectives_of_a_step(tmp_path, world, groups, reduce):
+@pytest.mark.parametrize("whole", [False, True])
+def test_collectives_of_a_step(tmp_path, world, groups, reduce, whole):
     """A step of three rows, and models of three layers, so four groups of parameters with what is outside.
 
     The student gathers all of them for each row, and the layers again for each backward pass; the teacher
     keeps what is outside its layers. Gradients are reduced within a node once, or after each row, and between
     nodes once; masks and figures are summed. Models share process groups: all ranks; those of a node; those
-    of the same place in every node.
+    of the same place in every node. If the weights are whole, they are one group, which is gathered once a
+    row, the teacher's once.
     """
-    layers, rows = 3, 3
+    layers, rows = 0 if whole else 3, 3
     gathers = rows * (layers + 1 + layers) + rows * layers
     within_nodes, between_nodes = (layers + 1) * (rows if reduce == "row" else 1), (layers + 1) * (world > 8)
     with pretended_ranks(world) as ranks:
-        student, schedule = half_masked_student(ranks, tmp_path), replace(SCHEDULE, reduce=reduce)
+        student = half_masked_student(ranks, tmp_path, execution=Execution(whole=whole))
+        schedule = replace(SCHEDULE, reduce=reduce)
         assert len(dist.distributed_c10d._world.pg_map) == groups and ranks.mesh.shape[-1] == 8
         for first in (1, 0):
             step = Step(student.job, schedule, [build_row([sample], 3) for sample in SAMPLES], SAMPLES)
