@@ -30,6 +30,7 @@ import time
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,6 +42,7 @@ from common.method import masks
 from common.method.masks import set_masks
 from common.training import plan as budget
 from common.training import students
+from common.training.checkpoints import of_first_rank
 from common.training.engine import Job, Schedule, Step
 from common.training.hardware import HARDWARE, Cluster, peak_flops
 from common.training.mask_state import Masks
@@ -62,6 +64,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
 HOST_WARMUP, HOST_ROWS = 3, 5  # rows that are not counted, and for each of --pairs
 STEP, STEPS = 150, 1000  # the step that is timed, of that many
 STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
+COPY = 2  # and, where a process shards nothing, the copy that it computed with
 
 
 def parse():
@@ -123,16 +126,19 @@ class Models:
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as home:
+            home = of_first_rank(home)
             mha, gqa = os.path.join(home, "mha"), os.path.join(home, "gqa")
-            for path, shape in ((mha, config), (gqa, grouped)):
+            for path, shape in ((mha, config), (gqa, grouped)) if ranks.first else ():
                 with torch.device(ranks.device):
                     LlamaForCausalLM(shape).to(compute).save_pretrained(path)
+            dist.barrier()
             self.teacher = build_teacher(mha, ranks, execution)
             self.masked = build(
                 config, ranks, execution, students.start_of_masked(mha, gqa),
                 lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)})
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
+            dist.barrier()  # before the directory goes
         self.loss = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
         self.schedule = Schedule(
             STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
@@ -206,10 +212,10 @@ def student_of(config) -> budget.Student:
     return budget.Student(config.num_key_value_heads // 4)
 
 
-def others_bytes(config) -> int:
+def others_bytes(config, whole: bool) -> int:
     """Bytes that the plain and the GQA student hold between steps, over all ranks."""
     grouped = budget.Student(config.num_key_value_heads // 4, ())
-    return STATE * (budget.size(config).whole + budget.size(config, grouped).whole)
+    return (STATE + COPY * whole) * (budget.size(config).whole + budget.size(config, grouped).whole)
 
 
 def planned(config, samples: list, rows: list, args, world: int) -> dict[str, float]:
@@ -241,7 +247,8 @@ def fit_layers(config, samples: list, args, memory: float):
     def need(layers: int) -> float:
         config.num_hidden_layers = layers
         work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute, 2, not args.by_layer)
-        return budget.memory(work, student_of(config), 1, row)["total"] + others_bytes(config)
+        masked = budget.memory(work, student_of(config), 1, row)["total"]
+        return masked + others_bytes(config, not args.by_layer)
 
     counts = range(1, config.num_hidden_layers + 1)
     fitting = bisect.bisect_right(counts, budget.USABLE * memory, key=need)
@@ -334,7 +341,7 @@ def measure(args, ranks) -> dict:
     if peak:
         values["mfu"] = round(flops / peak, 3)
     if cuda:
-        values |= peak_memory(ways["masked"], others_bytes(config) / ranks.world)
+        values |= peak_memory(ways["masked"], others_bytes(config, not args.by_layer) / ranks.world)
     values["planned"] = planned(config, samples, packed, args, ranks.world)
     print_profile(ways["masked"], args.device)
     return values | {"settings": vars(args), "machine": machine(args.device)}
@@ -346,7 +353,7 @@ def main():
         if ranks.device.type != args.device:
             raise UserError(f"--device {args.device}: expected such a device, found {ranks.device}")
         values = measure(args, ranks)
-    print(json.dumps(values))
+        ranks.say(json.dumps(values))
 
 
 if __name__ == "__main__":

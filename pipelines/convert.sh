@@ -23,7 +23,7 @@
 #   BASIS      layout of quantized caches that the export's basis is for, as --cache-basis of stage 6, or none
 #              (rotated: llama.cpp's)
 #   FLAGS      more flags for stage 5, e.g. "--lr 1e-4", or "--force --lr 1e-4" to train again; --dtype is
-#              bfloat16 on GPUs, and on processors with instructions for it
+#              bfloat16 on GPUs, and on processors with instructions for it; GPUs --compile where that pays
 #   PYTHON     interpreter (python)
 #
 # A stage that is complete is not run again: after an interruption, run the same command.
@@ -54,9 +54,12 @@ if [ "${GPUS:-0}" -gt 0 ]; then
 else
   LENGTH=${LENGTH:-512} NPROC=${NPROC:-1}
 fi
+PAYING=10000000  # tokens from which on the minute that a GPU takes to compile is less than what it saves
+COMPILE=
 SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
 if [ "${GPUS:-0}" -gt 0 ] || [[ ${PLAN:-CPU} != *CPU ]]; then
   TOKENS=${TOKENS:-20000000} DTYPE=  # stage 5's default
+  ((TOKENS < PAYING)) || [[ ${FLAGS:-} == *--deterministic* ]] || COMPILE=--compile
 else
   TOKENS=${TOKENS:-50000}
 fi
@@ -77,23 +80,29 @@ done
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
 TRAIN=(--run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS"
-  ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} "${FLAGS[@]}")
+  ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} $COMPILE "${FLAGS[@]}")
 CACHES=(--cache q8_0 q8_0/q4_0 q4_0)
 EVALUATE=(--run "$RUN" --update --tasks "$TASKS" ${ONLY[0]:+--only "${ONLY[@]}"} --prompts "$PROMPTS")
 
 [ "${PLAN:-choose}" = choose ] && PLANNED=() || PLANNED=(--plan "$PLAN")
 "$PYTHON" -m pipelines.flags 05_prune_train "${TRAIN[@]}" "${PLANNED[@]}" ::: 07_eval "${EVALUATE[@]}" :::
 
+TIMES=
+stage() {  # NAME ARGUMENTS...: Python, and how long that took
+  local name=$1 began=$SECONDS
+  "$PYTHON" "${@:2}"
+  TIMES+="$name $((SECONDS - began))"$'\n'
+}
 train() {
   local launcher=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600)
   [ "$NPROC" != 1 ] || launcher=()
-  "$PYTHON" "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}" "$@"
+  stage 05_prune_train "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}" "$@"
 }
 
 if [ -z "${FROM:-}" ]; then
-  "$PYTHON" 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
+  stage 01_calibrate 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
     ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
-  "$PYTHON" 02_similarity.py --run "$RUN" --energy
+  stage 02_similarity 02_similarity.py --run "$RUN" --energy
 fi
 SIMILARITY=(--similarity "${FROM:-$RUN}/similarity.safetensors")
 CALIBRATION=(--calibration "${FROM:-$RUN}/calibration")
@@ -103,30 +112,33 @@ model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
 print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   KV_HEADS=$(printf '%s\n' $KV_HEADS | sort -rnu)
   for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
-    "$PYTHON" 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
+    stage 03_group 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
   done
   for N in $KV_HEADS; do
-    "$PYTHON" 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
+    stage 04_align 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
   SOURCE=$("$PYTHON" -c "import sys; from common import artifacts, models; \
 record = artifacts.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
 print(models.source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
   CHOICES=()
   for N in $KV_HEADS; do CHOICES+=("kv$N=$RUN/kv$N/merged"); done
-  "$PYTHON" 07_eval.py --run "$RUN/choose" --update --model "source=$SOURCE" "${CHOICES[@]}" --tasks none \
+  stage 07_eval 07_eval.py --run "$RUN/choose" --update --model "source=$SOURCE" "${CHOICES[@]}" --tasks none \
     --text "${CALIBRATION[1]}" --sequences 16 "${CACHES[@]}"
   exit
 fi
-"$PYTHON" 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
-"$PYTHON" 04_align.py --run "$RUN" "${CALIBRATION[@]}" --merge closed-form --refit attention
+stage 03_group 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+stage 04_align 04_align.py --run "$RUN" "${CALIBRATION[@]}" --merge closed-form --refit attention
 if [ -n "${PLAN:-}" ]; then
   train "${PLANNED[@]}"
   exit
 fi
 train  # a complete training is left as it is; other flags are refused
-"$PYTHON" 06_export.py --run "$RUN" --update "${BASIS[@]}"
+stage 06_export 06_export.py --run "$RUN" --update "${BASIS[@]}"
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none CACHES=()  # chats alone, or text too short to hold two samples of it out
-"$PYTHON" 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
+stage 07_eval 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
 "$PYTHON" pipelines/report.py --run "$RUN"
+awk '{ name[NR] = $1; spent[NR] = $2; total += $2 }
+  END { for (i = 1; i <= NR; i++) if (spent[i])
+    printf "time    %-15s %6d s  %3d %%\n", name[i], spent[i], 100 * spent[i] / total }' <<< "${TIMES%$'\n'}"
 cat "$RUN/eval.md"

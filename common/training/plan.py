@@ -25,7 +25,9 @@ LARGE = 2  # standard deviations by which few steps' tokens exceed their mean
 BUSIEST = 5  # standard deviations by which no step's tokens exceed their mean
 EFFICIENCY = 0.34  # share of peak FLOP/s that compute-bound dense training reaches; on an H200 0.33, 0.345
 REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of an A100's 300 GB/s
-HOST = 0.0025  # seconds to launch a layer's forward pass, a backward pass twice; beside an H200 2 to 2.7 ms
+# seconds to launch a layer's forward pass, a backward pass twice: beside an H200 2 to 2.7 ms, an H100 2.8;
+# with whole weights 2.0 there
+HOST = {False: 0.0025, True: 0.002}
 
 
 @dataclass(frozen=True)
@@ -230,23 +232,25 @@ def longest_share(phases: list[tuple], cluster: Cluster) -> float:
     return max(shares)
 
 
-def too_large(phases: list[tuple], hardware: str | None, ranks) -> bool:
-    """Whether a phase does not fit on hardware like "8xA100-80GB", by default on the ranks' GPUs."""
+def too_large(phases: list[tuple], hardware: str | None, ranks, share: float = 1) -> bool:
+    """Whether a phase needs more than a share of what is usable on hardware like "8xA100-80GB", by default on
+    the ranks' devices.
+    """
     cluster = parse_hardware(hardware) if hardware else cluster_of(ranks)
     peaks = [peak_memory(*phase, cluster) for _, *phase in phases]
-    return any(need["total"] > limit for need, limit in peaks)
+    return any(need["total"] > share * limit for need, limit in peaks)
 
 
-def seconds(flops: float, traffic: float, network: float, cluster: Cluster, launches: int = 0) -> float:
+def seconds(flops: float, traffic: float, network: float, cluster: Cluster, host: float = 0) -> float:
     """Expected seconds per step: the longest of four that overlap.
 
     They are compute at EFFICIENCY of peak, the bytes per rank within a node and between nodes at REACHED of
-    the links' bandwidth, and the host's launches of a layer's pass at HOST each.
+    the links' bandwidth, and the `host` seconds of launches.
     """
     device = cluster.device
     compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)
     links = traffic / device.link_bytes_per_s, network / device.network_bytes_per_s
-    return max(compute, max(links) / REACHED, launches * HOST)
+    return max(compute, max(links) / REACHED, host)
 
 
 def duration(hours: float) -> str:
@@ -295,9 +299,10 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     # a rank's shard of the gradients, once a step: a ring passes it round twice
     network = 2 * (1 - 1 / cluster.nodes) * 4 * trained / cluster.ranks_per_node
     launches = rows * work.config.num_hidden_layers * (3 + work.recompute + bool(student))
-    expected = seconds(useful + forward * work.recompute, traffic, network, cluster, launches)
+    host = launches * HOST[work.whole]
+    expected = seconds(useful + forward * work.recompute, traffic, network, cluster, host)
     mfu = useful / (expected * ranks * cluster.device.flops_per_s)
-    return StepCost(rows, row, useful, traffic, network, expected, expected == launches * HOST, mfu)
+    return StepCost(rows, row, useful, traffic, network, expected, expected == host, mfu)
 
 
 def report(title: str, work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple:

@@ -29,6 +29,7 @@ TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many posit
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
+ROOMY = 2 / 3  # of the usable memory: whole weights save the host's time, of which large models need little
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
 
@@ -178,8 +179,8 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
 
     A training that goes on keeps the rows that it was started with.
     """
-    def fits(run: TrainingRun, settings: Settings) -> bool:
-        return not plan.too_large(phases_of(run, settings), settings.plan, run.ranks)
+    def fits(run: TrainingRun, settings: Settings, share: float = 1) -> bool:
+        return not plan.too_large(phases_of(run, settings), settings.plan, run.ranks, share)
 
     def rows_of(tokens: int) -> Settings:
         schedules = {name: schedule and replace(schedule, tokens_per_microbatch=tokens) for name, schedule in
@@ -199,7 +200,7 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
             tokens *= 2
         settings = rows_of(tokens)
     whole = replace(run, execution=replace(run.execution, whole=True))
-    if counted and fits(whole, settings):
+    if counted and fits(whole, settings, ROOMY):
         run = whole
     return settings, run
 

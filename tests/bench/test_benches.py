@@ -41,25 +41,27 @@ def test_samples_that_run_alone_are_spread_over_all_lengths():
 
 def step_arguments(**changes) -> argparse.Namespace:
     arguments = {"shape": "demo", "layers": None, "device": "cpu", "loss_chunk": 64, "batch": 8,
-                 "tokens_per_microbatch": 256, "recompute": False}
+                 "tokens_per_microbatch": 256, "recompute": False, "by_layer": False}
     return argparse.Namespace(**arguments | changes)
 
 
-@pytest.mark.parametrize("tokens, world, count", [(600, 1, 3), (1024, 2, 2), (16384, 1, 1)])
-def test_the_plan_of_the_step_is_stage_5s(monkeypatch, tokens, world, count):
+@pytest.mark.parametrize("tokens, world, count, whole", [
+    (600, 1, 3, True), (1024, 2, 2, True), (16384, 1, 1, False)])
+def test_the_plan_of_the_step_is_stage_5s(monkeypatch, tokens, world, count, whole):
     """Memory and seconds of common/training/plan.py for the same model, samples and rows, on H200s.
 
     On a CPU, in float32, there are no seconds.
     """
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    args = step_arguments(device="cuda", shape="7b", layers=2, tokens_per_microbatch=tokens, batch=8)
+    args = step_arguments(
+        device="cuda", shape="7b", layers=2, tokens_per_microbatch=tokens, batch=8, by_layer=not whole)
     config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
     rows = train_step.lay_out(samples, tokens, "cpu")
     assert len(rows) == count
     student, longest = budget.Student(8), max(row.input_ids.numel() for row in rows)
     plan = argparse.Namespace(batch=8 * world, tokens_per_microbatch=tokens, reduce="step")
     for device, itemsize in (("cuda", 2), ("cpu", 4)):
-        work = budget.Workload.of(config, samples, 64, False, itemsize)
+        work = budget.Workload.of(config, samples, 64, False, itemsize, whole)
         need = budget.memory(work, student, world, longest, count > 1)["total"] / 2**30
         expected = {"memory_gib": round(need, 2)}
         if device == "cuda":
@@ -80,16 +82,18 @@ def test_the_memory_of_a_step_is_its_own_peak(monkeypatch):
     assert calls[:3] == ["empty_cache", "reset_peak_memory_stats", "step"]
 
 
-def test_as_many_layers_as_a_gpu_holds():
+@pytest.mark.parametrize("whole", [False, True])
+def test_as_many_layers_as_a_gpu_holds(whole):
     """The plan's memory of the masked step, and what the other two students hold."""
-    args, samples = step_arguments(), train_step.random_samples(8, 1280)
+    args, samples = step_arguments(by_layer=not whole), train_step.random_samples(8, 1280)
     shape = train_step.model_config(step_arguments(shape="1.3b", layers=4))
 
     def need(layers: int) -> float:
         config = train_step.model_config(step_arguments(shape="1.3b", layers=layers))
-        work, row = budget.Workload.of(config, samples, 64, False), max(256, *map(len, samples))
+        work = budget.Workload.of(config, samples, 64, False, 2, whole)
+        row = max(256, *map(len, samples))
         masked = budget.memory(work, budget.Student(4), 1, row)["total"]
-        return (masked + train_step.others_bytes(config)) / budget.USABLE
+        return (masked + train_step.others_bytes(config, whole)) / budget.USABLE
 
     for memory, held in ((need(1) + 1e3, 1), (need(3) + 1e3, 3), (need(4) - 1e3, 3), (2**40, 4)):
         assert train_step.fit_layers(shape, samples, args, memory).num_hidden_layers == held
@@ -100,6 +104,7 @@ def test_as_many_layers_as_a_gpu_holds():
 
 @pytest.mark.slow
 def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
+    """On a CPU, where they compute in the weights' dtype."""
     args = step_arguments(attention="packed", compile=False)
     config = train_step.model_config(args)
     models, samples = train_step.Models(args, group_of_one, config), train_step.random_samples(2, 1280)
@@ -111,8 +116,9 @@ def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
         tensors = [*trainee.net.parameters()]
         for state in models.jobs[trainee].optimizer.state.values():
             tensors += [tensor for tensor in state.values() if tensor.dim()]  # without Adam's count of steps
-        held += sum(tensor.to_local().nbytes for tensor in tensors)
-    assert held == train_step.others_bytes(config)
+        held += sum(tensor.nbytes for tensor in tensors)
+    assert held == train_step.others_bytes(config, whole=False)
+    assert train_step.others_bytes(config, whole=True) == pytest.approx(held * 14 / 12)
 
 
 def test_a_model_needs_a_name_and_a_directory():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -268,6 +269,14 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
     assert "04_align.py" in merge and after("--plan", last) == "8xA100-80GB" and "--dtype" not in last
 
 
+def test_on_gpus_a_long_training_is_compiled(recorded, tmp_path):
+    """Where its minute pays for itself; a compiled run need not resume to the same bits."""
+    for tokens, flags, compiled in (("", "", True), (9999999, "", False), ("", "--deterministic", False)):
+        settings = CONVERTED | {"TOKENS": tokens, "FLAGS": flags, "PLAN": "8xA100-80GB"}
+        *_, training = recorded("convert.sh", RUN=tmp_path, **settings)
+        assert ("--compile" in training) == compiled
+
+
 def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     run, settings = tmp_path / "it's a [1] run *", CONVERTED | {"KV_HEADS": "16 8  4", "PLAN": "choose"}
     _, _, calibration, *others = shown(recorded("convert.sh", RUN=run, **settings), run)
@@ -318,6 +327,9 @@ def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     table = (run / "eval.md").read_text()
     assert "| gqa              | q4_0 " in table and "KL, rotated" in (run / "gqa/README.md").read_text()
     assert "basis   a q4_0 cache, rotated: error of scores x 0." in done.stdout
+    spent = re.findall(r"^time    (\w+) +\d+ s +(\d+) %$", done.stdout, re.M)
+    assert len(spent) > 3 and all((Path.cwd() / f"{name}.py").exists() for name, _ in spent)
+    assert 90 < sum(int(share) for _, share in spent) <= 100
     assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
     made = times(run)
     again = recipe("convert.sh", **settings)

@@ -128,7 +128,8 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     (tokens of a row, recompute, whole) says is at most 1.
     """
     monkeypatch.setattr(hardware, "cluster_of", lambda ranks: hardware.parse_hardware("8xA100-80GB"))
-    monkeypatch.setattr(budget, "too_large", lambda phases, *_: any(needs(*phase) > 1 for phase in phases))
+    monkeypatch.setattr(budget, "too_large", lambda phases, hardware, ranks, share: any(
+        needs(*phase) > share for phase in phases))
     monkeypatch.setattr(settings.checkpoints, "of_first_rank", lambda value: value)
     monkeypatch.setattr(settings, "phases_of", lambda run, chosen: [
         (chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole)])
@@ -160,7 +161,8 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
     assert fit(1e9, **long) == (32768, False, True)
     assert fit(1e9, lengths=(0, 8000)) == (65536, False, True)  # 32000 tokens, and two times 4000
     assert fit(33000, **long) == (32768, False, False)
-    assert fit(32000, **long) == (16384, False, True)
+    assert fit(32000, **long) == (16384, False, False)
+    assert fit(32700, **long) == (16384, False, True)  # 21384 is less than two thirds
     assert fit(4000, **long) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
     assert fit(1e9, "--tokens-per-microbatch", "100", **long) == (100, False, True)
     assert fit(1e9, "--attention", "eager", **long) == (4096, True, False)

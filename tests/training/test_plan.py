@@ -144,10 +144,14 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     computed = distillation.flops * 5 / 4  # with the forward pass once more
     assert distillation.seconds == pytest.approx(computed / (4 * 312e12 * 0.34))
     assert distillation.mfu == pytest.approx(0.34 * 4 / 5)
+    whole = budget.step_cost(replace(work, whole=True), budget.Student(8), batches(64), cluster)
+    assert whole.traffic == 6 * pruned  # gathered in bf16, reduced in float32; the teacher stays
+    said = [budget.report("", replace(work, whole=each), None, batches(64), cluster)[0][0] for each in (0, 1)]
+    assert [", weights gathered once a row" in line for line in said] == [False, True]
     alone = budget.step_cost(work, budget.Student(8), batches(64), budget.parse_hardware("1xA100-80GB"))
     assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert budget.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
-    assert budget.seconds(1.0, 0, 0, cluster, 100) == pytest.approx(0.25)
+    assert budget.seconds(1.0, 0, 0, cluster, 0.25) == 0.25
 
 
 def test_the_host_limits_a_small_model():
@@ -156,7 +160,9 @@ def test_the_host_limits_a_small_model():
                          num_attention_heads=16, num_key_value_heads=16)
     work, cluster = budget.Workload(config, [126], [6], 512, False), budget.parse_hardware("8xH100-80GB")
     step = budget.step_cost(work, budget.Student(4), batches(64), cluster)
-    assert step.seconds == pytest.approx(24 * 4 * budget.HOST) and step.mfu < 0.2
+    assert step.seconds == pytest.approx(24 * 4 * 0.0025) and step.mfu < 0.2
+    whole = budget.step_cost(replace(work, whole=True), budget.Student(4), batches(64), cluster)
+    assert whole.seconds == pytest.approx(24 * 4 * 0.002)
     one, texts = budget.parse_hardware("1xH200-141GB"), replace(work, lengths=[512])
     for tokens, advised in ((4096, True), (16384, False)):
         rows = batches(64, tokens_per_microbatch=tokens)
