@@ -1,4 +1,4 @@
-"""What a chat model still answers: a hundred easy questions, to a source and to what was merged from it.
+"""What a chat model still answers: four hundred easy questions, to a source and to what was merged from it.
 
     python -m bench.answers --models source=DIR merged=RUN/merged trained=RUN/gqa
 

@@ -41,7 +41,7 @@ def test_answers_bench(tmp_path):
                             "--out", out))
     assert figures["right"]["a"] == figures["right"]["b"]
     text = (out / "answers.md").read_text()
-    assert all(f"**{question}**" in text for question in questions) and text.count("- b: ") == 100
+    assert all(f"**{question}**" in text for question in questions) and text.count("- b: ") == 400
     assert not any(answers.is_right(question, words) for question, words in questions.items())
 
 
