@@ -179,16 +179,6 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
     trained, of_layer, of_root = student_size.trained(student)
     stored = config.dtype.itemsize if config.dtype else 4  # bytes of a weight, kept where it is not trained
     kept = (4 * trained + stored * (student_size.whole - trained)) / world
-    if work.whole:
-        copies = compute * student_size.whole if world > 1 or compute < 4 else 0
-        weights = kept + copies
-        first_weights = weights + (copies if world > 1 else 0)  # as they were gathered, too
-        last_weights = kept if world > 1 else weights
-        layer = layers_backward = of_layer = 0
-    else:
-        weights = first_weights = last_weights = kept + compute * student_size.root
-        layer = compute * student_size.layer
-        layers_backward = 2 * layer if world > 1 else layer
     per_layer, layer_input = activation_bytes(config, row, compute, student.blended if student else ())
     saved = (layer_input if work.recompute else per_layer) * layers  # by the forward pass
     recomputed = per_layer if work.recompute else 0
@@ -197,22 +187,32 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
     gradients = 4 * trained / (1 if whole_gradients else world)
     earlier = gradients if whole_gradients else 0  # of the rows before
     reduced = compute + 4  # bytes of a gradient while it is reduced
-    of_layers = gradients + reduced * of_layer  # at the first layer
+    # bytes of weights, gradients, activations, loss: at the last logits; in the backward pass at the last
+    # layer, the first one, and the embedding
     if work.whole:
-        of_root = trained if world > 1 else 0
-        of_layers = earlier + compute * trained if world > 1 or earlier and copies else gradients
-    moments = (  # bytes of weights, gradients, activations, loss
-        # the last logits; backward, the last layer, the first one, and the embedding
-        (first_weights + layer, earlier, saved, logits + 4 * head),
-        (weights + layers_backward, earlier + reduced * of_layer, saved + recomputed, compute * head),
-        (weights + layer, of_layers, per_layer, compute * head),
-        (last_weights, gradients + reduced * of_root, 0, 0),
-    )
+        ranks, of_teacher = world > 1, source.whole if world > 1 else 0
+        copies = compute * student_size.whole if ranks or compute < 4 else 0
+        unreduced = earlier + compute * trained if ranks or earlier and copies else gradients
+        moments = (
+            (kept + copies + copies * ranks, earlier, saved, logits + 4 * head),  # as gathered, too
+            (kept + copies, earlier, saved + recomputed, compute * head),
+            (kept + copies, unreduced, per_layer, compute * head),
+            (kept + copies * (not ranks), gradients + reduced * trained * ranks, 0, 0),
+        )
+    else:
+        weights, layer = kept + compute * student_size.root, compute * student_size.layer
+        of_teacher = source.root
+        moments = (
+            (weights + layer, earlier, saved, logits + 4 * head),
+            (weights + layer * (2 if world > 1 else 1), earlier + reduced * of_layer, saved + recomputed,
+             compute * head),
+            (weights + layer, gradients + reduced * of_layer, per_layer, compute * head),
+            (weights, gradients + reduced * of_root, 0, 0),
+        )
     fullest = max(moments, key=sum)
     parts = dict(zip(("parameters", "gradients", "activations", "loss"), fullest, strict=True))
     parts["optimizer"] = 8 * trained / world
-    gathered = (source.whole if world > 1 else 0) if work.whole else source.root
-    parts["teacher"] = compute * (source.whole / world + gathered) if student else 0
+    parts["teacher"] = compute * (source.whole / world + of_teacher) if student else 0
     return parts | {"total": sum(parts.values())}
 
 
