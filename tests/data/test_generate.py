@@ -64,7 +64,26 @@ def test_a_token_is_drawn_where_the_sums_of_the_softmax_pass_a_number():
     logits = 3 * torch.randn(2000, 2 * decoding.BLOCK + 9, generator=generator)
     numbers = torch.rand(2000, 1, generator=generator, dtype=torch.float64)
     sums = logits.double().softmax(-1).cumsum(-1)
-    assert (decoding.draw(logits, numbers) == torch.searchsorted(sums, numbers)[:, 0]).float().mean() > 0.999
+    for shift in (0, 500):  # whose exponential is infinite
+        drawn = decoding.draw(logits + shift, numbers)
+        assert (drawn == torch.searchsorted(sums, numbers)[:, 0]).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("rare", [3, decoding.BLOCK + 3])
+def test_a_token_that_float32_sums_would_lose_is_drawn(rare):
+    """One of probability 1e-9, after one of nearly 1, in its block and in the next."""
+    logits = torch.full((1, 2 * decoding.BLOCK), -math.inf)
+    logits[0, 1], logits[0, rare] = 0, math.log(1e-9)
+    for number, token in ((1 - 5e-10, rare), (1 - 5e-9, 1)):
+        assert decoding.draw(logits, torch.tensor([[number]], dtype=torch.float64)).tolist() == [token]
+
+
+def test_progress_counts_every_token():
+    counted, model = [], tiny_model()
+    rows = Rows(TEXT, [[5]] * 3, 150)
+    bar = SimpleNamespace(update=counted.append)
+    generate.sample(Decoder(model, 3, 150), rows, torch.Generator().manual_seed(0), bar)
+    assert counted == [3 * decoding.SPAN, 3 * decoding.SPAN, 3 * (150 - 2 * decoding.SPAN)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
