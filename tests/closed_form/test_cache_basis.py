@@ -1,6 +1,7 @@
 """The basis for a quantized cache: the model stays, errors of scores and outputs fall, as written out."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from common.closed_form.cache_basis import (
     score_error,
 )
 from common.method.rope import to_complex, to_real
+from common.models import load_model
 from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
-from helpers import tiny_model
+from helpers import ROOT, byte_tokenizer, tiny_model
 
 TOKENS = torch.randint(260, (3, 40), generator=torch.Generator().manual_seed(0))
 FAMILIES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}), ("olmo3", {}), ("phi3", {}),
@@ -139,3 +141,24 @@ def test_the_output_of_a_quantized_model_is_closer():
             with quantized(each, parse_cache("q4_0"), "halves"):
                 errors.append((each(input_ids=TOKENS, use_cache=False).logits - exact).square().mean())
     assert errors[1] < 0.8 * errors[0]
+
+
+def test_the_documented_lines_serve_a_model_that_is_not_converted(tmp_path, monkeypatch):
+    """Its function stays, and with a four-bit cache it is closer to itself."""
+    source = uneven_model("llama")
+    source.save_pretrained(tmp_path / "SOURCE")
+    byte_tokenizer().save_pretrained(tmp_path / "SOURCE")
+    (tmp_path / "TEXT").write_text("".join(map(chr, torch.randint(97, 123, (9000,)).tolist())))
+    document = (ROOT / "docs" / "questions.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?fit_basis.*?)```", document, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/questions.md", "exec"), {})
+    changed = load_model("OUT")
+    with torch.no_grad():
+        expected = source(TOKENS).logits
+        torch.testing.assert_close(changed(TOKENS).logits, expected, rtol=0, atol=1e-4)
+        losses = []
+        for model in (source, changed):
+            with quantized(model, parse_cache("q4_0"), "rotated"):
+                losses.append(float((model(TOKENS).logits - expected).square().mean()))
+    assert losses[1] < 0.8 * losses[0]
