@@ -93,7 +93,7 @@ class Rows:
 
     def __init__(self, script: Script, beginnings: list[list[int]], length: int, device="cpu"):
         tensor = functools.partial(torch.tensor, device=device)
-        self.script, self.end = script, script.end
+        self.end = SPEAKS if script.end is None else script.end  # which no model draws
         self.said, self.answered, self.after = map(tensor, (script.tokens, script.answered, script.next))
         self.ends = torch.zeros_like(self.answered)  # states that the end-of-sequence token ends
         self.turns = [(state, tensor(marker), after) for state, marker, after in script.turns if marker]
@@ -110,7 +110,7 @@ class Rows:
         """[n]: the tokens at a position, where the model has drawn these."""
         state, said = self.state, self.said[self.state]
         speaks = said == SPEAKS
-        ended = speaks & self.ends[state] & (drawn == self.end) if self.turns else torch.zeros_like(speaks)
+        ended = speaks & self.ends[state] & (drawn == self.end)
         state = torch.where(ended, (state + 1) % len(self.said), state)
         tokens = torch.where(speaks & ~ended, drawn, self.said[state])
         tokens = torch.where(position < self.begun, self.tokens[:, position], tokens)

@@ -202,6 +202,10 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
     whole = replace(run, execution=replace(run.execution, whole=True))
     if counted and fits(whole, settings, ROOMY):
         run = whole
+    if cuda:
+        gathered = "once a row" if run.execution.whole else "layer by layer"
+        ranks.say(f"rows    of up to {settings.schedule.tokens_per_microbatch} tokens, weights gathered "
+                  f"{gathered}")
     return settings, run
 
 

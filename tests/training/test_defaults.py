@@ -141,7 +141,12 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     chosen = settings.Settings(**empty | {"force": force, "schedule": schedule})
     run = TrainingRun(str(tmp_path / "train"), str(tmp_path / "teacher"), None, None, None,
                       Ranks(0, 8, torch.device("cpu")), Execution(recompute=bool(args.recompute)), None)
+    said = []
+    monkeypatch.setattr(Ranks, "say", lambda ranks, text: said.append(text))
     chosen, run = settings.fit(run, chosen, args, cuda)
+    gathered = "once a row" if run.execution.whole else "layer by layer"
+    tokens = chosen.schedule.tokens_per_microbatch
+    assert said[-1:] == [f"rows    of up to {tokens} tokens, weights gathered {gathered}"] * cuda
     assert chosen.teacher_schedule is None
     return chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole
 
