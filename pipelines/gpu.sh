@@ -52,23 +52,26 @@ layer="--heads 32 --kv-heads 8 --head-dim 128 --intermediate 11008 --layers 4"  
 dtype="--dtype bfloat16" cells="--contexts 2048 8192 --batches 1 16" wide="--hidden 4096"
 large="--shape 1.3b" larger="--shape 7b --layers 8"
 packed="--tokens-per-microbatch 8192" short="--tokens-per-microbatch 1024 --batch 32"
-long="--tokens-per-microbatch 16384 --batch 128"
+long="--tokens-per-microbatch 16384 --batch 128" generating="--shape smollm2"
 transform="$layer --tokens 65536 --head-pairs 20 --calibrate-tokens 8192"
 if [[ $DEVICE == cpu ]]; then
   layer="--heads 8 --kv-heads 2 --head-dim 8 --intermediate 64 --layers 2"
   dtype="" cells="--contexts 64 --batches 1" wide="--tokens 1024 --vocab 4000"
   large="--shape demo --layers 2" larger=$large
   packed="" short="--tokens-per-microbatch 256" long="--tokens-per-microbatch 4096"
-  transform="$layer --tokens 512 --calibrate-tokens 512"
+  transform="$layer --tokens 512 --calibrate-tokens 512" generating="--length 64 --rows 8"
 fi
-row tests      240 $pytest tests/stages/test_gpu.py
-row step-1.3b   70 $step $large $packed
-row step-7b     60 $step $larger $packed
-row long-rows   60 $step $large $long
-row decode      45 -m bench.decode --device $DEVICE $layer $dtype $cells
-row loss        20 -m bench.loss --device $DEVICE $dtype $wide
-row short-rows  80 $step $large $short
-row transform  120 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
-row compiled   110 $step $large $packed --compile
+row tests       180 $pytest tests/stages/test_gpu.py
+row generating   45 -m bench.generating --device $DEVICE $generating
+row short-rows   60 $step $large $short
+row by-layer     60 $step $large $short --by-layer
+row step-1.3b    60 $step $large $packed
+row step-7b      50 $step $larger $packed
+row long-rows    50 $step $large $long
+row decode       40 -m bench.decode --device $DEVICE $layer $dtype $cells
+row loss         20 -m bench.loss --device $DEVICE $dtype $wide
+row compiled     95 $step $large $packed --compile
+row short-compiled 60 $step $large $short --compile
+row transform    95 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
 
 "$PYTHON" -m bench.gpu report "$OUT"

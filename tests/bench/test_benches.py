@@ -274,3 +274,19 @@ def test_merging_and_recovery_benches(inputs, tmp_path):
     assert 0 <= trained["0"]["agreement"] <= 1 and not (out / "training").exists()
     assert "mean-pool, no masks" in (out / "recovery.md").read_text()
     expect_error("expected the merged models of make smollm2", "bench/recovery.py", "--run", tmp_path)
+
+
+@pytest.mark.slow
+def test_generating_bench():
+    figures = last_line(run("bench/generating.py", "--length", 70, "--rows", 2, fresh=True))
+    assert figures["rows"] == 2 and figures["tokens_per_s"] > 0
+    assert min(figures["early_step_ms"], figures["last_step_ms"]) > 0
+
+
+@pytest.mark.slow
+def test_host_bench():
+    """In times of transformers' own passes: what shards nothing is quicker than what is sharded by layer."""
+    whole, by_layer = (last_line(run("bench/train_step.py", "--shape", "host", "--layers", 3, "--pairs", 1,
+                                     *flags, fresh=True)) for flags in ((), ("--by-layer",)))
+    for name in ("teacher_over_plain", "masked_over_plain", "gqa_over_plain"):
+        assert 0 < whole[name] < by_layer[name]

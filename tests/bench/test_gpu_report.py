@@ -70,7 +70,7 @@ def test_other_files_are_left_alone_and_an_earlier_report_is_replaced(pretended,
     assert os.listdir(out) == ["notes.txt"]
     for name in ("rows.tsv", "results.json"):
         (out / name).write_text("of the first report")
-    assert len(pretended()[1]) == 9
+    assert len(pretended()[1]) == 12
     assert not (out / "results.json").exists() and (out / "notes.txt").read_text() == "mine"
 
 
@@ -79,9 +79,10 @@ def test_a_failure_does_not_stop_the_rows_after_it(pretended):
     code, rows = pretended()
     assert code == 1
     assert [row.name for row in rows] == [
-        "tests", "step-1.3b", "step-7b", "long-rows", "decode", "loss", "short-rows", "transform", "compiled"]
-    assert [row.code for row in rows] == [0, 0, 0, 0, 3, 0, 0, 0, 0]
-    assert rows[4].log == ["no"] and rows[4].verdict == "failed, exit code 3"
+        "tests", "generating", "short-rows", "by-layer", "step-1.3b", "step-7b", "long-rows", "decode",
+        "loss", "compiled", "short-compiled", "transform"]
+    assert [row.code for row in rows] == [0] * 7 + [3] + [0] * 4
+    assert rows[7].log == ["no"] and rows[7].verdict == "failed, exit code 3"
     assert all(row.log == [row.command] for row in rows if row.name != "decode")
     code, rows = pretended(SECONDS="9999", LIMIT="9000")
     assert code == 1 and {row.verdict for row in rows} == {"left out"}
@@ -92,7 +93,7 @@ def test_the_limits_of_all_rows_sum_to_the_time_for_all():
     limits = [int(seconds) for seconds in re.findall(r"^row \S+ +(\d+) ", text, re.MULTILINE)]
     start_and_report = 20
     whole = int(re.search(r"LIMIT=\${LIMIT:-(\d+)}", text)[1])
-    assert len(limits) == 9 and sum(limits) + start_and_report <= whole
+    assert len(limits) == 12 and sum(limits) + start_and_report <= whole
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
