@@ -52,7 +52,7 @@ def test_a_layout_is_orthogonal_and_taken_back(layout, size, keys):
 def test_attention_reads_from_the_cache(model_type):
     """As if transformers' own cache held what is read back, which eager attention then reads."""
     options = {"sliding_window": 8} if model_type == "mistral" else {}
-    model = tiny_model(model_type=model_type, head_dim=32, num_key_value_heads=4, **options)
+    model = tiny_model(model_type=model_type, head_dim=64, num_key_value_heads=4, **options)
     for layer in model.model.layers:
         layer.self_attn.scaling *= 2  # of scores: some families have one of their own
     tokens, cache = torch.arange(12)[None] * 7 % 260, parse_cache("q8_0/q4_0")

@@ -128,8 +128,11 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     (tokens of a row, recompute, whole) says is at most 1.
     """
     monkeypatch.setattr(hardware, "cluster_of", lambda ranks: hardware.parse_hardware("8xA100-80GB"))
-    monkeypatch.setattr(budget, "too_large", lambda phases, hardware, ranks, share: any(
-        needs(*phase) > share for phase in phases))
+    def too_large(phases, plan, ranks, share) -> bool:
+        assert plan is None and ranks.world == 8
+        return any(needs(*phase) > share for phase in phases)
+
+    monkeypatch.setattr(budget, "too_large", too_large)
     monkeypatch.setattr(settings.checkpoints, "of_first_rank", lambda value: value)
     monkeypatch.setattr(settings, "phases_of", lambda run, chosen: [
         (chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole)])
