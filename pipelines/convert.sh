@@ -59,7 +59,8 @@ COMPILE=
 SHAPE=(--sequences "${SEQUENCES:-128}" ${LENGTH:+--length "$LENGTH"})
 if [ "${GPUS:-0}" -gt 0 ] || [[ ${PLAN:-CPU} != *CPU ]]; then
   TOKENS=${TOKENS:-20000000} DTYPE=  # stage 5's default
-  ((TOKENS < PAYING)) || [[ ${FLAGS:-} == *--deterministic* ]] || COMPILE=--compile
+  ((TOKENS < PAYING)) || [[ ${FLAGS:-} == *--deterministic* ]] || ! command -v "${CC:-gcc}" > /dev/null ||
+    COMPILE=--compile
 else
   TOKENS=${TOKENS:-50000}
 fi

@@ -1,5 +1,6 @@
 """Many rows read by a model a token at a time: no step waits for the host, on GPUs as captured graphs."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,17 @@ def single_query(module, query, key, value, attention_mask, ages=None, scaling=N
 AttentionInterface.register("single-query", single_query)
 
 
+@contextlib.contextmanager
+def any_kernel():
+    """Within, torch refuses no kernel: with --deterministic it would refuse sums along rows on GPUs."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 class Decoder:
     """A model that reads `rows` texts of up to `length` tokens side by side, and draws each next token."""
 
@@ -85,6 +97,7 @@ class Decoder:
         self.finite.logical_and_(logits.sum().isfinite())
         self.drawn.copy_(draw(logits, self.numbers))
 
+    @any_kernel()
     @torch.no_grad()
     def next(self, position: int, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """[n]: what follows tokens [n] at `position`, drawn by random numbers [n, 1] from 0 to 1."""

@@ -179,7 +179,7 @@ def sample(decoder: Decoder, rows: Rows, generator: torch.Generator, bar=None) -
 
 
 def rows_at_once(model: str, config, length: int, device: torch.device) -> int:
-    """Rows generated side by side: on a GPU as many as half of its memory holds beside the weights, a power
+    """Rows generated side by side: on a GPU as many as half of the memory beside its weights holds, a power
     of two; on a CPU at most ROWS, with CACHE bytes of keys and values.
     """
     shape, size = geometry(config), DTYPES[device.type].itemsize
@@ -188,7 +188,7 @@ def rows_at_once(model: str, config, length: int, device: torch.device) -> int:
         return max(1, min(ROWS, CACHE // cached))
     weights = sum(math.prod(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
                   for tensor in open_checkpoint(model).values())
-    memory = torch.cuda.get_device_properties(device).total_memory / 2 - weights * size
+    memory = (torch.cuda.get_device_properties(device).total_memory - weights * size) / 2
     fitting = memory / (cached + LOGITS * config.vocab_size)
     return 2 ** max(0, min(MOST, math.floor(math.log2(max(1, fitting)))))
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 
@@ -80,6 +81,10 @@ class Cluster:
     device: Hardware
     nodes: int = 1
 
+    @property
+    def ranks(self) -> int:
+        return self.ranks_per_node * self.nodes
+
 
 def parse_hardware(text: str) -> Cluster:
     """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here.
@@ -95,10 +100,16 @@ def parse_hardware(text: str) -> Cluster:
 
 
 def cluster_of(ranks) -> Cluster:
-    """What a sharding.Ranks trains on, of which only the memory is known."""
+    """What a sharding.Ranks trains on, of which only the memory is known, the smallest device's: all ranks,
+    which call it together, then decide alike.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
     if ranks.device.type == "cuda":
         memory = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
     else:
         memory = machine_memory() / local
+    if ranks.world > 1:
+        smallest = torch.tensor(memory)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        memory = float(smallest)
     return Cluster(local, Hardware(math.nan, memory, math.nan, math.nan), ranks.world // local)

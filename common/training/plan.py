@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.families import geometry
 from common.method import masks
-from common.training.hardware import Cluster, cluster_of, parse_hardware
+from common.training.hardware import Cluster, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
 LOGIT_COPIES = 8  # [chunk, vocabulary] float32 tensors alive at once in a loss and its gradient
@@ -162,11 +162,13 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
 
-def memory(work: Workload, student: Student | None, world: int, row: int, whole_gradients=False) -> dict:
+def memory(work: Workload, student: Student | None, world: int, row: int, whole_gradients=False,
+           alone: bool | None = None) -> dict:
     """Bytes per rank at the fullest moment of a step, by purpose; "total" is their sum.
 
     student: None for plain fine-tuning; otherwise a frozen teacher is in memory, too. world: ranks that shard
     the weights. row: tokens in a row. whole_gradients: summed over several rows before they are reduced.
+    alone: there is one process (default: if world is 1), not one on each of several nodes.
 
     Embedding and head stay gathered from the forward pass to their own backward pass; of the layers, the
     current one is, and in the backward pass of several ranks the next. Gradients are reduced in float32. If
@@ -190,8 +192,10 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
     # bytes of weights, gradients, activations, loss: at the last logits; in the backward pass at the last
     # layer, the first one, and the embedding
     if work.whole:
-        ranks, of_teacher = world > 1, source.whole if world > 1 else 0
-        copies = compute * student_size.whole if ranks or compute < 4 else 0
+        ranks = not (world == 1 if alone is None else alone)
+        of_teacher = source.whole if ranks else 0
+        copied = trained * (compute < 4) + (student_size.whole - trained) * (stored != compute)
+        copies = compute * (student_size.whole if ranks else copied)
         unreduced = earlier + compute * trained if ranks or earlier and copies else gradients
         moments = (
             (kept + copies + copies * ranks, earlier, saved, logits + 4 * head),  # as gathered, too
@@ -218,25 +222,23 @@ def memory(work: Workload, student: Student | None, world: int, row: int, whole_
 
 def peak_memory(work: Workload, student: Student | None, schedule, cluster: Cluster) -> tuple[dict, float]:
     """As memory, in the step with the most tokens; and the bytes that there are."""
-    rows, row = work.rows(schedule, cluster.ranks_per_node * cluster.nodes, BUSIEST)
-    need = memory(work, student, cluster.ranks_per_node, row, rows > 1 and schedule.reduce == "step")
+    rows, row = work.rows(schedule, cluster.ranks, BUSIEST)
+    whole_gradients = rows > 1 and schedule.reduce == "step"
+    need = memory(work, student, cluster.ranks_per_node, row, whole_gradients, alone=cluster.ranks == 1)
     return need, USABLE * cluster.device.memory * 2**30
 
 
 def longest_share(phases: list[tuple], cluster: Cluster) -> float:
     """Tokens of a rank's share of a batch, in the step with the most."""
-    ranks, shares = cluster.ranks_per_node * cluster.nodes, []
+    shares = []
     for _, work, _, schedule in phases:
         mean, spread = statistics.fmean(work.lengths), statistics.pstdev(work.lengths)
-        shares.append((schedule.batch * mean + LARGE * math.sqrt(schedule.batch) * spread) / ranks)
+        shares.append((schedule.batch * mean + LARGE * math.sqrt(schedule.batch) * spread) / cluster.ranks)
     return max(shares)
 
 
-def too_large(phases: list[tuple], hardware: str | None, ranks, share: float = 1) -> bool:
-    """Whether a phase needs more than a share of what is usable on hardware like "8xA100-80GB", by default on
-    the ranks' devices.
-    """
-    cluster = parse_hardware(hardware) if hardware else cluster_of(ranks)
+def too_large(phases: list[tuple], cluster: Cluster, share: float = 1) -> bool:
+    """Whether a phase needs more than a share of a cluster's usable memory."""
     peaks = [peak_memory(*phase, cluster) for _, *phase in phases]
     return any(need["total"] > share * limit for need, limit in peaks)
 

@@ -30,6 +30,7 @@ DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
 ROOMY = 2 / 3  # of the usable memory: whole weights save the host's time, of which large models need little
+MASKLESS = "packed", "flash_attention_2"  # the other kinds of attention have a mask of a row's tokens squared
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
 
@@ -180,32 +181,35 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
     A training that goes on keeps the rows that it was started with.
     """
     def fits(run: TrainingRun, settings: Settings, share: float = 1) -> bool:
-        return not plan.too_large(phases_of(run, settings), settings.plan, run.ranks, share)
+        return not plan.too_large(phases_of(run, settings), cluster, share)
 
     def rows_of(tokens: int) -> Settings:
         schedules = {name: schedule and replace(schedule, tokens_per_microbatch=tokens) for name, schedule in
                      (("schedule", settings.schedule), ("teacher_schedule", settings.teacher_schedule))}
         return replace(settings, **schedules)
 
-    ranks, counted = run.ranks, args.attention != "eager"  # whose matrices are not in the plan
+    ranks, begun = run.ranks, None if settings.force else checkpoints.of_first_rank(rows_begun(run))
+    cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
+    counted = args.attention != "eager"  # whose matrices are not in the plan
+    chooses = cuda and args.tokens_per_microbatch is None
+    if chooses and begun:
+        settings = rows_of(begun)
     if args.recompute is None and cuda and not (counted and fits(run, settings)):
         run = replace(run, execution=replace(run.execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if args.tokens_per_microbatch is None and cuda:
-        begun = None if settings.force or settings.plan else checkpoints.of_first_rank(rows_begun(run))
-        cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
+    if chooses and not begun and args.attention in MASKLESS:
         share = plan.longest_share(phases_of(run, settings), cluster)
-        tokens = begun or settings.schedule.tokens_per_microbatch
-        while not begun and counted and tokens < share and fits(run, rows_of(2 * tokens)):
+        tokens = settings.schedule.tokens_per_microbatch
+        while tokens < share and fits(run, rows_of(2 * tokens)):
             tokens *= 2
         settings = rows_of(tokens)
     whole = replace(run, execution=replace(run.execution, whole=True))
     if counted and fits(whole, settings, ROOMY):
         run = whole
     if cuda:
-        gathered = "once a row" if run.execution.whole else "layer by layer"
-        ranks.say(f"rows    of up to {settings.schedule.tokens_per_microbatch} tokens, weights gathered "
-                  f"{gathered}")
+        gathered = f", weights gathered {'once a row' if run.execution.whole else 'layer by layer'}"
+        ranks.say(f"rows    of up to {settings.schedule.tokens_per_microbatch} tokens"
+                  + gathered * (cluster.ranks > 1))
     return settings, run
 
 

@@ -399,3 +399,17 @@ def test_a_decoder_leaves_no_memory_behind():
     del decoder
     gc.enable()
     assert not any(each() is not None for each in buffers)
+
+
+def test_tokens_are_drawn_by_any_kernel(monkeypatch):
+    """torch refuses some on GPUs under --deterministic, which holds again afterwards."""
+    seen = []
+    monkeypatch.setattr(decoding, "draw", lambda logits, numbers: seen.append(
+        torch.are_deterministic_algorithms_enabled()) or torch.zeros(len(logits), dtype=torch.int64))
+    torch.use_deterministic_algorithms(True)
+    try:
+        sampled(tiny_model(), [[5]], 3, seed=0)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, False]

@@ -270,9 +270,12 @@ def test_a_plan_of_a_conversion_trains_nothing(recorded, tmp_path):
 
 
 def test_on_gpus_a_long_training_is_compiled(recorded, tmp_path):
-    """Where its minute pays for itself; a compiled run need not resume to the same bits."""
-    for tokens, flags, compiled in (("", "", True), (9999999, "", False), ("", "--deterministic", False)):
-        settings = CONVERTED | {"TOKENS": tokens, "FLAGS": flags, "PLAN": "8xA100-80GB"}
+    """Where its minute pays for itself and there is a compiler; it need not resume to the same bits."""
+    for tokens, flags, compiler, compiled in (
+        ("", "", "bash", True), ("", "", "no-compiler", False), (9999999, "", "bash", False),
+        ("", "--deterministic", "bash", False),
+    ):
+        settings = CONVERTED | {"TOKENS": tokens, "FLAGS": flags, "PLAN": "8xA100-80GB", "CC": compiler}
         *_, training = recorded("convert.sh", RUN=tmp_path, **settings)
         assert ("--compile" in training) == compiled
 

@@ -128,8 +128,8 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     (tokens of a row, recompute, whole) says is at most 1.
     """
     monkeypatch.setattr(hardware, "cluster_of", lambda ranks: hardware.parse_hardware("8xA100-80GB"))
-    def too_large(phases, plan, ranks, share) -> bool:
-        assert plan is None and ranks.world == 8
+    def too_large(phases, cluster, share) -> bool:
+        assert cluster == hardware.parse_hardware("8xA100-80GB")
         return any(needs(*phase) > share for phase in phases)
 
     monkeypatch.setattr(budget, "too_large", too_large)
@@ -174,12 +174,15 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
     assert fit(4000, **long) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
     assert fit(1e9, "--tokens-per-microbatch", "100", **long) == (100, False, True)
     assert fit(1e9, "--attention", "eager", **long) == (4096, True, False)
+    assert fit(1e9, "--attention", "sdpa", **long) == (4096, False, True)  # its mask is of tokens squared
     assert fit(1e9, cuda=False, **long) == (4096, False, True)
     assert fit(1, cuda=False, **long) == (4096, False, False)
     for name in ("teacher.train", "train"):  # of a training that was begun: the student's rather
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "settings.json", {"tokens_per_microbatch": len(name)})
         assert fit(1e9, **long)[0] == len(name) and fit(1e9, force=True, **long)[0] == 32768
+    write_json(tmp_path / "train" / "settings.json", {"tokens_per_microbatch": 65536})
+    assert fit(20000, **long) == (65536, True, False)  # the begun rows, recomputed where they do not fit
 
 
 @pytest.mark.parametrize("demo, expected", [(False, PUBLISHED), (True, OF_DEMO)])

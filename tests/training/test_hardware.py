@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.training import hardware
@@ -55,13 +56,18 @@ def test_peak_of_a_device_by_the_name_cuda_gives():
 
 
 def test_the_cluster_of_a_run_has_the_memory_of_its_gpu(monkeypatch):
-    """Rank 13 of 16 on two nodes."""
+    """Rank 13 of 16 on two nodes, in one of which devices have a GiB less."""
+    sums = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, kind: sums.append(kind) or tensor.sub_(1))
     memory = {torch.device("cuda", 5): 80 * 2**30}
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(total_memory=memory[device]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     cluster = hardware.cluster_of(Ranks(13, 16, torch.device("cuda", 5)))
-    assert (cluster.ranks_per_node, cluster.nodes, cluster.device.memory) == (8, 2, 80)
+    assert (cluster.ranks_per_node, cluster.nodes, cluster.device.memory) == (8, 2, 79)
     assert math.isnan(cluster.device.flops_per_s)  # a time from it is none
     cluster = hardware.cluster_of(Ranks(13, 16, torch.device("cpu")))
-    assert cluster.device.memory == pytest.approx(hardware.machine_memory() / 8) and cluster.nodes == 2
+    assert cluster.device.memory == pytest.approx(hardware.machine_memory() / 8 - 1) and cluster.nodes == 2
+    assert sums == [dist.ReduceOp.MIN] * 2 and cluster.ranks == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert hardware.cluster_of(Ranks(0, 1, torch.device("cuda", 5))).device.memory == 80 and len(sums) == 2

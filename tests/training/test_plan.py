@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
@@ -15,6 +16,7 @@ from common.method import masks
 from common.training import plan as budget
 from common.training.attention import Trainee
 from common.training.engine import Schedule
+from common.training.hardware import cluster_of
 from common.training.packing import build_row, rows_of_step
 from common.training.plan import distillation_flops, sft_flops
 from common.training.sharding import Ranks, recompute_layers
@@ -196,9 +198,14 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     """LLaMA2-7B on texts of 512 tokens, on eight GPUs where there is no plan; stage 5 then recomputes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(total_memory=memory * 2**30))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     work = workload([512] * 10, [6] * 10, recompute=False)
     phases = [("", work, student, batches(64)) for student in (None, budget.Student(8))]
-    assert budget.too_large(phases, plan, Ranks(0, 8, torch.device("cuda"))) == expected
+    cluster = budget.parse_hardware(plan) if plan else cluster_of(Ranks(0, 8, torch.device("cuda")))
+    assert budget.too_large(phases, cluster) == expected
+    needed = max(budget.peak_memory(*phase, cluster)[0]["total"] for _, *phase in phases)
+    share = needed / (budget.USABLE * cluster.device.memory * 2**30)
+    assert [budget.too_large(phases, cluster, share + more) for more in (-0.01, 0.01)] == [True, False]
 
 
 def test_hours_as_one_reads_them():
@@ -248,6 +255,27 @@ def test_memory_is_that_of_the_weights_on_one_rank():
     frozen = budget.size(LLAMA2_7B, student).whole - 32 * ATTENTION
     assert attention["parameters"] - budget.memory(stored, student, 1, 100)["parameters"] == 2 * frozen
     assert budget.memory(work, budget.Student(8), 1, 100)["teacher"] == 2 * (size.whole + size.root)
+
+
+def test_memory_of_whole_weights_on_one_rank_a_node():
+    """Alone it shards nothing: copies of what is stored otherwise than computed, and no reductions. One of
+    several nodes gathers and reduces.
+    """
+    work, student = replace(workload([100], [4]), whole=True), budget.Student(8, (), "attention")
+    size, trained = budget.size(LLAMA2_7B), 32 * ATTENTION
+    alone, one_of_two = (budget.memory(work, None, 1, 100, alone=alone) for alone in (None, False))
+    assert alone["parameters"] == 6 * size.whole and alone["gradients"] == 4 * size.whole
+    assert one_of_two["parameters"] == 4 * size.whole and one_of_two["gradients"] == 10 * size.whole
+    teachers = [budget.memory(work, budget.Student(8), 1, 100, alone=each)["teacher"]
+                for each in (None, False)]
+    assert teachers == [2 * size.whole, 4 * size.whole]
+    half = LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"})
+    frozen = budget.size(half, student).whole - trained
+    for compute, parameters in ((2, 6 * trained + 2 * frozen), (4, 4 * trained + 6 * frozen)):
+        need = budget.memory(replace(work, config=half, compute=compute), student, 1, 100)
+        assert need["parameters"] == parameters
+    assert budget.peak_memory(work, None, batches(64), budget.parse_hardware("2x1xA100-80GB"))[0][
+        "gradients"] > 8 * size.whole
 
 
 @pytest.mark.parametrize("moment, vocabulary, row, recompute", [
