@@ -89,21 +89,21 @@ EVALUATE=(--run "$RUN" --update --tasks "$TASKS" ${ONLY[0]:+--only "${ONLY[@]}"}
 "$PYTHON" -m pipelines.flags 05_prune_train "${TRAIN[@]}" "${PLANNED[@]}" ::: 07_eval "${EVALUATE[@]}" :::
 
 TIMES=
-stage() {  # NAME ARGUMENTS...: Python, and how long that took
-  local name=$1 began=$SECONDS
-  "$PYTHON" "${@:2}"
-  TIMES+="$name $((SECONDS - began))"$'\n'
+stage() {  # Python with these arguments, and how long it took
+  local began=$SECONDS word
+  "$PYTHON" "$@"
+  for word; do [[ $word != 0[1-7]_*.py ]] || TIMES+="${word%.py} $((SECONDS - began))"$'\n'; done
 }
 train() {
   local launcher=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600)
   [ "$NPROC" != 1 ] || launcher=()
-  stage 05_prune_train "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}" "$@"
+  stage "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}" "$@"
 }
 
 if [ -z "${FROM:-}" ]; then
-  stage 01_calibrate 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
+  stage 01_calibrate.py --run "$RUN" --model="$MODEL" --text "${TEXT[0]}" \
     ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
-  stage 02_similarity 02_similarity.py --run "$RUN" --energy
+  stage 02_similarity.py --run "$RUN" --energy
 fi
 SIMILARITY=(--similarity "${FROM:-$RUN}/similarity.safetensors")
 CALIBRATION=(--calibration "${FROM:-$RUN}/calibration")
@@ -113,31 +113,31 @@ model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
 print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   KV_HEADS=$(printf '%s\n' $KV_HEADS | sort -rnu)
   for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
-    stage 03_group 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
+    stage 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
   done
   for N in $KV_HEADS; do
-    stage 04_align 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
+    stage 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
   SOURCE=$("$PYTHON" -c "import sys; from common import artifacts, models; \
 record = artifacts.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
 print(models.source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
   CHOICES=()
   for N in $KV_HEADS; do CHOICES+=("kv$N=$RUN/kv$N/merged"); done
-  stage 07_eval 07_eval.py --run "$RUN/choose" --update --model "source=$SOURCE" "${CHOICES[@]}" --tasks none \
+  stage 07_eval.py --run "$RUN/choose" --update --model "source=$SOURCE" "${CHOICES[@]}" --tasks none \
     --text "${CALIBRATION[1]}" --sequences 16 "${CACHES[@]}"
   exit
 fi
-stage 03_group 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
-stage 04_align 04_align.py --run "$RUN" "${CALIBRATION[@]}" --merge closed-form --refit attention
+stage 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+stage 04_align.py --run "$RUN" "${CALIBRATION[@]}" --merge closed-form --refit attention
 if [ -n "${PLAN:-}" ]; then
   train "${PLANNED[@]}"
   exit
 fi
 train  # a complete training is left as it is; other flags are refused
-stage 06_export 06_export.py --run "$RUN" --update "${BASIS[@]}"
+stage 06_export.py --run "$RUN" --update "${BASIS[@]}"
 HELDOUT=$RUN/train/heldout.npy
 [ -e "$HELDOUT" ] || HELDOUT=none CACHES=()  # chats alone, or text too short to hold two samples of it out
-stage 07_eval 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
+stage 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
 "$PYTHON" pipelines/report.py --run "$RUN"
 awk '{ name[NR] = $1; spent[NR] = $2; total += $2 }
   END { for (i = 1; i <= NR; i++) if (spent[i])

@@ -250,7 +250,7 @@ def seconds(flops: float, traffic: float, network: float, cluster: Cluster, host
     the links' bandwidth, and the `host` seconds of launches.
     """
     device = cluster.device
-    compute = flops / (cluster.nodes * cluster.ranks_per_node * device.flops_per_s * EFFICIENCY)
+    compute = flops / (cluster.ranks * device.flops_per_s * EFFICIENCY)
     links = traffic / device.link_bytes_per_s, network / device.network_bytes_per_s
     return max(compute, max(links) / REACHED, host)
 
@@ -281,7 +281,7 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
 
     schedule: an object with batch, tokens_per_microbatch and reduce.
     """
-    count, ranks = len(work.lengths), cluster.ranks_per_node * cluster.nodes
+    count, ranks = len(work.lengths), cluster.ranks
     tokens = schedule.batch * sum(work.lengths) / count
     predicted = tokens if student else schedule.batch * sum(work.answers) / count
     attended = schedule.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
