@@ -1,6 +1,6 @@
 """Stage 1: run text through the model and collect statistics of its key and value heads.
 
-Reads   a checkpoint of a supported family (docs/families.md) with at least two key/value heads, and text;
+Reads   a checkpoint of a model that can be converted (docs/families.md), which it proves first, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging, of
@@ -27,7 +27,7 @@ import os
 
 import torch
 
-from common import families, gguf, models
+from common import families, gguf, models, proof
 from common.artifacts import begin_stage, write_record
 from common.calibration import write_layer, write_tokens
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
@@ -36,9 +36,9 @@ from common.data.demo import resolve_model
 from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import digests_of, sequence_length
 from common.errors import UserError
-from common.families import family
 from common.files import write_directory
-from common.layers import Layers, run_layer
+from common.forward import run_layer
+from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerStats, output_gram
 from common.progress import Progress
@@ -83,7 +83,7 @@ class Collector:
     def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
         self.attention, self.name, self.shape = layer.self_attn, name, shape
         self.sampled = sampled  # positions of the sampled tokens in the entire text
-        self.head_norms = family(self.attention.config).norm == "head"
+        self.head_norms = families.norm_kind(self.attention) == "head"
         self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
         self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
                         "v": self.stats.update_values}
@@ -97,13 +97,13 @@ class Collector:
         self.sampled_rows = self.sampled[inside] - start
 
     def _collect(self, letter: str, vectors: torch.Tensor) -> None:
-        heads = vectors.detach().unflatten(-1, (-1, self.shape.head_dim)).flatten(0, -3)
+        heads = vectors.detach().flatten(0, -3)
         if not torch.isfinite(heads.sum(dtype=torch.float32)):
             raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
         if self.head_norms and letter == "k":
-            self.stats.update_normed_keys(heads, self.attention.k_norm(heads))
+            self.stats.update_normed_keys(heads, families.normed(self.attention, "k", heads))
         elif self.head_norms and letter == "q":
-            heads = self.attention.q_norm(heads)
+            heads = families.normed(self.attention, "q", heads)
         self.updates[letter](heads)
         if letter in self.samples:
             self.samples[letter].append(heads[self.sampled_rows].float().cpu())
@@ -115,8 +115,8 @@ class Collector:
         tensors = self.stats.tensors()
         tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
         tensors["key.free"] = free_pairs(self.attention)
-        tensors["key.joint_norm"] = torch.tensor(family(self.attention.config).norm == "joint")
-        weight = self.attention.o_proj.weight
+        tensors["key.joint_norm"] = torch.tensor(families.norm_kind(self.attention) == "joint")
+        weight = families.output_projection(self.attention).weight
         tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
         return tensors
 
@@ -137,8 +137,7 @@ def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args
                     hidden[number] = run_layer(layers.model, layer, hidden[number])
                     bar.update()
                 tensors = collector.finish()
-                rotary = layers.model.model.rotary_emb
-                tensors["rope.frequencies"] = families.rope_frequencies(rotary, layer.self_attn)
+                tensors["rope.frequencies"] = families.rope_frequencies(layers.model, layer.self_attn)
             yield tensors
 
 
@@ -158,12 +157,13 @@ def main():
     else:
         path = resolve_model(args.model)
     config = models.load_config(path)
-    families.require_convertible(path, config)
+    proven = proof.require_convertible(path, config)
     args.bos = bool(models.bos_prefix(models.load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
+    print(f"proven  {proven}: attention stays when heads are rotated, and equal heads merge exactly")
     compute_device = models.pick_device(args.device)
     if args.text is None:  # resolved here because stage 4 takes it from the record
         _, args.text = demo.default_sources(args.model == demo.DEMO)
@@ -186,6 +186,7 @@ def main():
             "text": text,
             "sampled_tokens": len(tensors["sample.key"]),
             "positions": config.max_position_embeddings,
+            "proven": proven,
             "peak_memory_gib": peak_memory(),
         }
         # last: it has the sha256 of every other file

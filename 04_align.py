@@ -49,9 +49,9 @@ from common.data.sources import DataContext, begun, read_sequences, read_unread,
 from common.data.text import EVALUATION, digests_of
 from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.errors import Complete, UserError
-from common.families import family, key_context, merged_parameters
+from common.families import key_context, merged_parameters, norm_kind
 from common.files import write_directory
-from common.layers import CheckpointWriter, Layers, run_layer
+from common.layers import CheckpointWriter, Layers
 from common.method.merge import FUNCTIONS, fuse_layer, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.parts import Parts, remove_parts
@@ -136,7 +136,8 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     path, by = source["path"], grouping["summary"]["by"]
     config = models.load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
-    normed = family(config).norm != "head" or "key.normed" in calibration.layer(0)
+    first = models.empty_model(path, config, torch.float32).model.layers[0]
+    normed = norm_kind(first.self_attn) != "head" or "key.normed" in calibration.layer(0)
     if args.merge == "closed-form" and not normed:
         raise UserError(f"{calibration_path}: expected keys behind k_norm, found none; "
                         "run 01_calibrate.py --force")
@@ -207,10 +208,14 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
         value_rotation, key_rotation = (rotation.flatten(0, 1) for rotation in rotations[index])
         fuse_layer(layer.self_attn, inputs.groups[index].flatten().tolist(), value_rotation, key_rotation)
 
+    def round_weights(index, layer):  # buffers are stored as they are
+        for parameter in layer.parameters():
+            parameter.data = parameter.to(inputs.dtype).float()
+
     layers.edit(rotate)
     if rounds:
         logits["rotated"] = layers.logits(tokens)
-        layers.edit(lambda index, layer: layer.to(inputs.dtype).float())
+        layers.edit(round_weights)
         logits["rounded"] = layers.logits(tokens)
         logits["cached"] = layers.logits(tokens[:1], cached=True)
     with CheckpointWriter(directory, layers.config, inputs.dtype, layers.path) as writer:
@@ -289,7 +294,7 @@ def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
     """A refit of what `layers` are merged to, before its first layer."""
     batches = inputs.refit_tokens.split(1)
     return Refit(
-        partial(run_layer, layers.model),
+        layers.model,
         targets=layers.embed(batches, args.run),
         inputs=layers.embed(batches, args.run),
         unrefitted=layers.embed(inputs.tokens.split(1), args.run),

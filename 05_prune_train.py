@@ -67,6 +67,7 @@ from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
 from common.data.text import is_generated
 from common.errors import UserError
+from common.head import head_of
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.metrics import METRICS, outcome, read_metrics, summarize
@@ -203,7 +204,7 @@ def parse():
 
 def distill(step: Step, teacher, loss: Loss) -> None:
     """Eq. 30: the gradients of KL + BiLD, accumulated over this rank's packed samples."""
-    student, head = step.job.trainee, teacher.net.lm_head
+    student, head = step.job.trainee, head_of(teacher.net)
     for row in step.rows:
         with torch.no_grad():
             hidden = teacher(row)  # [tokens, hidden]; logits are formed in the loss, a chunk at a time

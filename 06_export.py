@@ -27,7 +27,7 @@ from statistics import mean
 
 import torch
 
-from common import artifacts, cli
+from common import artifacts, cli, proof
 from common.calibration import Calibration
 from common.cli import peak_memory, run_stage, stage_parser
 from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
@@ -173,7 +173,7 @@ def main():
         trained, alignment = read_records(training, aligned, merged)
         weights = chosen_weights(training, trained)
     stored = load_config(aligned if trained else merged)  # with the dtype of its weights
-    layout = args.cache_basis if has_blocks(stored) else None
+    layout = args.cache_basis if has_blocks(stored) and proof.has_plain_pairs(stored) else None
     # in another basis float32 rounds other products: in float64 only the weights' rounding is seen
     computed = torch.float64 if layout else torch.float32
     if trained:
@@ -188,7 +188,9 @@ def main():
     tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     text = basis_text(calibration, alignment) if layout else None
     if args.cache_basis and not layout:
-        print(f"note    --cache-basis: heads have no blocks of {BLOCK} channels; the basis stays")
+        plain = f"heads have no blocks of {BLOCK} channels"
+        reason = "RoPE's pairs are other channels than a Llama's" if has_blocks(stored) else plain
+        print(f"note    --cache-basis: {reason}; the basis stays")
 
     with write_directory(output) as aside:
         with CheckpointWriter(aside, config, dtype, aligned) as writer:

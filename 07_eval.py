@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from common import artifacts, cli, evaluate, families, models
+from common import artifacts, cli, evaluate, models, proof
 from common.cli import run_stage, stage_parser
 from common.data import demo
 from common.data.rows import Sample, abbreviated, parse_object
@@ -245,9 +245,7 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
     """
     config = models.load_config(path)
     for flag in (name for name in ("layerwise", "cache") if getattr(args, name)):
-        if config.model_type not in families.SUPPORTED:
-            raise UserError(f"{path}: --{flag}: expected model_type in {list(families.SUPPORTED)}, "
-                            f"found {config.model_type!r}")
+        proof.require_readable(path, config, f"--{flag}")
     tokenizer, positions = models.load_tokenizer(path, args.bos), config.max_position_embeddings
     tokens, description = unread or (None, "")
     length = sequence_length(tokens.shape[1] if unread else args.length, CHECKED, positions, least=2)
@@ -330,6 +328,8 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, is_first: 
     spread = models.needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
     model = models.load_model(path, dtype, device, spread)
+    if args.cache:
+        proof.attach_pairs(model)
     if args.cache and not has_blocks(model.config):
         print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; f16 alone is measured")
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}

@@ -12,11 +12,13 @@ line is JSON: medians of the ratios of paired passes.
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from bench.machine import machine, median_ratio, timed
 from common.cli import Parser, run_stage
+from common.head import Head
 from common.method.losses import bild, chunked, kl
 
 
@@ -77,7 +79,7 @@ class Problem:
             return kind(student.float(), teacher).sum() / self.tokens
 
         pieces = [(kind, at) for kind, tokens in self.kinds for at in tokens.split(self.chunk)]
-        return chunked(loss, pieces, self.hidden, self.head)
+        return chunked(loss, pieces, self.hidden, Head(SimpleNamespace(weight=self.head, bias=None)))
 
     def plain(self) -> torch.Tensor:
         student = (self.hidden @ self.head.T).float()

@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import paper
 from bench.machine import machine, timed
 from common.cli import Parser, run_stage
-from common.families import geometry
+from common.families import RopePairs, geometry
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, mean_merge, merged_state
 from common.method.procrustes import (
@@ -46,6 +46,7 @@ from common.method.procrustes import (
     within_group_cosine,
 )
 from common.method.stats import LayerGrams, LayerStats, group_blocks
+from common.proof import attach_pairs
 from common.reporting.tables import markdown_table
 
 stage1 = importlib.import_module("01_calibrate")
@@ -131,6 +132,7 @@ class Ours:
         config = LlamaConfig(hidden_size=args.heads * args.head_dim, num_attention_heads=args.heads)
         with torch.device(args.device):
             attention = LlamaAttention(config, 0)
+        attention.rope_pairs = RopePairs(None, None, torch.zeros(args.head_dim // 2))
         self.device, self.seconds = args.device, {}
         self.measured = self.clock("similarities", layer_similarity, grams)
         self.similarity = self.measured["value.dist.after"].cpu().numpy()  # the default of stage 3
@@ -265,6 +267,7 @@ def calibrate(args) -> dict:
     with torch.device(args.device):
         plain = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     hooked = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})  # the same weights
+    attach_pairs(hooked)
     for index, layer in enumerate(hooked.model.layers):
         nothing_sampled = torch.arange(0)
         stage1.Collector(layer, str(index), geometry(config), nothing_sampled, args.device).begin(0, 0)

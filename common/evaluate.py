@@ -11,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from common.data.chat import apply_template, fixed_template
 from common.equivalence import mean_kl, perplexity_of
 from common.errors import UserError
+from common.forward import attention_alone, replaced
 from common.models import bos_prefix
 from common.progress import Progress
 from common.quantized_cache import LAYOUTS, PLAIN, quantized
@@ -228,7 +229,9 @@ def choice_likelihoods(model, samples: list[list], batch: int, bar) -> list[list
 @torch.no_grad()
 def cache_bytes_per_token(model, tokens: torch.Tensor) -> float:
     """Bytes per token of the cached keys and values after one forward pass. tokens: [T]."""
-    cache = model(input_ids=tokens[None].to(model.device), use_cache=True).past_key_values
+    layers = model.model.layers if model.device.type == "meta" else ()  # experts are chosen by numbers
+    with replaced({layer: attention_alone(layer) for layer in layers}):
+        cache = model(input_ids=tokens[None].to(model.device), use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / len(tokens)
 
 

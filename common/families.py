@@ -1,48 +1,19 @@
-"""Families: all that is known of a model's architecture.
+"""Families: how models differ in what stands around keys and values, read from their modules.
 
-To add one: its config.model_type in FAMILIES, with what makes it differ from a Llama; then a row of
-tests/common/test_families.py. Its decoder must be laid out as a Llama's, with RoPE over pairs (p, p + d/2).
+A model is convertible if common/proof.py proves it on a layer of its own class, whatever its name is.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from common.errors import UserError
 
-
-@dataclass(frozen=True)
-class Family:
-    """How a family differs from Llama.
-
-    norm: an RMSNorm before RoPE, of each "head"'s query and key, or "joint", of all heads' queries and of all
-    heads' keys. fused: q, k and v are one projection. window: the config's sliding_window is that of every
-    layer; elsewhere a layer has its own or none, and a stray one in the config means nothing.
-    """
-
-    norm: str = ""
-    fused: bool = False
-    window: bool = False
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(window=True),
-    "qwen2": Family(),
-    "qwen3": Family(norm="head"),
-    "gemma": Family(),
-    "olmo": Family(),
-    "olmo2": Family(norm="joint"),
-    "olmo3": Family(norm="joint"),
-    "phi3": Family(fused=True, window=True),
-}
-SUPPORTED = tuple(FAMILIES)
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
-
-
-def family(config) -> Family:
-    """The family of a config; a model of related/ is like a Llama."""
-    return FAMILIES.get(config.model_type, Family())
+OUTPUTS = "o_proj", "dense"  # names of W_O, in a Llama and in others
 
 
 @dataclass(frozen=True)
@@ -62,38 +33,6 @@ def geometry(config) -> Geometry:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return Geometry(config.num_hidden_layers, heads, kv_heads, head_dim, config.hidden_size)
-
-
-def require_convertible(path: str, config) -> None:
-    """Raise UserError, with the reason, unless the method applies to a model of this config."""
-    if config.model_type not in SUPPORTED:
-        raise UserError(f"{path}: expected model_type in {list(SUPPORTED)}, found {config.model_type!r}")
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"{path}: expected floating-point weights, found a quantized checkpoint; "
-                        "rotated weights do not lie on its grid")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("partial_rotary_factor", 1) != 1 and rope.get("rope_type") != "proportional":
-        raise UserError(f"{path}: expected RoPE over whole heads, "
-                        f"found partial_rotary_factor {rope['partial_rotary_factor']}")
-    if getattr(config, "clip_qkv", None) is not None:
-        raise UserError(f"{path}: expected clip_qkv null, found {config.clip_qkv}: queries, keys and values "
-                        "are clipped one coordinate at a time, which no rotation commutes with")
-    if getattr(config, "use_bidirectional_attention", None):
-        raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
-    sliding = family(config).window or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if sliding and config.sliding_window is not None and config.sliding_window < 2:
-        raise UserError(f"{path}: expected a sliding_window of at least 2 tokens, found "
-                        f"{config.sliding_window}: transformers cannot cache fewer")
-    shape = geometry(config)
-    if shape.head_dim % 2:
-        raise UserError(f"{path}: expected an even head_dim, which RoPE splits into pairs, "
-                        f"found {shape.head_dim}")
-    if shape.heads % shape.kv_heads:
-        raise UserError(f"{path}: expected key/value heads that divide {shape.heads} heads, "
-                        f"found {shape.kv_heads}")
-    if shape.kv_heads < 2:
-        raise UserError(f"{path}: expected at least 2 key/value heads, found {shape.kv_heads}: "
-                        "nothing to merge")
 
 
 def allowed_kv_heads(source_kv_heads: int) -> list[int]:
@@ -121,32 +60,109 @@ def key_context(requested: int | None, positions: int) -> int:
     return requested or min(positions, LONGEST_CONTEXT)
 
 
-def sliding_window(attention) -> int | None:
-    """Number of positions a token of this layer attends to, including its own; None for all before it."""
-    if family(attention.config).window:
-        return attention.config.sliding_window
-    return getattr(attention, "sliding_window", None)  # set per layer where layers differ
+def needs_eager(config) -> bool:
+    """Whether only its class's eager function computes a model's attention: scores with a soft cap, or sinks,
+    which take a share of each query head's attention.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return capped or not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
 
 
-def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
-    """[1, 1, T, T] bool, true where a token attends; None if plain causal attention suffices."""
-    if window is None or window >= length:
-        return None
-    positions = torch.arange(length, device=device)
-    behind = positions[:, None] - positions
-    return ((behind >= 0) & (behind < window))[None, None]
+def outside(model) -> list[str]:
+    """The names of a model's parts outside of decoder layers: the embedding, the final norm, the head."""
+    decoder = [f"model.{name}" for name, part in model.model.named_children()
+               if name not in ("layers", "embed_tokens") and any(True for _ in part.parameters())]
+    return ["model.embed_tokens", *decoder, "lm_head"]
 
 
-def merged_modules(config, whole_head: bool = False) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class RopePairs:
+    """Where the RoPE pairs of a layer's heads are; common/proof.py attaches it to the layer, as rope_pairs.
+
+    order: [d], a head's channels before RoPE in the order of common/method: pair p is order[p] and
+    order[p + d/2], those that turn first; behind: the same behind RoPE; None: as they are. angles: [d/2]
+    float64, radians from one position to the next; 0 for channels that do not turn, two of which are a pair.
+    """
+
+    order: torch.Tensor | None
+    behind: torch.Tensor | None
+    angles: torch.Tensor
+
+
+def in_order(channels: torch.Tensor, order: torch.Tensor | None, dim: int = -1) -> torch.Tensor:
+    """Channels of heads, along `dim`, in the order of common/method."""
+    return channels if order is None else channels.index_select(dim, order.to(channels.device))
+
+
+def as_they_were(channels: torch.Tensor, order: torch.Tensor | None, dim: int = -1) -> torch.Tensor:
+    """The inverse of in_order."""
+    return in_order(channels, None if order is None else order.argsort(), dim)
+
+
+def output_name(attention) -> str:
+    """The name of W_O in an attention layer."""
+    return next(name for name in OUTPUTS if hasattr(attention, name))
+
+
+def output_projection(attention) -> nn.Module:
+    """W_O of an attention layer."""
+    return getattr(attention, output_name(attention))
+
+
+def is_fused(attention) -> bool:
+    """Whether q, k and v are one projection."""
+    return hasattr(attention, "qkv_proj")
+
+
+def norm_kind(attention) -> str:
+    """"head": an RMSNorm of each head's query and key, before RoPE; "joint": one of all heads' queries and
+    one of all heads' keys; "": none.
+    """
+    weight = getattr(getattr(attention, "q_norm", None), "weight", None)
+    if weight is None:
+        return ""
+    return "head" if len(weight) == attention.head_dim else "joint"
+
+
+def norm_offset(norm: nn.Module) -> float:
+    """What a norm adds to its weights before it multiplies by them: 1 in Gemma 3, else 0."""
+    alone = copy.deepcopy(norm).to_empty(device="cpu")
+    nn.init.zeros_(alone.weight)
+    return float(alone(torch.ones_like(alone.weight)).detach().mean().round())
+
+
+def query_heads_per_kv_head(attention) -> int:
+    """How many query heads read each key/value head of an attention layer."""
+    shape = geometry(attention.config)
+    return shape.heads // shape.kv_heads
+
+
+def merged_modules(attention, whole_head: bool = False) -> tuple[str, ...]:
     """The modules of an attention layer that merging changes: of keys and values, or of the whole head.
 
     Means leave the norms of single heads, which all heads share, as they are.
     """
-    if family(config).fused:
-        return ("qkv_proj", "o_proj") if whole_head else ("qkv_proj",)
+    output = output_name(attention)
+    if is_fused(attention):
+        return ("qkv_proj", output) if whole_head else ("qkv_proj",)
     known = {"joint": ("k_norm", "q_norm")[: 1 + whole_head], "head": ("k_norm", "q_norm") * whole_head}
-    norms = known.get(family(config).norm, ())
-    return (*(("q_proj", "k_proj", "v_proj", "o_proj") if whole_head else ("k_proj", "v_proj")), *norms)
+    norms = known.get(norm_kind(attention), ())
+    return (*(("q_proj", "k_proj", "v_proj", output) if whole_head else ("k_proj", "v_proj")), *norms)
+
+
+def merged_parameters(attention) -> dict[str, torch.nn.Parameter]:
+    """The parameters by name that merging may change: merged_modules', but for W_O's bias."""
+    modules = merged_modules(attention, whole_head=True)
+    return {name: parameter for name, parameter in attention.named_parameters()
+            if name != f"{output_name(attention)}.bias" and name.partition(".")[0] in modules}
+
+
+def per_query_head(attention) -> list[torch.nn.Parameter]:
+    """Other parameters with a row for each query head: the sinks of GPT-OSS, gates of whole heads."""
+    merged = {id(parameter) for parameter in merged_parameters(attention).values()}
+    return [parameter for name, parameter in attention.named_parameters()
+            if id(parameter) not in merged and name != f"{output_name(attention)}.bias"
+            and len(parameter) == geometry(attention.config).heads]
 
 
 def fused_parts(fused: torch.Tensor, queries: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -155,73 +171,90 @@ def fused_parts(fused: torch.Tensor, queries: int, dim: int = 0) -> tuple[torch.
     return fused.split((queries, shared, shared), dim)
 
 
-def merged_parameters(attention) -> dict[str, torch.nn.Parameter]:
-    """The parameters by name that merging may change: merged_modules', but for o_proj's bias."""
-    modules = merged_modules(attention.config, whole_head=True)
-    return {name: parameter for name, parameter in attention.named_parameters()
-            if name != "o_proj.bias" and name.partition(".")[0] in modules}
-
-
 def head_parameters(attention) -> dict[str, torch.Tensor]:
-    """merged_parameters with q_proj, k_proj and v_proj, views of their rows, where they are one matrix."""
-    parameters = merged_parameters(attention)
-    if "qkv_proj.weight" in parameters:
-        parts = fused_parts(parameters.pop("qkv_proj.weight"), attention.o_proj.in_features)
-        parameters |= {f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)}
+    """merged_parameters as those of a Llama: q_proj, k_proj and v_proj apart, W_O as o_proj; rows of q and k
+    in the order of common/method; of norms what they multiply by.
+    """
+    parameters = {name.replace("dense.", "o_proj."): parameter
+                  for name, parameter in merged_parameters(attention).items()}
+    for name in [name for name in parameters if name.startswith("qkv_proj.")]:
+        parts = fused_parts(parameters.pop(name), output_projection(attention).in_features)
+        parameters |= {name.replace("qkv", letter): part for letter, part in zip("qkv", parts, strict=True)}
+    order = attention.rope_pairs.order
+    for name, parameter in parameters.items():
+        if name[0] in "qk":
+            parameters[name] = by_channel(attention, in_order, parameter, order)
+            offset = norm_offset(attention.get_submodule(name[:6])) if "_norm." in name else 0
+            parameters[name] = parameters[name] + offset if offset else parameters[name]
     return parameters
 
 
 def as_stored(attention, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters named as by head_parameters -> named as in the module."""
-    if not family(attention.config).fused:
-        return parameters
-    fused = torch.cat([parameters.pop(f"{letter}_proj.weight") for letter in "qkv"])
-    return parameters | {"qkv_proj.weight": fused}
+    """The inverse of head_parameters, for some of them."""
+    stored, order = {}, attention.rope_pairs.order
+    for name, parameter in parameters.items():
+        if name[0] in "qk":
+            offset = norm_offset(attention.get_submodule(name[:6])) if "_norm." in name else 0
+            parameter = parameter - offset if offset else parameter
+            parameter = by_channel(attention, as_they_were, parameter, order)
+        stored[name.replace("o_proj.", f"{output_name(attention)}.")] = parameter
+    if is_fused(attention):
+        for kind in ("weight", "bias"):
+            if f"q_proj.{kind}" in stored:
+                parts = [stored.pop(f"{letter}_proj.{kind}") for letter in "qkv"]
+                stored[f"qkv_proj.{kind}"] = torch.cat(parts)
+    return stored
+
+
+def by_head(attention, rows: torch.Tensor) -> torch.Tensor:
+    """[heads * d, ...] -> [heads, d, ...]."""
+    return rows.view(-1, attention.head_dim, *rows.shape[1:])
+
+
+def by_channel(attention, change, rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Rows [heads * d, ...] with the channels of each head changed by in_order or as_they_were."""
+    return rows if order is None else change(by_head(attention, rows), order, 1).flatten(0, 1)
+
+
+def normed(attention, letter: str, heads: torch.Tensor) -> torch.Tensor:
+    """What a layer's norm of single heads makes of queries ("q") or keys ("k") [..., d], in the order of
+    common/method.
+    """
+    order = attention.rope_pairs.order
+    return in_order(getattr(attention, f"{letter}_norm")(as_they_were(heads, order)), order)
 
 
 def watch_heads(attention, function) -> list:
-    """Hooks that call function(letter, vectors [..., heads * d]) with q, k and v of each forward pass.
+    """Hooks that call function(letter, vectors [..., heads, d]) with q, k and v of each forward pass, the
+    channels of q and k in the order of common/method.
 
     q and k are those that enter RoPE or the norms of single heads. Returns the handles.
     """
-    known = family(attention.config)
-    behind, fused = "norm" if known.norm == "joint" else "proj", known.fused
+    behind, fused = "norm" if norm_kind(attention) == "joint" else "proj", is_fused(attention)
     names = {"qkv_proj": "qkv"} if fused else {f"q_{behind}": "q", f"k_{behind}": "k", "v_proj": "v"}
     letters = {attention.get_submodule(name): letter for name, letter in names.items()}
+    order, queries = attention.rope_pairs.order, output_projection(attention).in_features
 
     def hook(module, inputs, output) -> None:
-        parts = fused_parts(output, attention.o_proj.in_features, -1) if fused else (output,)
+        parts = fused_parts(output, queries, -1) if fused else (output,)
         for letter, part in zip(letters[module], parts, strict=True):
-            function(letter, part)
+            heads = part.unflatten(-1, (-1, attention.head_dim))
+            function(letter, heads if letter == "v" else in_order(heads, order))
 
     return [module.register_forward_hook(hook) for module in letters]
 
 
-def rope_options(rotary, attention) -> dict:
-    """What a model's rotary embedding needs to know of the layer: OLMo 3 has one RoPE per type of layer."""
-    return {"layer_type": attention.attention_type} if hasattr(rotary, "layer_types") else {}
+def rope_frequencies(model, attention) -> torch.Tensor:
+    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU.
 
-
-def rope_frequencies(rotary, attention) -> torch.Tensor:
-    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU."""
-    prefix = "".join(f"{kind}_" for kind in rope_options(rotary, attention).values())
-    return getattr(rotary, f"{prefix}inv_freq").double().cpu()
-
-
-def adds_attention(layer) -> bool:
-    """Whether a decoder layer adds its attention's output as it is: its norm comes before, not after it."""
-    return hasattr(layer, "input_layernorm")
-
-
-def attention_input(layer, hidden: torch.Tensor) -> torch.Tensor:
-    """What a decoder layer's attention reads: its normalized input, or the input where norms come after."""
-    return layer.input_layernorm(hidden) if adds_attention(layer) else hidden
-
-
-def restore_buffers(model, device) -> None:
-    """Compute what to_empty discards and no checkpoint stores: RoPE frequencies, the scale of embeddings."""
-    decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(model.config).to(device)
-    scale = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
-    if scale is not None:
-        decoder.embed_tokens.embed_scale = torch.tensor(scale, device=device)
+    Those of the model's rotary embedding, which has one RoPE per type of layer in OLMo 3, where they are what
+    keys are turned by; they are longer.
+    """
+    angles = attention.rope_pairs.angles
+    for name, buffer in model.model.named_buffers():
+        if name.endswith("inv_freq") and 0 < len(buffer) <= len(angles):
+            frequencies = torch.zeros_like(angles)
+            frequencies[: len(buffer)] = buffer.double().cpu()
+            if torch.allclose(frequencies, angles, atol=1e-9):
+                return frequencies
+    return angles

@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from common import sidecars
+from common import proof, sidecars
 from common.errors import UserError
-from common.families import geometry, require_convertible
+from common.families import geometry
 from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import check_loaded, empty_model
@@ -102,12 +102,12 @@ def describe(file: str) -> tuple[dict, AutoConfig]:
         raise UserError(f"{file}: expected general.architecture in {list(ARCHITECTURES)}, "
                         f"found {architecture!r}")
     config = load(AutoConfig, file)
-    require_convertible(file, config)
     require_known(file, fields, geometry(config).head_dim)
     stored = {tensor.name for tensor in reader.tensors}
     check_names(file, {f"blk.{config.num_hidden_layers - 1}.attn_norm.weight"} - stored, ())
     known = get_gguf_hf_weights_map(empty_model(file, config, torch.float32), TensorProcessor())
     check_names(file, (), stored - known.keys())
+    proof.require_convertible(file, config)
     return fields, config
 
 

@@ -6,7 +6,6 @@ bytes. CheckpointWriter writes a model one part at a time.
 """
 
 import contextlib
-import copy
 import ctypes
 import functools
 import json
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from common import families, models, sidecars
-from common.weights import StoredWeights, check_finite, check_names, check_tied
+from common import families, models, proof, sidecars
+from common.forward import embedded, logits_of, run_layer
+from common.weights import StoredWeights, as_stored_by, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
@@ -39,16 +39,21 @@ class Layers:
         self.edits = []  # functions to apply to each decoder layer after loading it
         if layerwise:
             return_freed_memory()
-            self.weights = weights or StoredWeights(path)
-            self.model = models.empty_model(path, config or models.load_config(path), dtype)
+            self.model = models.empty_model(path, config or models.load_config(path), dtype, device)
+            self.weights = weights or StoredWeights(path, self.model)
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
         else:
             self.model = models.load_model(path, dtype, device)
+        proof.attach_pairs(self.model)
         self.config = self.model.config
         if self.config.tie_word_embeddings and weights is None:
             check_tied(path)
+
+    def outside(self) -> list[str]:
+        """The names of the parts outside of decoder layers: the embedding, the final norm, the head."""
+        return families.outside(self.model)
 
     @contextlib.contextmanager
     def part(self, name: str):
@@ -57,15 +62,14 @@ class Layers:
         if not self.layerwise:
             yield module
             return
-        module.to_empty(device=self.device)
-        families.restore_buffers(self.model, self.device)
+        models.materialize(module, self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
         stored_name = "model.embed_tokens" if tied else name
-        tensors = {f"{stored_name}.{key}": tensor.detach() for key, tensor in module.named_parameters()}
+        tensors = {f"{stored_name}.{key}": tensor for key, tensor in module.state_dict().items()}
         self.weights.read(tensors)
         check_finite(tensors.items(), self.path)
         yield module
-        module.to("meta")
+        models.materialize(module, "meta")
 
     @contextlib.contextmanager
     def layer(self, index: int):
@@ -94,8 +98,8 @@ class Layers:
 
         If layerwise, they are kept in a temporary file in `directory`.
         """
-        with self.part("model.embed_tokens") as embedding:
-            return self.store((embedding(batch.to(self.device)) for batch in batches), directory)
+        with self.part("model.embed_tokens"):
+            return self.store((embedded(self.model, batch.to(self.device)) for batch in batches), directory)
 
     def store(self, batches, directory: str | None):
         """A list of batches: in memory or, if layerwise, in a temporary file in `directory`."""
@@ -113,7 +117,7 @@ class Layers:
         names = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
         parts = {self.model.get_submodule(name): functools.partial(self.layer, index)
                  for index, name in enumerate(names)}
-        for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        for name in self.outside():
             parts[self.model.get_submodule(name)] = functools.partial(self.part, name)
         for module, part in parts.items() if self.layerwise else ():
             hooks.append(module.register_forward_pre_hook(
@@ -147,9 +151,12 @@ class Layers:
 
         Yields them one at a time.
         """
-        with self.part("model.norm") as norm, self.part("lm_head") as lm_head:
+        _, *last = self.outside()
+        with contextlib.ExitStack() as stack:
+            for name in last:
+                stack.enter_context(self.part(name))
             for number in range(len(hidden)):
-                yield lm_head(norm(hidden[number]))[0].float().cpu()
+                yield logits_of(self.model, hidden[number])[0].float().cpu()
 
 
 def return_freed_memory() -> None:
@@ -159,20 +166,6 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
-
-
-def run_layer(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Output of a decoder layer, or of its self_attn, for [n, T, hidden]: causal.
-
-    positions: [T], ascending, by default from 0.
-    """
-    positions = torch.arange(hidden.shape[1]) if positions is None else positions
-    positions = positions.to(hidden.device)[None]
-    attention, rotary = getattr(layer, "self_attn", layer), model.model.rotary_emb
-    mask = families.window_mask(hidden.shape[1], families.sliding_window(attention), hidden.device)
-    turns = rotary(hidden, position_ids=positions, **families.rope_options(rotary, attention))
-    output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
-    return output[0] if isinstance(output, tuple) else output
 
 
 class Spool:
@@ -214,11 +207,10 @@ class CheckpointWriter:
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
         self.directory, self.dtype, self.source = directory, dtype, source
-        self.config = copy.deepcopy(config)
-        model = models.empty_model(source, self.config, dtype)  # which sets the config's dtype
+        model = models.empty_model(source, config, dtype)
+        self.config = model.config
         self.config.architectures = [type(model).__name__]
-        # tied parameters appear once, under their first name
-        self.parameters = dict(model.named_parameters())
+        self.model, self.tensors = model, as_stored_by(model, models.kept_tensors(model))
         self.places: dict[str, tuple[str, int]] = {}  # of each tensor: file, offset
         self.written: set[str] = set()
 
@@ -229,13 +221,14 @@ class CheckpointWriter:
 
     def _write_headers(self) -> None:
         """Write the header of each safetensors file and, if there are several, the index."""
-        split = split_torch_state_dict_into_shards(self.parameters, max_shard_size=SHARD_SIZE,
+        split = split_torch_state_dict_into_shards(self.tensors, max_shard_size=SHARD_SIZE,
                                                    filename_pattern="model{suffix}.safetensors")
         for file, names in split.filename_to_tensors.items():
             header, end = {"__metadata__": {"format": "pt"}}, 0
             for name in sorted(names):  # as safetensors does
-                start, end = end, end + self.parameters[name].nbytes
-                header[name] = {"dtype": STORED_DTYPES[self.dtype], "shape": self.parameters[name].shape,
+                tensor = self.tensors[name]
+                start, end = end, end + tensor.nbytes
+                header[name] = {"dtype": STORED_DTYPES[tensor.dtype], "shape": tensor.shape,
                                 "data_offsets": (start, end)}
             content = json.dumps(header, separators=(",", ":")).encode()
             content += b" " * (-len(content) % 8)
@@ -245,37 +238,37 @@ class CheckpointWriter:
                 self.places[name] = self._path(file), 8 + len(content) + header[name]["data_offsets"][0]
         if not split.is_sharded:
             return
-        parameters = sum(parameter.numel() for parameter in self.parameters.values())
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         index = {"metadata": {"total_parameters": parameters} | split.metadata,
                  "weight_map": split.tensor_to_filename}
         with open(self._path("model.safetensors.index.json"), "w", encoding="utf-8") as stream:
             stream.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def write(self, name: str, module) -> None:
-        """Write a module's parameters under `name`, its name in the model ("model.layers.0").
+        """Write a module's tensors under `name`, its name in the model ("model.layers.0").
 
         Tied parameters are written once. Raises ValueError for a shape that does not match the config.
         """
-        for key, parameter in module.named_parameters(prefix=name):
-            if key not in self.parameters:  # tied to a parameter with another name
+        for key, tensor in as_stored_by(self.model, models.kept_tensors(module, name)).items():
+            if key not in self.tensors:  # tied to a parameter with another name
                 continue
-            expected = self.parameters[key].shape
-            if parameter.shape != expected:
-                raise ValueError(f"{key}: expected shape {list(expected)}, found {list(parameter.shape)}")
+            expected = self.tensors[key]
+            if tensor.shape != expected.shape:
+                raise ValueError(f"{key}: expected shape {list(expected.shape)}, found {list(tensor.shape)}")
             file, offset = self.places[key]
             with open(file, "r+b") as stream:
                 stream.seek(offset)
-                stream.write(raw_bytes(parameter.detach().to(self.dtype)))
+                stream.write(raw_bytes(tensor.to(expected.dtype)))
             self.written.add(key)
 
     def write_rest(self, layers: Layers) -> None:
         """Write the embedding, final norm and head of `layers`."""
-        for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        for name in layers.outside():
             with layers.part(name) as module:
                 self.write(name, module)
 
     def __exit__(self, kind, *error):
-        missing = self.parameters.keys() - self.written
+        missing = self.tensors.keys() - self.written
         if kind is None and missing:
             raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, "
                                f"among them {min(missing)}")

@@ -1,5 +1,7 @@
 """Models: finding, describing and loading checkpoints and tokenizers, with clear errors."""
 
+import contextlib
+import copy
 import glob
 import json
 import os
@@ -8,13 +10,14 @@ from dataclasses import asdict
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from common import hub
 from common.cli import suggest
 from common.errors import UserError
-from common.families import geometry
+from common.families import geometry, needs_eager
 from common.files import read_json, write_json
 from common.records import COUNT, Optional, mismatch
 from common.weights import (
@@ -91,7 +94,8 @@ def load_config(path: str):
         raise UserError(f"{path}: {fault}")
     if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
         raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
-    config._attn_implementation = "sdpa"  # whatever it says: without a mask no other is causal
+    # whatever it says: without a mask sdpa alone is causal, and an eager function has one
+    config._attn_implementation = "eager" if needs_eager(config) else "sdpa"
     return config
 
 
@@ -126,14 +130,63 @@ def source_model(record: dict, run: str) -> dict:
     return model
 
 
-def empty_model(path: str, config, dtype: torch.dtype):
-    """The model of a config without memory for its parameters. path: where the config comes from."""
+@contextlib.contextmanager
+def parameters_on_meta():
+    """Context manager: modules are made without memory for their parameters, but with their buffers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        if parameter is not None and not parameter.is_meta:  # a tied one stays the same
+            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def materialize(module, device) -> None:
+    """Give a module memory for its parameters on a device, or none on "meta"; its buffers stay as they are,
+    and move to the device.
+    """
+    buffers = [(part._buffers, name, buffer) for part in module.modules()
+               for name, buffer in part._buffers.items() if buffer is not None]
+    module.to_empty(device=device)
+    for of_part, name, buffer in buffers:
+        of_part[name] = buffer if device == "meta" else buffer.to(device)
+
+
+def kept_tensors(module, name: str = "") -> dict[str, torch.Tensor]:
+    """The tensors that checkpoints keep of a module, by name in the model that has it as `name`: parameters,
+    tied ones under their first name, and buffers that are not computed from a config.
+    """
+    prefix = f"{name}." if name else ""
+    parameters = dict(module.named_parameters())
+    others = dict(module.named_parameters(remove_duplicate=False)).keys() - parameters
+    kept = parameters | {name: tensor for name, tensor in module.state_dict().items()
+                         if name not in parameters and name not in others}
+    return {prefix + name: tensor.detach() for name, tensor in kept.items()}
+
+
+def empty_model(path: str, config, dtype: torch.dtype, device: str = "cpu"):
+    """The model of a copy of a config, without memory for its parameters. path: of the config; device: of its
+    buffers.
+    """
+    try:
+        with parameters_on_meta():
+            config = copy.deepcopy(config)  # which gets this dtype
+            if dtype == torch.float64:  # which grouped products do not take
+                config._experts_implementation = "eager"
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return model
 
 
 def needs_several_gpus(path: str, dtype: torch.dtype, device: str) -> bool:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from common.errors import UserError
-from common.families import geometry
+from common.families import as_they_were, geometry, in_order, needs_eager
+from common.forward import attention_function
 
 BLOCK = 32  # channels with one scale
 ROTATED = 64  # llama.cpp rotates heads of a multiple of this size, values in parts of it
@@ -122,10 +122,10 @@ def attention_with(model, change):
 
     def attend(module, query, key, value, attention_mask, **options):
         key, value = change(module, query, key, value)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return attention_function(module)(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register("changed", attend)
-    AttentionMaskInterface.register("changed", sdpa_mask)
+    AttentionMaskInterface.register("changed", eager_mask if needs_eager(model.config) else sdpa_mask)
     before, model.config._attn_implementation = model.config._attn_implementation, "changed"
     try:
         yield
@@ -134,6 +134,15 @@ def attention_with(model, change):
 
 
 def quantized(model, cache: Cache, layout: str):
-    """Context manager: the model reads all keys and values, also a token's own, from a quantized cache."""
-    return attention_with(model, lambda module, query, key, value: (
-        read_back(key, cache.keys, layout, keys=True), read_back(value, cache.values, layout, keys=False)))
+    """Context manager: the model reads all keys and values, also a token's own, from a quantized cache.
+
+    model: with its RopePairs (common/proof.py), where they are not those of a Llama.
+    """
+    def change(module, query, key, value):
+        pairs = getattr(module, "rope_pairs", None)
+        as_they_are = layout == "halves" or pairs is None  # halves: as transformers has them
+        order = None if as_they_are else pairs.behind
+        key = as_they_were(read_back(in_order(key, order), cache.keys, layout, keys=True), order)
+        return key, read_back(value, cache.values, layout, keys=False)
+
+    return attention_with(model, change)

@@ -127,7 +127,8 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     "01_calibrate.py": {
         "files": FILES,
         "summary": {"tokens": COUNT, "sequences": COUNT, "length": COUNT, "text": STRING,
-                    "sampled_tokens": COUNT, "positions": COUNT, "peak_memory_gib": POSITIVE},
+                    "sampled_tokens": COUNT, "positions": COUNT, "peak_memory_gib": POSITIVE,
+                    "proven": Optional(STRING)},
         "arguments": {"text": STRING, "chat": Optional(STRING)},
     },
     "02_similarity.py": {

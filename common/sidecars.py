@@ -67,11 +67,12 @@ def older_keys(settings: dict) -> dict:
     older, rope = {}, settings.get("rope_parameters") or {}
     if settings.get("dtype"):
         older["torch_dtype"] = settings["dtype"]
-    rope = dict(rope.get(SCALED_LAYERS) or rope)
+    per_layer, rope = SCALED_LAYERS in rope, dict(rope.get(SCALED_LAYERS) or rope)
     if "rope_theta" in rope:
         older["rope_theta"] = rope.pop("rope_theta")
         scaled = rope.get("rope_type", "default") != "default"
-        older["rope_scaling"] = rope if scaled else None
+        if scaled or not per_layer:
+            older["rope_scaling"] = rope if scaled else None
     return older
 
 

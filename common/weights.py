@@ -1,5 +1,6 @@
 """The weights of a checkpoint directory: finding their files, reading single tensors, validating them."""
 
+import functools
 import glob
 import hashlib
 import os
@@ -9,6 +10,14 @@ from collections.abc import Iterator
 
 import torch
 from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from common.errors import UserError
 from common.files import known_sha256, read_json, require_regular
@@ -125,26 +134,88 @@ def require_dense(name: str, tensor) -> None:
         raise ValueError(f"expected a dense tensor {shown(name)}, found {found}")
 
 
-class StoredWeights:
-    """The weights of a checkpoint directory, read a few tensors at a time."""
+def open_for(model, directory: str) -> dict:
+    """open_checkpoint by the names of a model's own tensors. What transformers stores otherwise than a model
+    holds it, each expert of a mixture by itself, is converted by transformers when it is read.
 
-    def __init__(self, path: str):
-        self.path = path
+    Raises UserError for files that are damaged, and for tensors that cannot be converted.
+    """
+    stored, transforms = open_checkpoint(directory), get_model_conversion_mapping(model, add_legacy=False)
+    renamings, converters = ([transform for transform in transforms if isinstance(transform, kind)]
+                             for kind in (WeightRenaming, WeightConverter))
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    tensors, groups = {}, {}
+    for key in sorted(stored, key=dot_natural_key):  # experts in their order
+        if any(pattern.search(key) for pattern in ignored):
+            continue
+        name, pattern = rename_source_key(key, renamings, converters)
+        if pattern is None:
+            tensors[name] = stored[key]
+        else:
+            groups.setdefault(name, []).append((key, pattern))
+    for name, parts in groups.items():
+        converter = next(each for each in converters if parts[0][1] in each.source_patterns)
+        made = functools.partial(convert, converter, name, parts, model)
+        try:
+            shapes = made({key: torch.empty(shape_of(stored[key]), device="meta") for key, _ in parts})
+        except Exception as error:  # one is missing, or has another shape
+            raise UserError(f"{directory}: expected tensors that make {name}, found others: "
+                            f"{first_line(error)}") from error
+        tensors |= {target: Converted(made, stored, target, like.shape) for target, like in shapes.items()}
+    return tensors
+
+
+def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]], model, stored) -> dict:
+    """The model's tensors that a converter makes of parts, (stored name, pattern of the converter) pairs.
+
+    name: of the first of them; stored: stored name -> what gives a tensor when sliced.
+    """
+    for key, pattern in parts:
+        converter.add_tensor(name, key, pattern, stored[key][...])
+    made = converter.convert(name, model=model, config=model.config)
+    return {target: tensor[0] if isinstance(tensor, list) else tensor for target, tensor in made.items()}
+
+
+def as_stored_by(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors by name -> as transformers stores them: the inverse of open_for."""
+    return revert_weight_conversion(model, tensors)
+
+
+def shape_of(stored) -> tuple[int, ...]:
+    """The shape of a tensor or of a handle."""
+    return tuple(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
+
+
+class Converted:
+    """A handle for a tensor that is made of several stored ones, as those of open_checkpoint."""
+
+    def __init__(self, made, stored: dict, name: str, shape):
+        self.made, self.stored, self.name, self.shape = made, stored, name, shape
+
+    def __getitem__(self, rows) -> torch.Tensor:
+        return self.made(self.stored)[self.name][rows]
+
+
+class StoredWeights:
+    """The weights of a checkpoint directory, read a few tensors at a time by their names in a model."""
+
+    def __init__(self, path: str, model):
+        self.path, self.model = path, model
 
     def names(self) -> set[str]:
         """Names of the stored tensors."""
-        return set(open_checkpoint(self.path))
+        return set(open_for(self.model, self.path))
 
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors by name. Raises UserError for one that is missing or has another shape.
 
         The files are reopened each time, because pages read from an open one stay in memory.
         """
-        stored = open_checkpoint(self.path)
+        stored = open_for(self.model, self.path)
         for name, tensor in tensors.items():
             if name not in stored:
                 raise UserError(f"{self.path}: expected a tensor {name}, found none")
-            content = stored[name][:]
+            content = stored[name][...]
             if content.shape != tensor.shape:
                 raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
                                 f"found {list(content.shape)}")
@@ -167,7 +238,7 @@ def check_tied(path: str) -> None:
     transformers would use that head; a checkpoint written from the config would lose it.
     """
     stored, names = open_checkpoint(path), ("model.embed_tokens.weight", "lm_head.weight")
-    if stored.keys() >= set(names) and not torch.equal(*(stored[name][:] for name in names)):
+    if stored.keys() >= set(names) and not torch.equal(*(stored[name][...] for name in names)):
         raise UserError(f"{path}: expected {names[1]} equal to {names[0]} (tie_word_embeddings in its "
                         "config), found another")
 

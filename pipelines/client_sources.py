@@ -21,14 +21,22 @@ LLAMA = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_
 LLAMA3_SCALING = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                   "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 QWEN = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 2}
+LAYER_NORM = {"rope_theta": 1e4, "layer_norm_eps": 1e-5}
+GPT2 = "GPT2Tokenizer", "<|endoftext|>", "<|endoftext|>"
 KINDS = {  # family, class of the tokenizer, begin and end of sequence, the rest of config.json
     "llama": ("llama", "GPT2Tokenizer", "<|endoftext|>", "<|endoftext|>", LLAMA | {"rope_theta": 1e5}),
     "llama3": ("llama", "PreTrainedTokenizerFast", "<|begin_of_text|>", "<|end_of_text|>",
                LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING}),
     "qwen2": ("qwen2", "Qwen2Tokenizer", None, "<|endoftext|>", QWEN | {"rope_theta": 1e6}),
     "sentencepiece": ("llama", "LlamaTokenizer", "<s>", "</s>", LLAMA | {"rope_theta": 1e4}),
+    "mixtral": ("mixtral", *GPT2, {"rope_theta": 1e4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "stablelm": ("stablelm", *GPT2, LAYER_NORM | {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "cohere": ("cohere", *GPT2, LAYER_NORM | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "granite": ("granite", *GPT2, LLAMA | {"rope_theta": 1e4, "residual_multiplier": 0.22,
+                                           "embedding_multiplier": 12.0, "attention_multiplier": 0.2,
+                                           "logits_scaling": 4.0}),
 }
-PRE = {"llama": "gpt-2", "llama3": "qwen2", "qwen2": "qwen2", "sentencepiece": ""}  # see gguf.sh
+PRE = {"llama3": "qwen2", "qwen2": "qwen2", "sentencepiece": ""}  # see gguf.sh; the others: gpt-2
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # Qwen2's
 TEMPLATE = ("{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
@@ -47,7 +55,7 @@ LlamaTokenizerFast(directory + "/tokenizer.model", add_prefix_space=True).save_p
 def write_byte_level(directory: str, kind: str, special: list[str]) -> None:
     """tokenizer.json of a byte-level BPE, and vocab.json and merges.txt, which hub models have next to it."""
     tokenizer = Tokenizer(models.BPE())
-    words = [] if kind == "llama" else [pre_tokenizers.Split(Regex(WORDS), "isolated")]
+    words = [] if kind not in PRE else [pre_tokenizers.Split(Regex(WORDS), "isolated")]
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, of_bytes])
     tokenizer.decoder = decoders.ByteLevel()

@@ -91,7 +91,7 @@ def parse():
     parser.add_argument("--source", metavar="DIR", help="a checkpoint of yours instead of the random ones")
     parser.add_argument("--kv-heads", type=positive, default=2, help="of the exports (2)")
     parser.add_argument("--run", default="runs/clients", help="where everything goes (runs/clients)")
-    parser.add_argument("--write", action="store_true", help="put the table in docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="put the rows in the table of docs/clients.md")
     return parser.parse_args()
 
 
@@ -225,7 +225,7 @@ def results_of(kind: str, args, names: list[str]) -> tuple[dict, dict]:
     source, settings = args.source, {}
     if not source:
         source = os.path.join(home, "source")
-        settings["PRE"] = client_sources.PRE[kind]
+        settings["PRE"] = client_sources.PRE.get(kind, "gpt-2")
         if not os.path.isdir(source):
             client_sources.write_source(source, kind, environment(OLD))
     write_text(text, read_text(client_sources.TEXT))
@@ -249,13 +249,22 @@ def main() -> int:
         losses += worse(source, export)
         mark = "**worse:** " if worse(source, export) else ""
         rows.append((PINS[name][0].replace("==", " "), kind, source, f"{mark}{export}"))
-    table = markdown_table(("client", "source", "on the source", "on the export"), rows)
+    columns = "client", "source", "on the source", "on the export"
+    table = markdown_table(columns, rows)
     print(table)
     write_text(os.path.join(args.run, "clients.md"), table + "\n")
     if args.write:
         page = os.path.join(ROOT, "docs", "clients.md")
         before, _, rest = read_text(page).partition(MARKS[0])
-        write_text(page, f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        earlier, _, after = rest.partition(MARKS[1])
+        measured = {(client, kind) for client, kind, *_ in rows}
+        kept = [line.strip("| ").split("|") for line in earlier.strip().splitlines()[2:]]
+        kept = [[cell.strip() for cell in cells] for cells in kept]
+        rows += [cells for cells in kept if (cells[0], cells[1]) not in measured]
+        order = [PINS[name][0].replace("==", " ") for name in PINS], list(client_sources.KINDS)
+        rows = [row for row in rows if row[0] in order[0] and row[1] in order[1]]
+        rows.sort(key=lambda row: tuple(map(list.index, order, row)))
+        write_text(page, f"{before}{MARKS[0]}\n{markdown_table(columns, rows)}\n{MARKS[1]}{after}")
     return min(losses, 1)
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Do the programs that people run a model with work on an export as they do on its source? See clients.py.
 #
-#   bash pipelines/clients.sh                               # small random models of four kinds, every client
+#   bash pipelines/clients.sh                               # small random models of eight kinds, every client
 #   bash pipelines/clients.sh --clients mlx-lm --kinds qwen2
 #   bash pipelines/clients.sh --source DIR --kv-heads 4     # a checkpoint of yours
-#   bash pipelines/clients.sh --write                       # put the table in docs/clients.md
+#   bash pipelines/clients.sh --write                       # put the rows in docs/clients.md
 #
 #   PYTHON   interpreter (python), with requirements-dev.txt      PRE   see gguf.sh, with --source
 #

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.calibration import Calibration
+from common.proof import attach_pairs
 from common.reporting import plots
 from common.training.sharding import init_ranks
 
@@ -63,6 +64,7 @@ def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **c
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+    attach_pairs(model)
     return model
 
 

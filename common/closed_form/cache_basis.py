@@ -20,7 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
-from common.families import family, head_parameters
+from common.families import (
+    as_stored,
+    head_parameters,
+    norm_kind,
+    output_projection,
+    query_heads_per_kv_head,
+)
 from common.method.merge import head_columns, head_rows
 from common.method.rope import rotate_pairs, to_complex, to_real
 from common.method.stats import output_gram
@@ -66,7 +72,7 @@ class Basis:
 def fit_basis(attention, samples: CacheSamples, layout: str) -> Basis:
     """The basis for one layer and a layout of common/quantized_cache.py."""
     keys, energy = samples.sampled(samples.keys), torch.stack(samples.energies).mean(0)
-    norm = family(attention.config).norm
+    norm = norm_kind(attention)
     factor = fit_keys(to_complex(keys), energy, layout, norm)
     errors = [score_error(keys, energy, given, layout) for given in (torch.ones_like(factor), factor)]
     if norm == "head":
@@ -74,7 +80,7 @@ def fit_basis(attention, samples: CacheSamples, layout: str) -> Basis:
     factor = factor.where((errors[1] < errors[0])[:, None], 1)
 
     values, every = samples.sampled(samples.values), torch.cat(samples.values).double()
-    output = output_gram(attention.o_proj.weight, *keys.shape[1:])
+    output = output_gram(output_projection(attention).weight, *keys.shape[1:])
     value_map = fit_values(torch.einsum("nga,ngb->gab", every, every) / len(every), output)
     plain = torch.eye(keys.shape[-1], dtype=torch.float64, device=keys.device).expand_as(value_map)
     lost = [output_error(values, output, given, layout) for given in (plain, value_map)]
@@ -89,7 +95,7 @@ def relative(errors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def fit_keys(keys: torch.Tensor, energy: torch.Tensor, layout: str, norm: str = "") -> torch.Tensor:
-    """f [G, P] from keys [N, G, P] complex and E|q[p]|^2 / 2 [G, P]; norm: families.Family.norm."""
+    """f [G, P] from keys [N, G, P] complex and E|q[p]|^2 / 2 [G, P]; norm: families.norm_kind."""
     shape = (1, *energy.shape[1:]) if norm == "head" else energy.shape
     scale, phase = (torch.zeros(shape, device=energy.device, requires_grad=True) for _ in range(2))
     optimizer = torch.optim.Adam([scale] if norm else [scale, phase], lr=RATE)
@@ -157,11 +163,12 @@ def output_error(values: torch.Tensor, output: torch.Tensor, value_map: torch.Te
 @torch.no_grad()
 def change_basis(attention, basis: Basis) -> None:
     """Change the parameters of an attention layer, in place; its output is unchanged."""
-    size, repeats = basis.value_map.shape[-1], attention.num_key_value_groups
+    size, repeats = basis.value_map.shape[-1], query_heads_per_kv_head(attention)
     factors = {"k": basis.factor, "q": (1 / basis.factor.conj()).repeat_interleave(repeats, 0)}
     inverse = torch.linalg.inv(basis.value_map).repeat_interleave(repeats, 0)
-    norm = family(attention.config).norm
-    for name, parameter in head_parameters(attention).items():
+    norm = norm_kind(attention)
+    changed = head_parameters(attention)
+    for name, parameter in changed.items():
         if name == "o_proj.weight":
             blocks = torch.einsum("ohb,hba->oha", head_columns(parameter, size), inverse)
         elif name.startswith("v_proj."):
@@ -171,4 +178,6 @@ def change_basis(attention, basis: Basis) -> None:
             blocks = rotate_pairs(rows, factors[name[0]][: len(rows)].to(torch.complex128))
         else:
             continue
-        parameter.copy_(blocks.reshape(parameter.shape).to(parameter.dtype))
+        changed[name] = blocks.reshape(parameter.shape).to(parameter.dtype)
+    for name, tensor in as_stored(attention, changed).items():
+        attention.get_parameter(name).copy_(tensor)

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common.families import adds_attention, attention_input, merged_parameters
+from common.families import merged_parameters, output_name, output_projection
+from common.forward import attention_factor, run_attention, run_layer
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out
@@ -83,18 +84,17 @@ class Moments:
 class Refit:
     """Runs text through an original and a merged model side by side, refitting one layer after another.
 
-    run(module, hidden, positions): applies a decoder layer, or its self_attn, of either model to hidden
-    states at positions [T], or None: from 0. targets, inputs, unrefitted: lists of batches [n, T, hidden]
-    before the first layer, replaced in place: for the original model, the refitted one, and the merged one
-    without a refit. attention: do the attention refit, too. context: tokens that keys are merged for; None:
-    no gaps between positions. store: makes a list of batches. metrics: per layer the ridge strength of the
-    output refit (None: W_O kept) and the held-out error, "merged", after the "output" and, where asked for,
-    the "attention" refit.
+    model: either, whose masks and positions those of both are. targets, inputs, unrefitted: lists of batches
+    [n, T, hidden] before the first layer, replaced in place: for the original model, the refitted one, and
+    the merged one without a refit. attention: do the attention refit, too. context: tokens that keys are
+    merged for; None: no gaps between positions. store: makes a list of batches. metrics: per layer the ridge
+    strength of the output refit (None: W_O kept) and the held-out error, "merged", after the "output" and,
+    where asked for, the "attention" refit.
     """
 
-    def __init__(self, run, targets, inputs, unrefitted=(), attention: bool = False,
+    def __init__(self, model, targets, inputs, unrefitted=(), attention: bool = False,
                  context: int | None = None, store=list):
-        self.run, self.attention, self.store = run, attention, store
+        self.model, self.attention, self.store = model, attention, store
         self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
         self.metrics: list[dict] = []
         every = min(HELD_OUT_EVERY, len(targets))
@@ -133,34 +133,34 @@ class Refit:
 
     def _advance(self, layer, batches, positions) -> None:
         for number in range(len(batches)):
-            batches[number] = self.run(layer, batches[number], positions[number])
+            batches[number] = run_layer(self.model, layer, batches[number], positions[number])
 
     def _outputs(self, original):
         """Yield the target of the attention output for each batch, and advance the original's text."""
-        tap, added = IORecorder(original.self_attn.o_proj), adds_attention(original)
+        tap = IORecorder(output_projection(original.self_attn))
+        factor = attention_factor(self.model, original)
         for number in range(len(self.targets)):
             before = self.targets[number]
             drift = before - self.inputs[number]
-            self.targets[number] = self.run(original, before, self.positions[number])
-            yield tap.output + DRIFT * drift if added else tap.output
+            self.targets[number] = run_layer(self.model, original, before, self.positions[number])
+            yield tap.output + DRIFT * drift / factor if factor else tap.output
         tap.handle.remove()
 
     def _attend(self, merged, number: int) -> torch.Tensor:
         """The merged layer's attention output for one batch."""
-        hidden = attention_input(merged, self.inputs[number])
-        return self.run(merged.self_attn, hidden, self.positions[number])
+        return run_attention(self.model, merged, self.inputs[number], self.positions[number])
 
     def _fit(self, merged, outputs) -> tuple[float | None, float, float]:
-        """Refit o_proj in place. Returns the ridge strength, and the held-out error before and after."""
-        projection = merged.self_attn.o_proj
+        """Refit W_O in place. Returns the ridge strength, and the held-out error before and after."""
+        projection = output_projection(merged.self_attn)
         fit, judge = (self._moments(merged, outputs, numbers) for numbers in (self.fitted, self.held_out))
         weight, ridge, before, after = best_fit(projection.weight.double(), fit, judge)
         projection.weight.copy_(weight.to(projection.weight.dtype))
         return ridge, before, after
 
     def _moments(self, merged, outputs, numbers) -> Moments:
-        """The statistics of o_proj over some batches; its bias is not W_O's to fit."""
-        projection = merged.self_attn.o_proj
+        """The statistics of W_O over some batches; its bias is not W_O's to fit."""
+        projection = output_projection(merged.self_attn)
         tap, bias = IORecorder(projection), 0 if projection.bias is None else projection.bias
         cross = torch.zeros_like(projection.weight, dtype=torch.float64)
         moments = Moments(cross.new_zeros(cross.shape[1], cross.shape[1]), cross)
@@ -220,7 +220,7 @@ def optimizers(attention) -> list[torch.optim.Optimizer]:
     for name, parameter in merged_parameters(attention).items():
         group = {"params": [parameter], "lr": RATE * float(parameter.detach().square().mean().sqrt())}
         if parameter.ndim == 2:
-            matrices.append(group | {"columns": name == "o_proj.weight"})
+            matrices.append(group | {"columns": name == f"{output_name(attention)}.weight"})
         else:
             vectors.append(group)
     muon = HeadMuon(matrices, attention.head_dim)

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
 
 from common.errors import UserError
-from common.method.losses import product
+from common.head import head_of
 
 SPAN = 64  # positions: attention reads the cache up to a multiple of it, and each multiple has its graph
 BLOCK = 256  # tokens of the vocabulary whose probabilities are first summed
@@ -40,16 +40,24 @@ class StaticLayer(DynamicLayer):
 
 
 def single_query(module, query, key, value, attention_mask, ages=None, scaling=None, sliding_window=None,
-                 **kwargs):
+                 softcap=None, s_aux=None, **kwargs):
     """Attention of one token a row: query [n, H, 1, d], key and value [n, G, S, d] -> [n, 1, H, d].
 
     ages [S]: by how many positions the token is later; below zero: not written yet. Every key is read once,
-    not once a query head.
+    not once a query head. softcap, s_aux [H]: the cap of a Gemma 2 on scores, the sinks of a GPT-OSS.
     """
     (n, groups, _, head_dim), heads = key.shape, query.shape[1]
+    ages = module.ages if ages is None else ages
     unread = ages < 0 if sliding_window is None else (ages < 0) | (ages >= sliding_window)
     scores = (query * scaling).view(n, groups, heads // groups, head_dim) @ key.mT
-    weights = scores.masked_fill_(unread, -torch.inf).softmax(-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill_(unread, -torch.inf)
+    if s_aux is not None:  # a sink takes its share of a query head's attention
+        sinks = s_aux.to(scores.dtype).view(1, groups, heads // groups, 1).expand(n, -1, -1, -1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return (weights @ value).view(n, 1, heads, head_dim), None
 
 
@@ -88,12 +96,14 @@ class Decoder:
         """Read self.tokens at this place, and draw the next ones; it changes nothing to do it twice."""
         place, config = self.place, self.model.config
         ages = place.position - self.places[: place.span]
+        for layer in self.model.model.layers:  # StableLM and Nemotron pass nothing on to their attention
+            layer.self_attn.ages = ages
         before, config._attn_implementation = config._attn_implementation, "single-query"
         hidden = self.model.model(
             input_ids=self.tokens[:, None], position_ids=place.position[None], ages=ages,
             past_key_values=self.cache, use_cache=True).last_hidden_state
         config._attn_implementation = before
-        logits = product(hidden[:, -1], self.model.lm_head.weight.T)  # [n, V] float32
+        logits = head_of(self.model)(hidden[:, -1])  # [n, V] float32
         self.finite.logical_and_(logits.sum().isfinite())
         self.drawn.copy_(draw(logits, self.numbers))
 

@@ -3,9 +3,9 @@
 The functions of logits return one loss per token. A sequence's loss is the mean over its tokens, the batch's
 the mean over sequences: both are per-token weights, so packing and sharding do not change the result.
 
-A model is called as trainee(row, function), which returns function(hidden states [T, h], lm_head). A row is
-a packed sequence of T tokens (common/training/packing.py) with, for each part of its samples, "prompt",
-"answer" and "all", the weight of each position, PART_weight [T].
+A model is called as trainee(row, function), which returns function(hidden states [T, h], head), a head as in
+common/head.py. A row is a packed sequence of T tokens (common/training/packing.py) with, for each part of its
+samples, "prompt", "answer" and "all", the weight of each position, PART_weight [T].
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def distillation_loss(
     student,
     row,
     teacher_hidden: torch.Tensor,  # [T, hidden], the teacher's for this row
-    teacher_head,  # its lm_head
+    teacher_head,
     kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
     temperature: float,  # of the KL term
     chunk: int,  # tokens whose logits are in memory at a time
@@ -82,7 +82,7 @@ def distillation_loss(
 
     def loss(part, at, student_logits):  # [c, V], of the tokens `at`: all prompt or all answer
         with torch.no_grad():
-            teacher_logits = product(teacher_hidden[at], teacher_head.weight.T)
+            teacher_logits = teacher_head(teacher_hidden[at])
         losses = {name: (function(student_logits, teacher_logits) * getattr(row, f"{on}_weight")[at]).sum()
                   for name, (function, on) in terms.items() if on in (part, "all")}
         for name, term in losses.items():
@@ -91,7 +91,7 @@ def distillation_loss(
 
     pieces = [("prompt", at) for at in row.prompt_at.split(chunk)]
     pieces += [("answer", at) for at in row.answer_at.split(chunk)]
-    total = student(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
+    total = student(row, lambda hidden, head: chunked(loss, pieces, hidden, head))
     return total, sums
 
 
@@ -111,7 +111,7 @@ def next_token_loss(
         return (cross_entropy(logits, row.targets[at]) * weight[at]).sum()
 
     pieces = [("next token", part) for part in at.split(chunk)]
-    return trainee(row, lambda hidden, lm_head: chunked(loss, pieces, hidden, lm_head.weight))
+    return trainee(row, lambda hidden, head: chunked(loss, pieces, hidden, head))
 
 
 def product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
@@ -144,44 +144,49 @@ def exact_products(dtype: torch.dtype):
         matmul.fp32_precision = before
 
 
-def chunked(loss, pieces: list, hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+def chunked(loss, pieces: list, hidden: torch.Tensor, head) -> torch.Tensor:
     """Sum over pieces of loss(kind, at, logits at `at`), a scalar, holding one piece's logits at a time.
 
-    pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; lm_head: [V, h]; loss returns a
-    scalar of logits that are at least float32. Each piece's gradient is computed right after its loss, while
-    its logits are in memory; only the sums [T, h] and [V, h] are kept for the backward pass. Nothing is
-    recomputed. A frozen lm_head gets no gradient, and costs none.
+    pieces: (kind, at) pairs, at: [c] token positions in hidden [T, h]; head: as in common/head.py; loss
+    returns a scalar of logits that are at least float32. Each piece's gradient is computed right after its
+    loss, while its logits are in memory; only the sums [T, h] and [V, h] are kept for the backward pass.
+    Nothing is recomputed. A frozen head gets no gradient, and costs none.
     """
     pieces = [(kind, at) for kind, at in pieces if len(at)]
-    return _Chunked.apply(loss, pieces, hidden, lm_head)
+    return _Chunked.apply(loss, pieces, head.finish, hidden, head.weight, head.bias)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss, pieces, hidden, lm_head):
-        differentiate, head_is_trained = any(ctx.needs_input_grad), ctx.needs_input_grad[3]
-        hidden, lm_head = hidden.detach(), lm_head.detach()
-        sum_dtype = torch.promote_types(lm_head.dtype, torch.float32)  # never accumulate in bf16
+    def forward(ctx, loss, pieces, finish, hidden, weight, bias):
+        differentiate, head_is_trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
+        hidden, weight = hidden.detach(), weight.detach()
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)  # never accumulate in bf16
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if differentiate else None
-        head_grad = torch.zeros_like(lm_head, dtype=sum_dtype) if head_is_trained else None
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if head_is_trained else None
+        bias_grad = torch.zeros_like(bias, dtype=sum_dtype) if head_is_trained and bias is not None else None
+        bias = None if bias is None else bias.detach().requires_grad_(bias_grad is not None)
         for kind, at in pieces:
             part = hidden[at]
-            logits = product(part, lm_head.T).requires_grad_(differentiate)
+            products = product(part, weight.T).requires_grad_(differentiate)
             with torch.set_grad_enabled(differentiate):
-                value = loss(kind, at, logits)
+                value = loss(kind, at, finish(products, bias))
             total += value.detach()
             if differentiate:
-                slope = torch.autograd.grad(value, logits)[0].to(lm_head.dtype)
-                hidden_grad.index_add_(0, at, slope @ lm_head)
+                slope, *of_bias = torch.autograd.grad(value, [products, bias][: 1 + (bias_grad is not None)])
+                slope = slope.to(weight.dtype)
+                hidden_grad.index_add_(0, at, slope @ weight)
                 if head_is_trained:
-                    product(slope.T, part, head_grad)
-        ctx.save_for_backward(hidden_grad, head_grad)
+                    product(slope.T, part, weight_grad)
+                for gradient in of_bias:
+                    bias_grad += gradient
+        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, scale):
-        hidden_grad, head_grad = ctx.saved_tensors
-        head_grad = None if head_grad is None else head_grad * scale
-        return None, None, hidden_grad * scale.to(hidden_grad.dtype), head_grad
+        hidden_grad, *of_head = ctx.saved_tensors
+        of_head = (None if gradient is None else gradient * scale for gradient in of_head)
+        return None, None, None, hidden_grad * scale.to(hidden_grad.dtype), *of_head

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.families import fused_parts
+from common.families import OUTPUTS, fused_parts, output_projection
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of Louizos et al.
 START = 7.5  # initial log_alpha: E[1 - z] is 7e-4; three draws in a thousand are below 1
@@ -138,7 +138,7 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
         attention = layer.self_attn
         for name in names:
             original = getattr(attention, name)
-            queries = attention.o_proj.in_features if name == "qkv_proj" else 0
+            queries = output_projection(attention).in_features if name == "qkv_proj" else 0
             rows = len(original.weight)
             if name[0] in "kv":  # unless it is the norm of single heads
                 rows = min(rows, kv_heads * attention.head_dim)
@@ -147,9 +147,9 @@ def patch(model, kv_heads: int, names: tuple[str, ...] = KEY_VALUE) -> None:
             merged = copy.deepcopy(original)
             for part, parameter in original.named_parameters():
                 setattr(merged, part, nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:])))
-            if name == "o_proj":
+            if name in OUTPUTS:
                 original.bias = None  # it belongs to no head: the merged one is the layer's
-            options = {"columns": name == "o_proj", "queries": queries}
+            options = {"columns": name in OUTPUTS, "queries": queries}
             setattr(attention, name, BlendedProjection(original, merged, attention.head_dim, **options))
 
 

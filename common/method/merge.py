@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from common.families import as_stored, family, head_parameters
+from common.families import (
+    as_stored,
+    head_parameters,
+    norm_kind,
+    per_query_head,
+    query_heads_per_kv_head,
+)
 from common.method.procrustes import key_overlap, value_overlap
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, group_blocks
@@ -91,7 +97,8 @@ FUNCTIONS = {"mean": mean_merge, "scaled": scaled_merge, "first": first_merge}
 def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     """The merged q, k, v and o_proj parameters by name. attention: a module with heads in group order."""
     _, members, size, _ = merge.value_in.shape
-    repeats, device = attention.num_key_value_groups, attention.o_proj.weight.device
+    parameters, merged = head_parameters(attention), {}
+    repeats, device = query_heads_per_kv_head(attention), parameters["o_proj.weight"].device
     maps = merge.value_in, merge.key_in, merge.value_out, merge.key_out.mT
     value_in, key_in, *outs = (part.flatten(0, 1).to(device) for part in maps)  # [G * D, d, d]
     value_out, key_out = (part.repeat_interleave(repeats, 0) for part in outs)  # [query heads, d, d]
@@ -99,8 +106,7 @@ def merged_state(attention, merge: Merge) -> dict[str, torch.Tensor]:
     def group_sum(blocks):  # [G * D, d, n] -> [G, d, n]
         return blocks.unflatten(0, (-1, members)).sum(1)
 
-    parameters, merged = head_parameters(attention), {}
-    single = family(attention.config).norm == "head"  # one norm, which the heads share
+    single = norm_kind(attention) == "head"  # one norm, which the heads share
     norms = {name[0]: head_rows(parameters[name], size) for name in parameters if "_norm." in name}
     if single:
         norms = {} if merge.key_variance is None else {"q": norms["q"]}
@@ -154,6 +160,7 @@ def merge_layer(layer, index: int, config, merge: Merge):
         merged = type(layer)(config, index)
     attention = {f"self_attn.{name}": tensor for name, tensor in merged_state(layer.self_attn, merge).items()}
     merged.load_state_dict(layer.state_dict() | attention, assign=True)
+    merged.self_attn.rope_pairs = layer.self_attn.rope_pairs
     return merged.eval()
 
 
@@ -183,25 +190,29 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
     *new* order. W_V <- Q W_V, W_O <- W_O Q^T (Eq. 12, 13), W_Q <- u W_Q, W_K <- u W_K (Eq. 14-16); biases
     with their weights. The weights of a norm over all heads change places as quarter turns make the rows.
     """
-    size, repeats = value_rotation.shape[-1], attention.num_key_value_groups
+    size, repeats = value_rotation.shape[-1], query_heads_per_kv_head(attention)
     query_order = [head * repeats + query for head in order for query in range(repeats)]
     query_rotation = key_rotation.repeat_interleave(repeats, 0)
     output_rotation = value_rotation.repeat_interleave(repeats, 0)
-
-    def store(parameter, blocks):
-        parameter.copy_(blocks.reshape(parameter.shape).to(parameter.dtype))
-
     turns = {"q": (query_order, query_rotation), "k": (order, key_rotation)}
-    for name, parameter in head_parameters(attention).items():
+    rotated = head_parameters(attention)
+    for name, parameter in rotated.items():
         if name == "o_proj.weight":
             columns = head_columns(parameter, size)[:, query_order]
-            store(parameter, torch.einsum("ohb,hab->oha", columns, output_rotation))  # W_O Q^T
+            blocks = torch.einsum("ohb,hab->oha", columns, output_rotation)  # W_O Q^T
         elif name.startswith("v_proj."):
-            store(parameter, value_rotation @ head_rows(parameter, size)[order])
+            blocks = value_rotation @ head_rows(parameter, size)[order]
         elif len(parameter) > size:  # norms of single heads are one for all of them
             heads, rotation = turns[name[0]]
             turn = exchange_pairs if "_norm." in name else rotate_pairs
-            store(parameter, turn(head_rows(parameter, size)[heads], rotation))
+            blocks = turn(head_rows(parameter, size)[heads], rotation)
+        else:
+            blocks = parameter
+        rotated[name] = blocks.reshape(parameter.shape).to(parameter.dtype)
+    for name, tensor in as_stored(attention, rotated).items():
+        attention.get_parameter(name).copy_(tensor)
+    for parameter in per_query_head(attention):
+        parameter.copy_(parameter[query_order])
 
 
 def exchange_pairs(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ which commutes with multiplication by any other complex number.
 
 import torch
 
-from common.families import family
+from common.families import head_parameters, norm_kind
 
 
 def to_complex(keys: torch.Tensor) -> torch.Tensor:
@@ -68,9 +68,10 @@ def free_pairs(attention) -> torch.Tensor:
     norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
     which exchange those of a pair, are exact, too.
     """
-    norm = family(attention.config).norm
+    norm = norm_kind(attention)
     if norm != "head":
         return torch.full((attention.head_dim // 2,), norm != "joint")
-    a, b = attention.q_norm.weight.detach().double().cpu().chunk(2)
-    c, e = attention.k_norm.weight.detach().double().cpu().chunk(2)
+    parameters = head_parameters(attention)
+    a, b = parameters["q_norm.weight"].detach().double().cpu().chunk(2)
+    c, e = parameters["k_norm.weight"].detach().double().cpu().chunk(2)
     return (a * c == b * e) & (a * e == b * c)

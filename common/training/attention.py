@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.families import geometry, window_mask
+from common.families import geometry, needs_eager
+from common.forward import attention_function, passes_on
+from common.head import head_of
 
 
 class Trainee(nn.Module):
@@ -17,21 +18,25 @@ class Trainee(nn.Module):
     ranks by sum_over_ranks; in optimizers and checkpoints its name is replicated.NAME.
 
     forward(row, head_loss) runs the decoder over one packed row and returns head_loss(hidden [T, hidden],
-    lm_head), so that the loss can form logits a chunk at a time. Without head_loss it returns the hidden
+    head), so that the loss can form logits a chunk at a time. Without head_loss it returns the hidden
     states.
     """
 
     def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
         super().__init__()
         self.net = net
+        # StableLM and Nemotron do not: what packed rows need lies in their attention layers instead
+        self.passes_on = passes_on(net.config)
         starts = (replicated or {}).items()
         self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
 
     def forward(self, row, head_loss=None):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        config, head = self.net.config, self.net.lm_head
+        config, head = self.net.config, head_of(self.net)
         packed = config._attn_implementation == "packed"
         options = sample_bounds(row, config, head.weight) if packed else {}
+        for layer in () if self.passes_on else self.net.model.layers:
+            layer.self_attn.row = options
         output = self.net.model(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
         )
@@ -45,9 +50,12 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
     with attn_implementation="packed". lengths, starts and longest: sample_bounds' for a row of T tokens,
-    passed through the model's forward; without them, one sample. sliding_window: number of positions a token
-    attends to, including its own; None for all.
+    passed through the model's forward, or in module.row; without them, one sample. sliding_window: number of
+    positions a token attends to, including its own; None for all. What no fused kernel knows, soft caps and
+    sinks, is left to the model's own eager function.
     """
+    if lengths is None and starts is None:
+        lengths, starts, longest = map(vars(module).get("row", {}).get, ("lengths", "starts", "longest"))
     if starts is None:
         options = {"scaling": scaling, "dropout": dropout} | kwargs
         lengths = np.array([query.shape[2]]) if lengths is None else lengths
@@ -59,13 +67,27 @@ def packed_attention(module, query, key, value, attention_mask, lengths=None, st
     return output[None], None
 
 
+def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
+    """[1, 1, T, T] bool, true where a token attends; None if plain causal attention suffices."""
+    if window is None or window >= length:
+        return None
+    positions = torch.arange(length, device=device)
+    behind = positions[:, None] - positions
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
 @torch.compiler.disable  # the loop would be compiled anew for every number of samples
 def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
     """packed_attention's result from one call of sdpa per sample."""
     alone = []
+    eager, attend = needs_eager(module.config), attention_function(module)
     for sample in zip(*(tensor.split(lengths.tolist(), dim=2) for tensor in states), strict=True):
-        mask = window_mask(sample[0].shape[2], sliding_window, sample[0].device)
-        alone.append(sdpa_attention_forward(module, *sample, mask, **options)[0])  # causal without a mask
+        length, device = sample[0].shape[2], sample[0].device
+        mask = window_mask(length, sliding_window, device)  # without one sdpa is causal
+        if eager:
+            seen = torch.ones(1, 1, length, length, device=device).tril().bool() if mask is None else mask
+            mask = torch.zeros_like(seen, dtype=sample[0].dtype).masked_fill_(~seen, -torch.inf)
+        alone.append(attend(module, *sample, mask, **options)[0])
     return torch.cat(alone, dim=1)
 
 
@@ -75,7 +97,7 @@ def sample_bounds(row, config, weight: torch.Tensor) -> dict:
     On GPUs one kernel call covers all samples, if the kernel supports the model; otherwise
     there is one call per sample, with a mask if the sample is longer than the window.
     """
-    if varlen_applies(weight, geometry(config).head_dim):
+    if varlen_applies(weight, geometry(config).head_dim) and not needs_eager(config):
         return {"starts": row.starts, "longest": max(row.lengths)}
     return {"lengths": np.array(row.lengths)}  # as Python numbers they would be compiled into a layer
 

@@ -38,6 +38,7 @@ from common.files import (
     write_json,
 )
 from common.metrics import METRICS, heldout_kl, read_metrics
+from common.models import kept_tensors
 
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with
@@ -171,7 +172,7 @@ def job_tensors(job, stored_name=lambda name: name) -> dict[str, torch.Tensor]:
     Of a parameter with two names, an output head that is the embedding, a checkpoint has the first.
     """
     weights, states = get_state_dict(job.trainee, job.optimizer, options=FLAT)
-    first = dict(job.trainee.named_parameters())
+    first = kept_tensors(job.trainee)
     tensors = {f"weights.{stored_name(name)}": tensor for name, tensor in weights.items() if name in first}
     return tensors | {f"optimizer.{stored_name(name)}": tensor for name, tensor in states.items()
                       if name.startswith("state.")}

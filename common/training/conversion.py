@@ -3,10 +3,12 @@
 import os
 from dataclasses import dataclass, field
 
+import torch
+
 from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
 from common.data.pool import Pool
 from common.families import merged_modules
-from common.models import load_config, source_model
+from common.models import empty_model, load_config, source_model
 from common.records import MERGES
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks
@@ -52,7 +54,8 @@ def read_conversion(run: str, ranks, exported: str | None = None) -> Conversion:
             verify_files(exported, record)
     summary = aligned_record["summary"]
     whole_head = MERGES[summary["merge"]].whole_head or summary["refit"]  # it changed W_Q and W_O, too
-    blended = merged_modules(load_config(aligned), bool(whole_head))
+    model = empty_model(aligned, load_config(aligned), torch.float32)
+    blended = merged_modules(model.model.layers[0].self_attn, bool(whole_head))
     model, kv_heads = source_model(aligned_record, run), summary["kv_heads"]
     return Conversion(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)
 

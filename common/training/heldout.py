@@ -27,7 +27,8 @@ from common.data.text import (
 )
 from common.errors import UserError
 from common.files import known_sha256
-from common.method.losses import cross_entropy, kl, product
+from common.head import head_of
+from common.method.losses import cross_entropy, kl
 from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
 from common.training.packing import rows_of_step
@@ -121,13 +122,12 @@ def compare(
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> torch.Tensor:
     """[5] float64: n, and sums over these positions of the metrics in COMPARED."""
-    teacher_hidden, teacher_head = teacher(row), teacher.net.lm_head
+    teacher_hidden, teacher_head = teacher(row), head_of(teacher.net)
 
-    def sums_of(hidden, lm_head):
+    def sums_of(hidden, head):
         sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=hidden.device)
         for at in positions.split(chunk):
-            ours = product(hidden[at], lm_head.weight.T)
-            theirs = product(teacher_hidden[at], teacher_head.weight.T)
+            ours, theirs = head(hidden[at]), teacher_head(teacher_hidden[at])
             losses = (cross_entropy(logits, row.targets[at]) for logits in (ours, theirs))
             columns = (kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1))
             sums[0] += len(at)

@@ -6,6 +6,7 @@ not counted, hence USABLE.
 """
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.families import geometry
+from common.families import OUTPUTS, geometry
 from common.method import masks
 from common.training.hardware import Cluster, parse_hardware
 
@@ -28,6 +29,8 @@ REACHED = 0.75  # share of a link's rated bytes/s that NCCL moves: some 230 of a
 # seconds to launch a layer's forward pass, a backward pass twice: beside an H200 2 to 2.7 ms, an H100 2.8;
 # with whole weights 2.0 there
 HOST = {False: 0.0025, True: 0.002}
+# what configs call the number of experts that a token is sent to
+CHOSEN = "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"
 
 
 @dataclass(frozen=True)
@@ -90,58 +93,82 @@ def size(config, student: Student | None = None) -> Size:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         if student and student.blended:
             masks.patch(model, student.kv_heads, student.blended)
-    whole = sum(p.numel() for p in model.parameters())
-    first = model.model.layers[0]
-    layer, attention = (sum(p.numel() for p in part.parameters()) for part in (first, first.self_attn))
-    return Size(whole, layer, whole - layer * config.num_hidden_layers, attention)
+    whole, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
+    largest = max(model.model.layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
+    layer, attention = (sum(p.numel() for p in part.parameters()) for part in (largest, largest.self_attn))
+    return Size(whole, layer, whole - layers, attention)
 
 
-def forward_flops(config, tokens: int, attended: int, predicted: int) -> int:
+@dataclass(frozen=True)
+class Products:
+    """Multiply-adds of a forward pass."""
+
+    projections: int  # a token, of attention in all layers
+    mlps: int  # a token, of all else in all layers: of a mixture only the experts that a token is sent to
+    attention: int  # a (query, key) pair, in all layers: scores and weighted sum
+    head: int  # a token whose logits are computed
+
+
+def products(config) -> Products:
+    """The multiply-adds of a config's model."""
+    shape, layers = geometry(config), config.num_hidden_layers
+    width = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    with torch.device("meta"):
+        decoder = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False).model
+    mlps = sum(active(config, parameter) for name, parameter in decoder.layers.named_parameters()
+               if ".self_attn." not in name and parameter.ndim > 1)
+    return Products(layers * shape.hidden * width, mlps, layers * 2 * shape.heads * shape.head_dim,
+                    shape.hidden * config.vocab_size)
+
+
+def active(config, parameter: torch.Tensor) -> int:
+    """Elements of a parameter that a token meets: of experts, [experts, ...], those that it is sent to."""
+    chosen = next((getattr(config, name) for name in CHOSEN if getattr(config, name, None)), None)
+    if parameter.ndim < 3 or not chosen:
+        return parameter.numel()
+    return min(chosen, len(parameter)) * parameter[0].numel()
+
+
+def forward_flops(model: Products, tokens: int, attended: int, predicted: int) -> int:
     """FLOPs of the matrix products in one forward pass, two per multiply-add.
 
     tokens: in total; attended: (query, key) pairs per layer and head; predicted: tokens whose logits are
     computed.
     """
-    shape, hidden = geometry(config), config.hidden_size
-    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-    projections = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
-    attention = 2 * heads * head_dim  # scores and weighted sum
-    layers = config.num_hidden_layers * (projections * tokens + attention * attended)
-    return 2 * (layers + hidden * config.vocab_size * predicted)
+    of_tokens, of_pairs = (model.projections + model.mlps) * tokens, model.attention * attended
+    return 2 * (of_tokens + of_pairs + model.head * predicted)
 
 
-def training_flops(config, tokens: int, attended: int, predicted: int, train: str = "all") -> int:
+def training_flops(model: Products, tokens: int, attended: int, predicted: int, train: str = "all") -> int:
     """FLOPs of a forward and backward pass, the latter at twice the cost. Arguments as in forward_flops.
 
     train "attention": the other weights get no gradients.
     """
-    whole = 3 * forward_flops(config, tokens, attended, predicted)
-    if train == "all":
-        return whole
-    mlps = 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
-    return whole - 2 * (mlps * tokens + config.hidden_size * config.vocab_size * predicted)
+    whole = 3 * forward_flops(model, tokens, attended, predicted)
+    return whole if train == "all" else whole - 2 * (model.mlps * tokens + model.head * predicted)
 
 
-def row_flops(config, row, predicted: int, train: str | None) -> int:
+def row_flops(model: Products, row, predicted: int, train: str | None) -> int:
     """FLOPs of a packed row, of which so many tokens are predicted; train None: of the forward pass alone."""
     tokens, pairs = row.input_ids.numel(), sum(length * (length + 1) // 2 for length in row.lengths)
     if train is None:
-        return forward_flops(config, tokens, pairs, predicted)
-    return training_flops(config, tokens, pairs, predicted, train)
+        return forward_flops(model, tokens, pairs, predicted)
+    return training_flops(model, tokens, pairs, predicted, train)
 
 
 def sft_flops(trainee) -> Callable:
     """A row's FLOPs in fine-tuning, forward and backward, without recomputation."""
-    return lambda row: row_flops(trainee.net.config, row, len(row.answer_at), "all")
+    model = functools.cache(lambda: products(trainee.net.config))
+    return lambda row: row_flops(model(), row, len(row.answer_at), "all")
 
 
 def distillation_flops(student, teacher, train: str) -> Callable:
     """A row's FLOPs in distillation: the student's, forward and backward, and the teacher's forward pass."""
+    both = functools.cache(lambda: [products(trainee.net.config) for trainee in (student, teacher)])
 
     def flops(row) -> int:
-        predicted = len(row.prompt_at) + len(row.answer_at)
-        return (row_flops(student.net.config, row, predicted, train)
-                + row_flops(teacher.net.config, row, predicted, None))
+        (of_student, of_teacher), predicted = both(), len(row.prompt_at) + len(row.answer_at)
+        return row_flops(of_student, row, predicted, train) + row_flops(of_teacher, row, predicted, None)
 
     return flops
 
@@ -151,13 +178,14 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
 
     compute: bytes per activation.
     """
-    hidden, inner, shape = config.hidden_size, config.intermediate_size, geometry(config)
+    hidden, shape = config.hidden_size, geometry(config)
+    inner = products(config).mlps / (3 * hidden * config.num_hidden_layers)  # of gated MLPs: their width
     width = shape.heads * shape.head_dim
     wide = 4 if compute < 4 else 0  # a norm's float32 copy of its input
     norms = 2 * ((2 * compute + wide) * hidden + 4)  # input, normalised input; its output counts below
     attention = compute * (hidden + 4 * width)  # input of q, k and v; q, k, v after RoPE; output
     mlp = compute * (hidden + 4 * inner)  # input; gate, its silu, up, their product
-    matrices = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 1, "qkv_proj": 3}  # norms are small
+    matrices = dict.fromkeys(("q_proj", "k_proj", "v_proj", *OUTPUTS), 1) | {"qkv_proj": 3}  # norms are small
     blend = compute * hidden * width * sum(matrices.get(name, 0) for name in blended)
     return tokens * (norms + attention + mlp) + blend, tokens * hidden * compute
 
@@ -285,8 +313,9 @@ def step_cost(work: Workload, student: Student | None, schedule, cluster: Cluste
     tokens = schedule.batch * sum(work.lengths) / count
     predicted = tokens if student else schedule.batch * sum(work.answers) / count
     attended = schedule.batch * sum(length * (length + 1) / 2 for length in work.lengths) / count
-    forward = forward_flops(work.config, tokens, attended, predicted)
-    useful = training_flops(work.config, tokens, attended, predicted, student.train if student else "all")
+    model = products(work.config)
+    forward = forward_flops(model, tokens, attended, predicted)
+    useful = training_flops(model, tokens, attended, predicted, student.train if student else "all")
     if student:
         useful += forward  # the teacher's
     rows, row = work.rows(schedule, ranks)
@@ -343,6 +372,11 @@ def print_phases(phases: list[tuple], hardware: str) -> float:
     Returns the hours. Raises UserError if one does not fit.
     """
     cluster, hours, all_fit = parse_hardware(hardware), 0.0, True
+    config = phases[0][1].config
+    if any(getattr(config, name, None) for name in CHOSEN):
+        model, whole = products(config), size(config).whole
+        met = model.projections + model.mlps + model.head
+        print(f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts")
     for phase in phases:
         lines, phase_hours, fits = report(*phase, cluster)
         print("\n".join(lines))
@@ -358,7 +392,8 @@ def print_heldout(work: Workload, times: int, hardware: str) -> float:
     An upper bound: a student has fewer kv heads than its teacher, and not every token is predicted.
     """
     tokens, attended = sum(work.lengths), sum(length * (length + 1) // 2 for length in work.lengths)
-    flops = 2 * forward_flops(work.config, tokens, attended, tokens)  # of the student and the teacher
+    model = products(work.config)  # of the teacher; its student's are fewer
+    flops = 2 * forward_flops(model, tokens, attended, tokens)
     hours = times * seconds(flops, 0, 0, parse_hardware(hardware)) / 3600
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
           f"{duration(hours)} in total")

@@ -15,6 +15,7 @@ from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, choose_chats
 from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError
+from common.families import OUTPUTS
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.records import SOURCE
 from common.training import checkpoints, engine, hardware, plan
@@ -72,7 +73,8 @@ def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) ->
     """
     column = 1 if tasks == NONE else 2 if conversion.model["name"] == DEMO else 0
     defaults = {flag.attribute: flag.default[column] for flag in flags if isinstance(flag.default, list)}
-    return defaults | ({"masks": "off"} if tasks == NONE and "o_proj" in conversion.blended else {})
+    whole_head = not {*OUTPUTS}.isdisjoint(conversion.blended)
+    return defaults | ({"masks": "off"} if tasks == NONE and whole_head else {})
 
 
 def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) -> argparse.Namespace:

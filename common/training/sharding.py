@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.families import restore_buffers
+from common.models import empty_model, kept_tensors
 from common.training.attention import Trainee
-from common.weights import open_checkpoint
+from common.weights import open_for, shape_of
 
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s. One that dies
 # is noticed by torchrun at once, but not by those that are joining it.
@@ -203,7 +203,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         )
         if prepare:
             prepare(model)
-        trainee = Trainee(model, replicated)
+    trainee = Trainee(model, replicated)
     alone = execution.whole and ranks.world == 1
     if not alone:
         shard(trainee, ranks, execution)
@@ -212,7 +212,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     with torch.no_grad():
         for name, start in (replicated or {}).items():
             trainee.replicated[name].copy_(start)  # to_empty discarded these, too
-    restore_buffers(model, ranks.device)
+    take_buffers(model, empty_model("", config, execution.weights, ranks.device))
     if sources:
         load_rows(model, sources)
     if execution.recompute:
@@ -222,6 +222,13 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     if alone:
         compute_in(trainee, execution.compute)
     return trainee.train()
+
+
+def take_buffers(model, skeleton) -> None:
+    """Give a model the buffers of another one of its config: what to_empty discards."""
+    for path, part in skeleton.named_modules():
+        for name, buffer in part._buffers.items():
+            model.get_submodule(path)._buffers[name] = buffer
 
 
 def shard(trainee: Trainee, ranks: Ranks, execution: Execution) -> None:
@@ -281,22 +288,25 @@ def local_rows(parameter) -> list[int]:
 
 @torch.no_grad()
 def load_rows(model, sources) -> None:
-    """Load the parameters from checkpoints; each rank reads only the rows it holds.
+    """Load what checkpoints keep; of parameters each rank reads only the rows it holds.
 
     Raises UserError for a tensor that is missing or has the wrong shape.
     """
     opened: dict[str, dict] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in kept_tensors(model).items():
         directory, key = sources(name)
         if directory not in opened:
-            opened[directory] = open_checkpoint(directory)
+            opened[directory] = open_for(model, directory)
         if key not in opened[directory]:
             raise UserError(f"{directory}: expected a tensor {key}, found none")
         stored = opened[directory][key]
-        shape = tuple(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
+        shape = shape_of(stored)
         if shape != tuple(parameter.shape):
             raise UserError(f"{directory}: expected {key} of shape {list(parameter.shape)}, "
                             f"found {list(shape)}")
+        if parameter.ndim == 0:  # a buffer
+            parameter.copy_(stored[...])
+            continue
         rows = local_rows(parameter)
         if rows:  # a small tensor may leave this rank without rows
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

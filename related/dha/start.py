@@ -42,7 +42,7 @@ from common.equivalence import mean_kl
 from common.errors import UserError
 from common.families import allowed_kv_heads, check_kv_heads, key_context
 from common.files import write_directory
-from common.layers import Layers, run_layer
+from common.layers import Layers
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, head_columns, head_rows
 from common.method.procrustes import align_layer
@@ -166,7 +166,7 @@ class Source:
     def refit(self, model, tokens: torch.Tensor, attention: bool) -> list[dict]:
         """Refit a merged model in place, a layer at a time; returns the metrics of the layers."""
         targets, inputs = (self.layers.embed(tokens.split(1), None) for _ in range(2))
-        fit = Refit(partial(run_layer, self.layers.model), targets, inputs, attention=attention)
+        fit = Refit(self.layers.model, targets, inputs, attention=attention)
         pairs = zip(self.layers.model.model.layers, model.model.layers, strict=True)
         for original, merged in Progress(list(pairs), desc="refitting", unit="layer"):
             fit.layer(original, merged)

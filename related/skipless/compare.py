@@ -43,7 +43,8 @@ from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 STAGE = "related/skipless/compare.py"
 CONFIGS = sorted(map(str, Path(__file__).parent.glob("configs/*.json")))
 PYTHIA = "gpt_neox"
-COUNTED = (*families.SUPPORTED, SkiplessConfig.model_type, PYTHIA)  # model types
+LIKE_LLAMA = "llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "olmo2", "olmo3"  # Q, K and V are apart
+COUNTED = (*LIKE_LLAMA, "phi3", SkiplessConfig.model_type, PYTHIA)  # model types
 COLUMNS = ("model", "blocks", "attention", "Q + P per layer", "weights", "without Q and P", "saved, speed-up",
            "by an exact fold")
 KINDS = {"serial": False, "parallel": True}
@@ -336,8 +337,7 @@ def main():
     args = parse()
     output, path = os.path.join(args.run, "compare"), resolve_model(args.model)
     config = models.load_config(path)
-    separate = [name for name, family in families.FAMILIES.items() if not family.fused]  # Q, K and V apart
-    separate.append(SkiplessConfig.model_type)
+    separate = [*LIKE_LLAMA, SkiplessConfig.model_type]
     if config.model_type not in separate:
         raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
     weights, lines, trained, swept = count_all(args, config), None, None, None

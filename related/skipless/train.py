@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import families, models, sidecars
+from common import models, proof, sidecars
 from common.artifacts import Claim, begin_stage, read_record, write_beside, write_record
 from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
@@ -40,7 +40,7 @@ from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
 from common.errors import UserError
 from common.evaluate import perplexity
 from common.files import write_directory, write_text
-from common.layers import run_layer
+from common.forward import run_layer
 from common.method.losses import next_token_loss
 from common.metrics import METRICS
 from common.records import FILES, POSITIVE, STAGES, STRING
@@ -101,7 +101,7 @@ def load_shape(source: str, length: int, without):
     Raises UserError unless they can do without these letters, and be trained on sequences of this length.
     """
     config = models.load_config(source)
-    families.require_convertible(source, config)
+    proof.require_convertible(source, config)
     sequence_length(length, length, config.max_position_embeddings, least=2)
     for letter in without:
         check_square(skipless_config(config, False), letter)

@@ -3,7 +3,6 @@ plain training of a whole decoder layer; Muon against torch's own."""
 
 import math
 from collections import OrderedDict, defaultdict
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 from common.closed_form import refit
 from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
-from common.layers import run_layer
 from helpers import tiny_model
 from students import merge_model
 from test_keys import normal
@@ -64,43 +62,59 @@ def test_a_weight_that_no_ridge_improves_is_kept(case, error):
 
 
 class Layer(nn.Module):
-    """A layer of which o_proj reads the hidden states themselves; its output replaces them.
+    """A layer of which o_proj reads the hidden states themselves; its output replaces them."""
 
-    norm: whether there is one before the attention; else its output is not added as it is.
-    """
-
-    def __init__(self, seed: int, bias: bool = False, norm: bool = True):
+    def __init__(self, seed: int, bias: bool = False):
         super().__init__()
         projection = nn.Linear(6, 6, bias=bias, dtype=torch.float64)
         with torch.no_grad():
             for number, parameter in enumerate(projection.parameters()):
                 parameter.copy_(normal(*parameter.shape, seed=seed + number))
         self.self_attn = nn.Sequential(OrderedDict(o_proj=projection))
-        if norm:
-            self.input_layernorm = nn.Identity()
 
     def forward(self, hidden):
         return self.self_attn(hidden)
 
 
-@pytest.mark.parametrize(("sequences", "bias", "norm"), [(1, False, True), (3, True, True), (3, True, False)])
-def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(sequences, bias, norm):
+@pytest.fixture
+def plain_runs(monkeypatch):
+    """Layers run by themselves, without a model; a list of what was run, and at which positions."""
+    read = []
+
+    def run(attention):
+        def module_of(model, layer, hidden, positions):
+            module = layer.self_attn if attention else layer
+            read.append((module, positions))
+            return module(hidden)
+
+        return module_of
+
+    monkeypatch.setattr(refit, "run_layer", run(attention=False))
+    monkeypatch.setattr(refit, "run_attention", run(attention=True))
+    monkeypatch.setattr(refit, "attention_factor", lambda model, layer: 1.0)
+    return read
+
+
+@pytest.mark.parametrize(("sequences", "bias", "factor"), [(1, False, 1.0), (3, True, 0.25), (3, True, None)])
+def test_a_layer_is_fitted_on_seven_batches_of_eight_and_judged_on_the_eighth(
+        sequences, bias, factor, plain_runs, monkeypatch):
     """Inputs and targets differ, as they do behind a merged layer; the merged layer keeps its bias.
 
-    Half of the difference is part of the target, where attention adds to what differs.
+    Half of the difference is part of the target, where attention, times a factor, adds to what differs.
     """
+    monkeypatch.setattr(refit, "attention_factor", lambda model, layer: factor)
     targets, inputs = normal(16, sequences, 9, 6, seed=1), normal(16, sequences, 9, 6, seed=2)
     inputs = targets + 0.1 * inputs
-    original, merged = Layer(10, bias, norm), Layer(20, bias, norm)
+    original, merged = Layer(10, bias), Layer(20, bias)
     weight = merged.self_attn.o_proj.weight.detach().clone()
     held_out = torch.arange(16) % 8 == 7
     texts = [list(text.clone()) for text in (targets, inputs, inputs)]
     with torch.no_grad():
         y = original.self_attn(targets) - (merged.self_attn.o_proj.bias if bias else 0)
-        y = y + 0.5 * (targets - inputs) if norm else y
+        y = y + 0.5 * (targets - inputs) / factor if factor else y
         fit, judge = ((inputs[part].flatten(0, 2), y[part].flatten(0, 2)) for part in (~held_out, held_out))
         unrefitted = merged(inputs)
-        row = Refit(lambda module, hidden, positions: module(hidden), *texts).layer(original, merged)
+        row = Refit(None, *texts).layer(original, merged)
         expected = ridge_regression(*fit, weight, row["ridge"])
         refitted = merged.self_attn.o_proj.weight
         np.testing.assert_allclose(refitted.numpy(), expected, atol=1e-4)  # products are float32
@@ -141,15 +155,12 @@ def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
     assert without.positions == [None] * count and without.fitted == gapped.fitted
 
 
-def test_both_models_read_a_sequence_at_the_same_positions():
+def test_both_models_read_a_sequence_at_the_same_positions(plain_runs):
     texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2, 3)], defaultdict(list)
     original, merged, gaps = Layer(10), Layer(20), [None, refit.gapped_positions(1, 9, 36), None, None]
-
-    def run(module, hidden, positions):
+    Refit(None, *texts, context=36).layer(original, merged)
+    for module, positions in plain_runs:
         read[module].append(positions)
-        return module(hidden)
-
-    Refit(run, *texts, context=36).layer(original, merged)
     for module, expected in ((original, gaps), (merged.self_attn, gaps), (merged, [None] * 4 + gaps)):
         for ours, theirs in zip(read[module], expected, strict=True):  # without gaps: text for perplexities
             assert ours is theirs is None or torch.equal(ours, theirs)
@@ -159,7 +170,7 @@ def refit_attention(model, merged, tokens) -> list[dict]:
     """Every layer of `merged` refitted on tokens [sequences, T], one a batch, in place."""
     batches = [model.model.embed_tokens(part) for part in tokens.split(1)]
     texts = list(batches), list(batches)
-    run = refit.Refit(partial(run_layer, model), *texts, attention=True)
+    run = refit.Refit(model, *texts, attention=True)
     for layers in zip(model.model.layers, merged.model.layers, strict=True):
         run.layer(*layers)
     return run.metrics

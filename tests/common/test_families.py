@@ -12,22 +12,34 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from bench.families import small_config
 from common.closed_form.refit import ERRORS
-from common.families import family, geometry, head_parameters, merged_modules, watch_heads, window_mask
-from common.layers import Layers, run_layer
+from common.families import (
+    geometry,
+    head_parameters,
+    merged_modules,
+    needs_eager,
+    norm_kind,
+    watch_heads,
+)
+from common.forward import embedded, run_layer
+from common.forward import logits_of as logits_behind
+from common.layers import Layers
 from common.method import masks
 from common.method.merge import fuse_layer
 from common.method.rope import free_pairs, quarter_phase
 from common.models import load_config
-from common.training.attention import Trainee
+from common.proof import attach_pairs
+from common.training.attention import Trainee, window_mask
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, build
-from helpers import run, save_tiny, tiny_model
+from helpers import END, ROOT, byte_tokenizer, run, save_tiny, tiny_model
 from students import merge_model
 from test_packing import random_samples
 
 GQA, TIED = {"num_key_value_heads": 4}, {"tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHORT = {"original_max_position_embeddings": 32}
 LLAMA3 = SHORT | {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                   "high_freq_factor": 4.0}
@@ -53,6 +65,21 @@ FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's lon
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2],
         "long_factor": [2.0, 2.1, 2.2],
     }},
+    "cohere, GQA": GQA | {"model_type": "cohere", "logit_scale": 0.25},  # pairs (2p, 2p + 1), parallel
+    "phi": {"model_type": "phi", "hidden_size": 64},  # half of the channels; parallel; biases, the head's too
+    "stablelm": {"model_type": "stablelm", "hidden_size": 128, "head_dim": 16},  # a quarter of the channels
+    "glm4, GQA": GQA | {"model_type": "glm4"},  # both; norms on both sides
+    "granite": {"model_type": "granite", "residual_multiplier": 0.22, "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0, "logits_scaling": 4.0},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 12, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 5.0},
+    "gemma3, GQA": GQA | {"model_type": "gemma3_text", "sliding_window": 12},  # norms that multiply by 1 + w
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 12},  # sinks
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "olmoe": EXPERTS | {"model_type": "olmoe", "hidden_size": 64, "num_experts": 4},
+    "qwen2_moe, GQA": GQA | EXPERTS | {"model_type": "qwen2_moe", "num_experts": 4,
+                                       "shared_expert_intermediate_size": 32},
+    "glm4_moe": EXPERTS | {"model_type": "glm4_moe", "n_routed_experts": 4, "first_k_dense_replace": 1},
 }
 ROPES = {
     "default": {},
@@ -67,7 +94,7 @@ TOKENS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(
 
 
 def logits_of(model, attention: str = "sdpa") -> torch.Tensor:
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager" if needs_eager(model.config) else attention)
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -78,7 +105,7 @@ def rotations(attention, generator):
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
     turns = torch.polar(torch.ones_like(angles), angles)
-    if family(attention.config).norm == "joint":
+    if norm_kind(attention) == "joint":
         return values, quarter_phase(turns)
     return values, torch.where(free_pairs(attention), turns, turns.real.sign())
 
@@ -87,12 +114,13 @@ def rotations(attention, generator):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_fused_model_is_the_same_function(changes, attention):
     model, generator = tiny_model(**changes).double(), torch.Generator().manual_seed(1)
+    model.config._experts_implementation = "eager"  # the others know no float64
     before = logits_of(model, attention)
     for layer in model.model.layers:
         order = torch.randperm(geometry(model.config).kv_heads, generator=generator).tolist()
         fuse_layer(layer.self_attn, order, *rotations(layer.self_attn, generator))
     # transformers computes norms in float32 even in a float64 model: 1e-7 of logits of size 10, three layers
-    assert before.std() > 0.5 and (logits_of(model, attention) - before).abs().max() < 1e-5
+    assert before.std() > 0.3 and (logits_of(model, attention) - before).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -129,7 +157,7 @@ def test_a_fused_projection_is_blended_by_its_parts():
     """Of a Phi-3 that is GQA already: rows of q, k and v, each by the mask of its key/value head."""
     model = tiny_model(model_type="phi3", num_key_value_heads=4)
     merged = merge_model(model, 2)
-    assert merged_modules(model.config) == ("qkv_proj",)
+    assert merged_modules(model.model.layers[0].self_attn) == ("qkv_proj",)
     rows, means = (each.model.layers[0].self_attn.qkv_proj.weight for each in (model, merged))
     queries, keys, values = rows.split((64, 32, 32))
     expected = [queries, *(part.view(2, 2, 8, 48).mean(1).flatten(0, 1) for part in (keys, values))]
@@ -152,7 +180,7 @@ def test_heads_are_watched_behind_norms_over_all_of_them(family, norms):
     """And as parts of a fused projection."""
     model, watched, inputs = tiny_model(model_type=family, num_key_value_heads=4), {}, []
     attention = model.model.layers[0].self_attn
-    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors}))
+    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors.flatten(-2)}))
     projection = attention.get_submodule("qkv_proj" if family == "phi3" else "q_proj")
     projection.register_forward_pre_hook(lambda module, given: inputs.extend(given))
     model(torch.arange(5)[None])
@@ -172,13 +200,13 @@ def test_running_layer_after_layer_is_the_model(changes):
     """40 tokens see a window of 12, at positions from 0 and with a gap."""
     model, gap = tiny_model(**changes), torch.arange(40) + 30 * (torch.arange(40) >= 20)
     for positions in (None, gap):
-        hidden = model.model.embed_tokens(TOKENS)
+        hidden = embedded(model, TOKENS)
         for layer in model.model.layers:
             hidden = run_layer(model, layer, hidden, positions)
         places = {} if positions is None else {"position_ids": positions[None]}
         mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
-        whole = model.model(TOKENS, attention_mask=mask, use_cache=False, **places).last_hidden_state
-        torch.testing.assert_close(model.model.norm(hidden), whole, rtol=0, atol=1e-5)
+        whole = model(TOKENS, attention_mask=mask, use_cache=False, **places).logits
+        torch.testing.assert_close(logits_behind(model, hidden), whole, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [1, 2, 39, 40, 41, None])
@@ -225,12 +253,13 @@ def test_packed_attention_is_the_familys_own(changes):
 
 
 def assert_packed_is_eager(changes: dict) -> None:
-    """Hidden states and gradients of a row, packed against transformers' eager attention."""
-    row, results = build_row(random_samples(5), 5), []
+    """Hidden states and gradients of a row, packed against eager attention, sample by sample."""
+    samples, results = random_samples(5), []
+    row = build_row(samples, 5)
     assert max(row.lengths) > 12  # longer than the window
-    for attention in ("packed", "eager"):
+    for attention, rows in (("packed", [row]), ("eager", [build_row([sample], 5) for sample in samples])):
         trainee = Trainee(tiny_model(attn_implementation=attention, **changes))
-        hidden = trainee(row)
+        hidden = torch.cat([trainee(part) for part in rows])
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         gradients = [parameter.grad for parameter in trainee.parameters() if parameter.grad is not None]
         results.append([hidden.detach(), *gradients])
@@ -243,13 +272,48 @@ def checkpoint_files(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
 
 
+def class_model(model_type: str):
+    """A small random model of this type, from its default config."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(model_type, bos_token_id=END)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 2:
+                parameter.normal_(std=0.2)
+            elif name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def documented(table: str) -> dict[str, str]:
+    """The rows of one of the generated tables in docs/families.md: first entry -> second."""
+    text = (ROOT / "docs" / "families.md").read_text().split(table)[1].strip().split("\n\n")[0]
+    return dict(line.strip("| ").split(" | ")[:2] for line in text.splitlines()[2:])
+
+
+CLASSES = [name.strip("`") for name in documented("are convertible:")]
+OTHERS = sorted({*CLASSES} - {changes.get("model_type", "llama") for changes in FAMILIES.values()})
+
+
+def test_the_readme_counts_the_classes_that_are_documented():
+    assert f"{len(CLASSES)} classes of transformers" in (ROOT / "README.md").read_text().replace("\n", " ")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+def test_the_documented_classes_and_reasons_are_those_of_the_proof():
+    """The first line of every reason, too."""
+    run("bench/families.py", "--check")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_whole_run(name, inputs, tmp_path):
-    changes = dict(FAMILIES[name])
-    dtype = torch.bfloat16 if name == "qwen2, GQA" else torch.float32
-    model = save_tiny(tmp_path / "model", dtype, **changes)
-    home, layerwise = tmp_path / "run", tmp_path / "layerwise"
+    changes = dict(FAMILIES.get(name, {}))
+    source = tiny_model(**changes) if name in FAMILIES else class_model(name)
+    source = source.bfloat16() if name == "qwen2, GQA" else source
+    model, home, layerwise = tmp_path / "model", tmp_path / "run", tmp_path / "layerwise"
+    source.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
     text = ["--model", model, "--text", inputs["text"], "--sequences", 8, "--length", 64]
     for directory, options in ((home, []), (layerwise, ["--layerwise"])):
         run("01_calibrate.py", "--run", directory, *text, *options)
@@ -259,7 +323,10 @@ def test_whole_run(name, inputs, tmp_path):
     for part in ("calibration", "aligned", "merged"):
         assert checkpoint_files(home / part) == checkpoint_files(layerwise / part)
     summary = json.loads((home / "aligned" / "stage.json").read_text())["summary"]
-    assert summary["max_logit_difference"] < 1e-4
+    if name in FAMILIES:
+        assert summary["max_logit_difference"] < 1e-4
+    else:  # whose logits may be large, and were allowed to differ in proportion
+        assert summary["kl"] < 1e-6
     for cosines in summary["within_group_cosine"]:
         assert cosines["key_after"] >= cosines["key_before"]
         assert cosines["value_after"] > cosines["value_before"]
@@ -268,14 +335,15 @@ def test_whole_run(name, inputs, tmp_path):
         home / "groups.json", "--merge", "closed-form", "--refit", "attention", "--dtype", "float32")
     summary = json.loads((tmp_path / "refitted" / "merged" / "stage.json").read_text())["summary"]
     merged, output, trained = (sum(layer[name] for layer in summary["refit_layers"]) for name in ERRORS)
-    assert trained < output < merged
+    assert trained <= (1 if name in FAMILIES else 1 + 1e-6) * output < merged
 
     run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], "--only", "piqa", "--steps", 5,
         "--batch", 4, "--teacher-steps", 2, "--teacher-batch", 4, "--lr", 1e-3, "--mask-lr", 3)
     run("06_export.py", "--run", home)
     weights = whole_weights(saved_checkpoints(str(home / "train"))[-1])
-    exported, source = AutoModelForCausalLM.from_pretrained(home / "gqa"), tiny_model(**changes)
-    embedding, tied = exported.model.embed_tokens.weight, bool(changes.get("tie_word_embeddings"))
+    exported = AutoModelForCausalLM.from_pretrained(home / "gqa")
+    attach_pairs(exported)
+    embedding, tied = exported.model.embed_tokens.weight, source.config.tie_word_embeddings
     assert ("lm_head.weight" in weights) != tied
     assert (exported.lm_head.weight is embedding) == tied
     assert type(exported) is type(source) and exported.config.architectures == [type(source).__name__]

@@ -1,6 +1,7 @@
 """A model one layer at a time: the bytes safetensors itself would write, clear refusals, and memory that a
 layer sets, not the model."""
 
+import ctypes
 import json
 import os
 import platform
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from common.errors import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
+from test_families import FAMILIES
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
 LAYERS = [f"model.layers.{index}" for index in range(3)]
@@ -43,6 +47,42 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token == "<eos>"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "gpt_oss"])
+def test_experts_are_stored_as_transformers_stores_them(tmp_path, name, dtype):
+    """Each by itself, though a model holds them together; what a router adds to its choice in float32, in
+    16-bit checkpoints, too. Read back layer by layer they are the model's."""
+    source, model = save_tiny(tmp_path / "source", **FAMILIES[name]), tiny_model(**FAMILIES[name])
+    for layer in model.model.layers:
+        for buffer in layer.buffers():
+            buffer.copy_(torch.linspace(1, 1 + 1e-4, buffer.numel()))
+    model.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
+        for part in ("model.embed_tokens", *LAYERS, "model.norm", "lm_head"):
+            writer.write(part, model.get_submodule(part))
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    kept = {key for key in ours if key.endswith("e_score_correction_bias")}
+    assert len(kept) == (2 if name == "glm4_moe" else 0)
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor if key in kept else tensor.to(dtype)), key
+    layers = Layers(str(tmp_path / "theirs"), torch.float32, "cpu", layerwise=True)
+    for index, layer in enumerate(layers.decoder_layers()):
+        for key, tensor in model.model.layers[index].state_dict().items():
+            assert torch.equal(layer.state_dict()[key], tensor), key
+
+
+def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
+    source = save_tiny(tmp_path / "source", **FAMILIES["olmoe"])
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    del stored["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(stored, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="expected tensors that make model.layers.1.mlp.experts.gate_up_proj"):
+        for _ in Layers(source, torch.float32, "cpu", layerwise=True).decoder_layers():
+            pass
 
 
 def test_a_checkpoint_with_parts_missing_or_misshapen_is_refused(tmp_path):
@@ -121,6 +161,7 @@ def test_freed_memory_goes_back_to_the_system(tmp_path):
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     Layers(save_tiny(tmp_path), torch.float32, "cpu", layerwise=True)
+    ctypes.CDLL(None).malloc_trim(0)  # what other tests have left
     before, kept = resident(), []
     for _ in range(3):
         layer = [torch.ones(2**18 * mebibytes) for mebibytes in range(2, 20)]

@@ -95,7 +95,7 @@ def test_merged_heads_behind_a_norm_are_right_up_to_a_number_per_token(kv_heads)
 def test_masks_blend_norms_over_all_heads(whole_head):
     """Open masks give the source, closed ones the merged model, and others blend head by head."""
     model = tiny_model(model_type="olmo2")
-    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head)
+    merged, names = merge_model(model, 2), merged_modules(model.model.layers[0].self_attn, whole_head)
     assert ("q_norm" in names) == whole_head and "k_norm" in names
     for name in names:
         for parameter in getattr(merged.model.layers[1].self_attn, name).parameters():
@@ -114,8 +114,9 @@ def test_masks_blend_norms_over_all_heads(whole_head):
 def test_masks_blend_norms_of_single_heads():
     """By the mask of each key/value head, also for the query heads that read it; means leave them alone."""
     model = tiny_model(model_type="qwen3", num_key_value_heads=4)
-    merged, names = merge_model(model, 2), merged_modules(model.config, whole_head=True)
-    assert names[4:] == ("k_norm", "q_norm") and merged_modules(model.config) == ("k_proj", "v_proj")
+    attention, merged = model.model.layers[0].self_attn, merge_model(model, 2)
+    names = merged_modules(attention, whole_head=True)
+    assert names[4:] == ("k_norm", "q_norm") and merged_modules(attention) == ("k_proj", "v_proj")
     for name in names[4:]:
         getattr(merged.model.layers[1].self_attn, name).weight.add_(0.3 * torch.randn(8))
     student, z, x = blended(model, merged, names), torch.rand(4), torch.randn(2, 5, 8, 8)

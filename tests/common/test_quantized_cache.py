@@ -15,8 +15,10 @@ HEADS = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Quantized(DynamicCache):
+    layout = "pairs"
+
     def update(self, keys, values, *args, **options):
-        keys = read_back(keys, "q8_0", "pairs", keys=True)
+        keys = read_back(keys, "q8_0", self.layout, keys=True)
         return super().update(keys, read_back(values, "q4_0", "pairs", keys=False), *args, **options)
 
 
@@ -48,10 +50,17 @@ def test_a_layout_is_orthogonal_and_taken_back(layout, size, keys):
     torch.testing.assert_close(basis, expected)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "phi3", "mistral"])
-def test_attention_reads_from_the_cache(model_type):
-    """As if transformers' own cache held what is read back, which eager attention then reads."""
-    options = {"sliding_window": 8} if model_type == "mistral" else {}
+FAMILIES = "llama", "qwen3", "olmo2", "phi3", "mistral", "gemma2", "cohere"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_attention_reads_from_the_cache(model_type, monkeypatch):
+    """As if transformers' own cache held what is read back, which eager attention then reads.
+
+    A Cohere's pairs are side by side as they are.
+    """
+    options = {"sliding_window": 8} if model_type in ("mistral", "gemma2") else {}
+    monkeypatch.setattr(Quantized, "layout", "halves" if model_type == "cohere" else "pairs")
     model = tiny_model(model_type=model_type, head_dim=64, num_key_value_heads=4, **options)
     for layer in model.model.layers:
         layer.self_attn.scaling *= 2  # of scores: some families have one of their own

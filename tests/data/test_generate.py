@@ -25,6 +25,7 @@ from common.families import geometry
 from common.models import load_config, load_tokenizer
 from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
 from test_chat import CHATML, THOUGHT, chatml_tokenizer, llama2_tokenizer, messages, save_chats
+from test_families import FAMILIES
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:
@@ -86,10 +87,13 @@ def test_progress_counts_every_token():
     assert counted == [3 * decoding.SPAN, 3 * decoding.SPAN, 3 * (150 - 2 * decoding.SPAN)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 7}])
+@pytest.mark.parametrize("changes", [
+    {}, {"model_type": "mistral", "sliding_window": 7}, FAMILIES["phi"], FAMILIES["stablelm"],
+    FAMILIES["gemma2"], FAMILIES["gpt_oss"], FAMILIES["cohere, GQA"], FAMILIES["olmoe"],
+])
 def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
     """Surprise less entropy, summed, is a standard normal number; the begins are of different lengths."""
-    model = tiny_model(num_key_value_heads=4, **changes)
+    model = tiny_model(**{"num_key_value_heads": 4} | changes)
     tokens = sampled(model, [[5] * (1 + n % 9) for n in range(40)], 30, seed=1)
     log = logits_of(model, tokens).log_softmax(-1)
     surprise = -log[:, :-1].gather(-1, torch.from_numpy(tokens).long()[:, 1:, None])[..., 0]
@@ -309,7 +313,7 @@ def test_documents_are_continued(model, tmp_path):
 
 
 def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding, "product", lambda left, right: left.float() @ right.float() * math.inf)
+    monkeypatch.setattr("common.head.product", lambda left, right: left.float() @ right.float() * math.inf)
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)
 

@@ -1,6 +1,8 @@
 """Distillation losses against the formulas written out, and the chunked form against the plain one."""
 
 import contextlib
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paper
+from common.head import Head
 from common.method import losses
 from common.method.losses import bild, chunked, exact_products, kl, product
 
@@ -38,12 +41,18 @@ def pieces_of(tokens: int, chunk: int) -> list:
     return [("bild", part) for part in answers] + [("kl", part) for part in prompt]
 
 
+def head_of_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *options) -> Head:
+    return Head(SimpleNamespace(weight=weight, bias=bias), *options)
+
+
 @pytest.mark.parametrize("tokens, chunk", [(10, 1), (10, 4), (10, 100), (1, 4)])
 @pytest.mark.parametrize("head_is_trained", [True, False])
-def test_chunked_equals_plain(monkeypatch, tokens, chunk, head_is_trained):
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_chunked_equals_plain(monkeypatch, tokens, chunk, head_is_trained, plain_head):
     """Value and gradients of hidden states and head, formed chunk by chunk; each piece's loss called once.
 
     A rank with nothing to predict takes part in the backward pass; a frozen head's gradient is not formed.
+    A head may have a bias, and its products be scaled and capped.
     """
     generator = torch.Generator().manual_seed(3)
     hidden, head, weight = (torch.rand(*shape, dtype=torch.float64, generator=generator)
@@ -55,21 +64,27 @@ def test_chunked_equals_plain(monkeypatch, tokens, chunk, head_is_trained):
         called.append(at)
         return ({"kl": kl, "bild": bild}[kind](student, teacher[at]) * weight[at]).sum()
 
-    def plain(hidden, head):
-        return sum(loss(kind, at, hidden[at] @ head.T) for kind, at in pieces_of(tokens, 100))
+    def whole(hidden, head):
+        logits = hidden @ head.weight.T
+        logits = logits if plain_head else 3 * torch.tanh(0.5 * (logits + head.bias) / 3)
+        return sum(loss(kind, at, logits[at]) for kind, at in pieces_of(tokens, 100))
 
     filled = sum(len(at) > 0 for _, at in pieces)
-    for function in (lambda h, w: chunked(loss, pieces, h, w), plain):
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(head_is_trained)
-        value = function(h, w)
+    for function in (partial(chunked, loss, pieces), whole):
+        h, w, b = hidden.clone(), head.clone(), head[:, 0].clone()
+        leaves = [h.requires_grad_(), w.requires_grad_(head_is_trained), b.requires_grad_(head_is_trained)]
+        used = head_of_weight(w) if plain_head else head_of_weight(w, b, 0.5, 3.0)
+        value = function(h, used)
         assert results or (len(called), len(products)) == (filled, (1 + head_is_trained) * filled)
         (3 * value).backward()
-        results.append((value.detach(), h.grad, w.grad))
+        results.append((value.detach(), *(leaf.grad for leaf in leaves)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     assert (results[0][1][-1] == 0).all() and (results[0][2] is None) != head_is_trained
+    assert (results[0][3] is None) == (plain_head or not head_is_trained)
     with torch.no_grad():
-        torch.testing.assert_close(chunked(loss, pieces, hidden, head), results[1][0], rtol=0, atol=1e-12)
+        value = chunked(loss, pieces, hidden, used)
+        torch.testing.assert_close(value, results[1][0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -112,5 +127,5 @@ def test_head_gradient_does_not_accumulate_in_bfloat16():
     """512 tokens pull the same way, one a chunk: a bfloat16 sum would stop growing at 256."""
     hidden, head = (torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True) for n in (512, 2))
     pieces = [("all", at) for at in torch.arange(512).split(1)]
-    chunked(lambda kind, at, logits: logits.float().sum(), pieces, hidden, head).backward()
+    chunked(lambda kind, at, logits: logits.float().sum(), pieces, hidden, head_of_weight(head)).backward()
     assert (head.grad == 512).all()

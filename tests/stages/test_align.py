@@ -24,6 +24,7 @@ from common.method import merge as fuse
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
+from common.proof import attach_pairs
 from helpers import calibrated_layer, copy_run, expect_error, run, save_tiny
 from students import merge_model
 from test_procrustes import correlated, value_gram
@@ -123,6 +124,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     groups = torch.tensor(record["groups"])
     source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
     cosines = []
+    attach_pairs(source)
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(calibrated_layer(home / "calibration", index), 8)
         value_rotation, key_rotation = rotation = align_layer(grams, groups[index], criterion)

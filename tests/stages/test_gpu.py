@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
 
@@ -24,6 +25,7 @@ from common import models
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
 from common.equivalence import max_difference
+from common.head import Head
 from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
@@ -306,7 +308,7 @@ def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
         positions = torch.arange(40, device=device)
         pieces = [("kl", positions[:20]), ("sft", positions[30:])]
         pieces += [("bild", positions[20:30])] if dtype == torch.float32 else []
-        total = chunked(loss, pieces, *leaves)
+        total = chunked(loss, pieces, leaves[0], Head(SimpleNamespace(weight=leaves[1], bias=None)))
         total.backward()
         results.append([total.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
     for actual, expected in zip(*reversed(results), strict=True):

@@ -15,7 +15,8 @@ from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
-from helpers import ROOT, TRAINING, copy_run, run
+from helpers import GROUPING, ROOT, TRAINING, copy_run, run, save_tiny
+from test_families import FAMILIES
 from training_runs import (
     STAGE,
     assert_same_bits,
@@ -97,6 +98,28 @@ def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
     lines = metrics(homes[0])
     assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 4 / 9, 0, 0])
     assert lines[0]["mask_mean"] > 0.99 and lines[3]["mask_mean"] < 0.1 and "mask_mean" not in lines[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "stablelm"])
+def test_other_families_resume_to_the_same_bits_and_two_processes_equal_one(name, inputs, tmp_path):
+    """Experts are rows that ranks share; what a router adds is in their checkpoints."""
+    homes = [tmp_path / part for part in ("aligned", "alone", "stopped", "together")]
+    run("01_calibrate.py", "--run", homes[0], "--model", save_tiny(tmp_path / "model", **FAMILIES[name]),
+        "--text", inputs["text"], "--sequences", 8, "--length", 64)
+    run("02_similarity.py", "--run", homes[0])
+    run("03_group.py", "--run", homes[0], *GROUPING)
+    run("04_align.py", "--run", homes[0])
+    words = ["--tasks", inputs["tasks"], *SHARED]
+    copy_run(homes[0], homes[1])
+    run(STAGE, "--run", homes[1], *words)
+    with_teacher(homes[0], homes[1], homes[2])
+    stop(2, "--run", homes[2], *words)
+    assert "after step 3\n" in run(STAGE, "--run", homes[2], *words).stdout
+    assert_same_bits(homes[2], homes[1])
+    with_teacher(homes[0], homes[1], homes[3])
+    run(STAGE, "--run-dir", homes[3], *words, processes=2)
+    assert_same_training(homes[3], homes[1])
 
 
 @pytest.mark.slow

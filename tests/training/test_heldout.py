@@ -88,7 +88,7 @@ def test_metrics_are_their_definition(group_of_one, tmp_path, monkeypatch):
 
 def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, monkeypatch):
     formed, student = [], gqa_student(group_of_one, tmp_path)  # a student's logits, its teacher's, and so on
-    monkeypatch.setattr("common.training.heldout.product",
+    monkeypatch.setattr("common.head.product",
                         lambda *factors: formed.append(losses.product(*factors)) or formed[-1])
     measured(student)
     tokens = [len(logits) for logits in formed]
@@ -326,6 +326,6 @@ def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
     samples = kept_out(inputs, ALONE, only=TASKS, heldout_questions=2).sets[TASK_SET]
     tokens = sum(map(len, samples))
     attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
-    flops = 2 * budget.forward_flops(load_config(inputs["model"]), tokens, attended, tokens)
+    flops = 2 * budget.forward_flops(budget.products(load_config(inputs["model"])), tokens, attended, tokens)
     assert f"held-out measurement: 5 of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | " in printed
     assert "held-out" not in run(STAGE, *words, "--heldout-questions", "0").stdout

@@ -22,6 +22,7 @@ from common.training.plan import distillation_flops, sft_flops
 from common.training.sharding import Ranks, recompute_layers
 from helpers import tiny_model
 from students import SCHEDULE
+from test_families import FAMILIES
 from test_packing import random_samples
 
 LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
@@ -29,10 +30,16 @@ LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11
 ATTENTION = 2 * 4096**2 + 2 * 4096 * 1024  # its weights in a layer with 8 kv heads
 
 
-@pytest.mark.parametrize("kv_heads, train", [(8, "all"), (2, "all"), (2, "attention")])
-def test_operations_are_those_torch_counts(kv_heads, train):
-    """Of eager attention, which forms every pair, to an input with a gradient, as in all layers but one."""
-    model = tiny_model(num_key_value_heads=kv_heads, hidden_size=64, attn_implementation="eager")
+@pytest.mark.parametrize("kv_heads, train, family", [
+    (8, "all", "llama"), (2, "all", "llama"), (2, "attention", "llama"), (8, "all", "olmoe"),
+    (4, "all", "qwen2_moe, GQA"), (8, "all", "phi"),
+])
+def test_operations_are_those_torch_counts(kv_heads, train, family):
+    """Of eager attention, which forms every pair, to an input with a gradient, as in all layers but one. Of
+    experts those that a token is sent to."""
+    changes = FAMILIES.get(family, {}) | {"num_key_value_heads": kv_heads, "hidden_size": 64}
+    model = tiny_model(attn_implementation="eager", **changes)
+    model.config._experts_implementation = "eager"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(train == "all" or ".self_attn." in name)
     size = 50, 50 * 50, 50
@@ -40,10 +47,27 @@ def test_operations_are_those_torch_counts(kv_heads, train):
         loss = model(inputs_embeds=torch.randn(1, 50, 64, requires_grad=True)).logits.sum()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    expected = budget.forward_flops(model.config, *size)
+    expected = budget.forward_flops(budget.products(model.config), *size)
     assert forward.get_total_flops() == pytest.approx(expected, rel=0.005)  # it also counts RoPE's angles
-    both = budget.training_flops(model.config, *size, train)
+    both = budget.training_flops(budget.products(model.config), *size, train)
     assert backward.get_total_flops() == pytest.approx(both - expected, rel=0.005)
+
+
+def test_the_parameters_that_a_token_meets_are_printed_of_a_mixture(capsys):
+    """Of OLMoE's four experts two, and the router; embeddings are looked up. Of a dense model nothing."""
+    model = tiny_model(**FAMILIES["olmoe"])
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
+    looked_up = model.model.embed_tokens.weight.numel()
+    norms = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    schedule = SimpleNamespace(steps=1, batch=2, tokens_per_microbatch=64, reduce="step")
+    for config in (model.config, tiny_model().config):
+        work = budget.Workload(config, [20, 30], [0, 0], 16, recompute=False)
+        budget.print_phases([("pruning", work, budget.Student(2, ()), schedule)], "8xA100-80GB")
+    met = whole - looked_up - norms - experts // 2
+    line = f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts\n"
+    output = capsys.readouterr().out
+    assert output.startswith(line) and output.count("parameters, of which") == 1
 
 
 def test_operations_of_a_row_are_those_of_its_samples():
@@ -52,11 +76,11 @@ def test_operations_of_a_row_are_those_of_its_samples():
     nets = (tiny_model(num_key_value_heads=heads, hidden_size=8 * heads) for heads in (2, 8))
     student, teacher = (SimpleNamespace(net=net) for net in nets)
     tokens, pairs, answers = 5 + 3, 5 + 4 + 3 + 2 + 1 + 3 + 2 + 1, 2 + 1
-    expected = budget.training_flops(teacher.net.config, tokens, pairs, answers)
+    expected = budget.training_flops(budget.products(teacher.net.config), tokens, pairs, answers)
     assert sft_flops(teacher)(row) == expected
     size = tokens, pairs, answers + 2 + 1  # all tokens but a sample's first are predicted
-    expected = budget.training_flops(student.net.config, *size, "attention")
-    expected += budget.forward_flops(teacher.net.config, *size)
+    expected = budget.training_flops(budget.products(student.net.config), *size, "attention")
+    expected += budget.forward_flops(budget.products(teacher.net.config), *size)
     assert distillation_flops(student, teacher, "attention")(row) == expected
 
 
@@ -136,10 +160,10 @@ def test_cost_of_a_step_is_counted_from_its_parts():
     source, pruned, whole = (budget.size(LLAMA2_7B, student).whole for student in (None, *students[1:]))
     sft, distillation, attention = (budget.step_cost(work, each, batches(64), cluster) for each in students)
     assert (sft.rows, sft.row) == (distillation.rows, distillation.row) == (1, 3200)
-    forward = budget.forward_flops(LLAMA2_7B, tokens, pairs, tokens)
-    assert sft.flops == 3 * budget.forward_flops(LLAMA2_7B, tokens, pairs, 64 * 5)
+    forward = budget.forward_flops(budget.products(LLAMA2_7B), tokens, pairs, tokens)
+    assert sft.flops == 3 * budget.forward_flops(budget.products(LLAMA2_7B), tokens, pairs, 64 * 5)
     assert distillation.flops == 4 * forward
-    trained = budget.training_flops(LLAMA2_7B, tokens, pairs, tokens, "attention")
+    trained = budget.training_flops(budget.products(LLAMA2_7B), tokens, pairs, tokens, "attention")
     assert attention.flops == trained + forward
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
     assert attention.traffic == 4 * whole + 4 * 32 * ATTENTION + 2 * source

@@ -92,7 +92,7 @@ def test_a_process_by_itself_computes_what_fsdp_does(group_of_one, tmp_path, mod
     """In bfloat16, over two rows, with masks on all that merging changes, norms too: the same bits."""
     source = save_tiny(tmp_path / "model", model_type=model_type, tie_word_embeddings=True)
     config, gradients, hidden = load_config(source), [], []
-    blended = merged_modules(config, True)
+    blended = merged_modules(tiny_model(model_type=model_type).model.layers[0].self_attn, True)
     for whole in (False, True):
         execution = Execution(torch.float32, torch.bfloat16, recompute, whole=whole)
         student = build(config, group_of_one, execution, students.start_of_masked(source, source),

@@ -1,0 +1,169 @@
+"""A model's own forward pass, taken apart: what its layers are called with, and its parts by themselves.
+
+Masks, positions, embeddings and logits are what the model's class makes of them: nothing of it is repeated
+here, so whatever stands around attention in a family needs no code of ours.
+"""
+
+import contextlib
+import sys
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from common.families import needs_eager
+from common.models import empty_model
+
+PASSING: dict[type, bool] = {}  # what passes_on has found
+
+
+class Reached(Exception):
+    """Ends a forward pass as soon as it has come to what is asked for: `found`."""
+
+    def __init__(self, *found):
+        super().__init__("a forward pass was ended")
+        self.found = found
+
+
+@contextlib.contextmanager
+def replaced(functions: dict):
+    """Context manager: modules run these functions in place of their forward methods. module -> function."""
+    before = {module: vars(module).get("forward") for module in functions}
+    for module, function in functions.items():
+        module.forward = function
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def reach(*found, **named):
+    """A forward method that raises Reached with what it is called with."""
+    raise Reached(found, named)
+
+
+def skip(hidden, *args, **named):
+    """A decoder layer's forward method that leaves hidden states as they are."""
+    return hidden
+
+
+def layer_arguments(model, layers, hidden: torch.Tensor, positions: torch.Tensor | None = None,
+                    **options) -> list[tuple]:
+    """What the model calls these decoder layers of its own with, by index in ascending order, beside hidden
+    states [n, T, hidden]: (args, kwargs) of each.
+
+    positions: [T], ascending, by default from 0; all are causal, gaps included. options: of the forward pass.
+    """
+    arguments, own = [], model.model.layers
+    if positions is not None:  # without a mask transformers takes a gap for the next of several texts
+        positions = positions.to(hidden.device)[None]
+        mask = torch.ones_like(positions).expand(len(hidden), -1)
+        options |= {"position_ids": positions, "attention_mask": mask}
+
+    def keep(hidden=None, *args, hidden_states=None, **named):
+        arguments.append((args, named))
+        if len(arguments) == len(layers):
+            raise Reached
+        return hidden if hidden_states is None else hidden_states
+
+    functions = dict.fromkeys(own[: layers[-1]], skip) | {own[index]: keep for index in layers}
+    with replaced(functions), contextlib.suppress(Reached):
+        # of the hidden states only the shape, dtype and device matter
+        model.model(inputs_embeds=hidden[:, :, :1].detach(), use_cache=False, **options)
+    return arguments
+
+
+def run_layer(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Output [n, T, hidden] of a decoder layer, of this model or like its own. positions: as above."""
+    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden, positions)
+    return layer(hidden, *args, **named)
+
+
+def run_attention(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """The output of a decoder layer's self_attn in its place. Arguments: as for run_layer."""
+    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden, positions)
+    args, named = attention_arguments(layer, hidden, args, named)
+    return layer.self_attn(*args, **named)[0]
+
+
+def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -> tuple:
+    """What a decoder layer that is called with these calls its self_attn with: args, kwargs."""
+    with replaced({layer.self_attn: reach}):
+        try:
+            type(layer).forward(layer, hidden, *args, **named)
+        except Reached as reached:
+            return reached.found
+
+
+def passes_on(config) -> bool:
+    """Whether the class of a config's model hands options of its forward pass on to its attention."""
+    if type(config) not in PASSING:
+        model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
+        (args, named), = layer_arguments(model, [0], hidden, lengths=())
+        _, named = attention_arguments(model.model.layers[0], hidden.to("meta"), args, named)
+        PASSING[type(config)] = "lengths" in named
+    return PASSING[type(config)]
+
+
+def attention_alone(layer):
+    """A forward method for a decoder layer that runs its self_attn, for the cache, and nothing else."""
+
+    def forward(hidden, *args, **named):
+        args, named = attention_arguments(layer, hidden, args, named)
+        layer.self_attn(*args, **named)
+        return hidden
+
+    return forward
+
+
+def attention_factor(model, layer) -> float | None:
+    """By what a decoder layer multiplies its attention's output before adding it; None if a norm follows."""
+    weight = next(layer.self_attn.parameters())
+    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden)
+    others = [child for name, child in layer.named_children()
+              if name != "self_attn" and any(parameter.ndim > 1 for parameter in child.parameters())]
+
+    def silence(module, inputs, output):
+        return tree_map(torch.zeros_like, output)
+
+    hooks = [child.register_forward_hook(silence) for child in others]
+
+    def added(output: torch.Tensor) -> torch.Tensor:
+        with replaced({layer.self_attn: lambda *_, **__: (output, None)}):
+            return layer(hidden, *args, **named)
+
+    factors, of_noise = added(torch.ones_like(hidden)), added(noise)
+    for hook in hooks:
+        hook.remove()
+    factor = factors.flatten()[0]
+    same = torch.equal(factors, factor.expand_as(factors)) and torch.allclose(of_noise, factor * noise)
+    return float(factor) if same else None
+
+
+def attention_function(module):
+    """transformers' function for an attention layer: sdpa's, or its class's eager one where no other does."""
+    if needs_eager(module.config):
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return sdpa_attention_forward
+
+
+def embedded(model, tokens: torch.Tensor) -> torch.Tensor:
+    """Token ids [n, T] -> the hidden states before the first decoder layer, [n, T, hidden]."""
+    with replaced({model.model.layers[0]: reach}):
+        try:
+            model.model(input_ids=tokens, use_cache=False)
+        except Reached as reached:
+            args, named = reached.found
+    return args[0] if args else named["hidden_states"]
+
+
+def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states after the last decoder layer, [n, T, hidden] -> logits [n, T, vocab]."""
+    *others, last = model.model.layers
+    with replaced(dict.fromkeys(others, skip) | {last: lambda *_, **__: hidden}):
+        return model(inputs_embeds=hidden[:, :, :1], use_cache=False).logits

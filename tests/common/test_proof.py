@@ -1,0 +1,217 @@
+"""The proof: where RoPE's pairs are, by its own rotation of random heads; classes that it must refuse, each
+for its reason; what becomes of the head's products."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
+
+from bench.families import small_config
+from common import proof
+from common.errors import UserError
+from common.families import as_they_were, in_order, rope_frequencies
+from common.forward import Reached, attention_factor
+from common.head import head_of
+from common.method.rope import to_complex
+from helpers import tiny_model
+from test_families import FAMILIES
+
+PLAIN = {"mistral", "qwen2, GQA", "phi3", "olmo2", "gemma, tied", "granite", "olmoe"}
+
+
+def heads_of(model, hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [G, T, d] of a layer before RoPE, behind its norm, and behind RoPE."""
+    attention, seen = model.model.layers[index].self_attn, []
+    last = next(name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name))
+    attention.get_submodule(last).register_forward_hook(lambda module, given, output: seen.append(output))
+    with proof.recorded(model.config), pytest.raises(Reached) as reached:
+        for layer in model.model.layers[:index]:
+            layer.forward = lambda hidden, *_, **__: hidden
+        model.model(inputs_embeds=hidden, use_cache=False)
+    after, before = reached.value.found[1][0], seen[0][0]
+    if last == "qkv_proj":
+        size = after[:, 0].numel()
+        before = before[:, -2 * size : -size]
+    if before.shape == after.shape:  # Gemma 3's norm is behind the transposition
+        return before, after
+    return before.reshape(hidden.shape[1], -1, after.shape[-1]).transpose(0, 1), after
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("index", [0, 1])
+@torch.no_grad()
+def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, index):
+    """As complex numbers, by angles in proportion to the position, times one number."""
+    model = tiny_model(**FAMILIES[name])
+    pairs = model.model.layers[index].self_attn.rope_pairs
+    before, after = heads_of(model, torch.randn(1, 7, model.config.hidden_size), index)
+    before, after = to_complex(in_order(before, pairs.order)), to_complex(in_order(after, pairs.behind))
+    turns = torch.polar(torch.ones(()).double(), torch.arange(7)[:, None] * pairs.angles)
+    size = after.abs().sum() / before.abs().sum()  # of YaRN's and longrope's cosines
+    torch.testing.assert_close(after.to(turns), size * before * turns, rtol=1e-4, atol=1e-4)
+    assert (pairs.order is None) == (pairs.behind is None) or name == "glm4, GQA"
+    assert name not in PLAIN or pairs.order is None
+    frequencies = rope_frequencies(model, model.model.layers[index].self_attn)
+    torch.testing.assert_close(frequencies, pairs.angles, rtol=1e-5, atol=1e-9)
+
+
+def test_channels_are_found_where_classes_have_them():
+    """Pairs side by side, a part of the channels, both, and none."""
+    def found(name, index=0):
+        pairs = tiny_model(**FAMILIES[name]).model.layers[index].self_attn.rope_pairs
+        order = None if pairs.order is None else pairs.order.tolist()
+        return order, int((pairs.angles != 0).sum())
+
+    assert found("cohere, GQA") == ([0, 2, 4, 6, 1, 3, 5, 7], 4)
+    assert found("phi") == ([0, 1, 4, 5, 2, 3, 6, 7], 2)
+    assert found("stablelm") == ([0, 1, *range(4, 10), 2, 3, *range(10, 16)], 2)
+    assert found("glm4, GQA") == ([0, 2, 4, 5, 1, 3, 6, 7], 2)
+    assert found("smollm3") == (None, 4) and found("smollm3", 1) == (None, 0)
+    channels = torch.arange(16).view(2, 8)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    assert torch.equal(as_they_were(in_order(channels, order), order), channels)
+
+
+def test_a_rotation_may_put_channels_in_another_order():
+    """As some classes do, of queries and keys alike: `behind` says where each is then."""
+    moved = torch.eye(4, dtype=torch.float64)[[1, 2, 3, 0]]  # channel c becomes c - 1
+    turn = torch.eye(4, dtype=torch.float64)
+    turn[:2, :2] = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
+    rotations = 2 * torch.stack((moved, moved @ turn))
+    pairs = proof.pairs_of(3 * rotations, rotations)
+    assert pairs.order.tolist() == [0, 2, 1, 3] and pairs.behind.tolist() == [3, 1, 0, 2]
+    torch.testing.assert_close(pairs.angles, torch.tensor([0.8, 0]).double().asin())
+    with pytest.raises(proof.Refused, match="not rotated in pairs"):
+        proof.pairs_of(rotations[:, :3, :3], rotations[:, :3, :3])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_classes_that_differ_are_convertible(name):
+    assert proof.require_convertible("DIR", tiny_model(**FAMILIES[name]).config).endswith("ForCausalLM")
+
+
+def test_options_that_are_off_are_not_in_the_way():
+    """Of GraniteMoeSWA's attention."""
+    assert proof.require_convertible("DIR", small_config("granitemoe_swa")) == "GraniteMoeSWAForCausalLM"
+
+
+def test_layers_of_several_shapes_are_refused():
+    with pytest.raises(UserError, match="its layers are not all of one shape$"):
+        proof.require_convertible("DIR", small_config("gemma4_text"))
+
+
+def refusal(**changes) -> str:
+    """Why a config is refused."""
+    config = AutoConfig.for_model(changes.pop("model_type", "llama"), **SMALL | changes)
+    with pytest.raises(UserError) as refused:
+        proof.require_convertible("DIR", config)
+    return str(refused.value)
+
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2,
+         "intermediate_size": 64, "vocab_size": 260, "pad_token_id": None}
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"model_type": "gpt2"}, "GPT2LMHeadModel cannot be converted: it is not a decoder (model.layers, "),
+    ({"model_type": "deepseek_v3"}, "DeepseekV3ForCausalLM cannot be converted: its attention has no q_proj"),
+    ({"model_type": "lfm2"}, "Lfm2ForCausalLM cannot be converted: its attention has no o_proj"),
+    ({"model_type": "qwen3_next"}, "some of its layers have no self_attn"),
+    ({"model_type": "bitnet"}, "its attention is another one when heads are rotated"),  # a norm before W_O
+    ({"model_type": "afmoe", "head_dim": 8}, "its attention is another one when heads are rotated"),  # gates
+    ({"model_type": "hunyuan_v1_dense", "head_dim": 8}, "it has query_layernorm, key_layernorm"),
+    ({"model_type": "nanochat"}, "its keys are normalized behind RoPE"),
+    ({"model_type": "llama4_text", "head_dim": 8}, "its layers read what is not known here"),
+    ({"model_type": "falcon_h1", "head_dim": 8}, "its layers do more than normalize before their attention"),
+    ({"model_type": "phi", "qk_layernorm": True}, "it has q_layernorm, k_layernorm"),
+    ({"model_type": "cohere", "use_qk_norm": True}, "its attention"),
+    ({"model_type": "olmo", "clip_qkv": 8.0}, "its values are not those of v_proj"),
+    ({"num_key_value_heads": 1}, "it has 1 key/value head: nothing to merge"),
+])
+def test_a_class_is_refused_for_what_is_in_the_way(changes, reason):
+    message = refusal(**changes)
+    assert reason in message and message.startswith("DIR: ") and "\n" not in message
+
+
+def changed_rotation(monkeypatch, change) -> str:
+    """Why a Llama is refused whose rotated queries and keys are changed: change(queries, keys)."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *given, **options: change(
+        *rotate(*given, **options)))
+    return refusal()
+
+
+def test_a_rotation_that_is_none_of_pairs_is_refused(monkeypatch):
+    mixed = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0))).Q
+    reason = changed_rotation(monkeypatch, lambda q, k: (q @ mixed, k @ mixed))
+    assert "its keys are not rotated in pairs" in reason
+    stretch = torch.linspace(1, 2, 8)
+    assert "its keys are not rotated in pairs" in changed_rotation(monkeypatch, lambda q, k: (q, k * stretch))
+
+
+def test_a_rotation_of_three_channels_is_refused(monkeypatch):
+    def turn(q, k):
+        cycle = torch.tensor([1, 2, 0, *range(3, 8)])
+        k, q = k.clone(), q.clone()
+        k[:, :, 1:], q[:, :, 1:] = k[:, :, 1:, cycle], q[:, :, 1:, cycle]
+        return q, k
+
+    assert "its keys are not rotated in pairs" in changed_rotation(monkeypatch, turn)
+
+
+def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypatch):
+    assert "its queries are not rotated as its keys are" in changed_rotation(
+        monkeypatch, lambda q, k: (q.flip(-1), k))
+    monkeypatch.undo()
+    sign = torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)
+    assert "its heads are not all rotated alike" in changed_rotation(monkeypatch, lambda q, k: (q, k * sign))
+
+
+def test_queries_that_grow_with_their_position_are_not_refused(monkeypatch):
+    grown = 1 + torch.arange(24.0).view(1, 1, -1, 1)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest, **options: tuple(
+        part * (grown[:, :, : q.shape[2]] if part is not k else 1) if number == 0 else part
+        for number, part in enumerate(rotate(q, k, *rest, **options))))
+    assert proof.require_convertible("DIR", AutoConfig.for_model("llama", **SMALL)) == "LlamaForCausalLM"
+
+
+def test_query_heads_that_read_other_keys_than_stock_ones_are_refused(monkeypatch):
+    """Query head h the key/value head h mod G, not h / D: only groups of different heads can tell."""
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda heads, repeats: heads.repeat(1, repeats, 1, 1))
+    config = AutoConfig.for_model("llama", attn_implementation="eager", **SMALL)
+    with pytest.raises(UserError, match="with fewer key/value heads is not that of equal heads"):
+        proof.require_convertible("DIR", config)
+
+
+def test_logits_that_are_more_than_scaled_and_capped_are_refused(monkeypatch):
+    forward = modeling_llama.LlamaForCausalLM.forward
+
+    def shifted(self, *given, **options):
+        output = forward(self, *given, **options)
+        output.logits = output.logits.clamp(min=-50)
+        return output
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", shifted)
+    assert "its logits are not its head's, scaled and capped" in refusal()
+
+
+@pytest.mark.parametrize("name", ["cohere, GQA", "phi", "granite", "gemma2", "mistral"])
+@torch.no_grad()
+def test_a_heads_logits_are_the_models(name):
+    model, tokens = tiny_model(**FAMILIES[name]), torch.arange(12)[None]
+    hidden = model.model(tokens, use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(head_of(model)(hidden), model(tokens).logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "factor"), [
+    ("mistral", 1.0), ("cohere, GQA", 1.0), ("phi", 1.0), ("gpt_oss", 1.0), ("olmoe", 1.0), ("granite", 0.22),
+    ("olmo2", None), ("gemma2", None), ("glm4, GQA", None),
+])
+@torch.no_grad()
+def test_what_a_layer_multiplies_its_attention_by(name, factor):
+    """Nothing known where a norm follows."""
+    model = tiny_model(**FAMILIES[name])
+    found = attention_factor(model, model.model.layers[1])
+    assert found == (None if factor is None else pytest.approx(factor, rel=1e-6))
+    assert not any(module._forward_hooks for module in model.modules())
