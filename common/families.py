@@ -124,9 +124,11 @@ def norm_kind(attention) -> str:
     return "head" if len(weight) == attention.head_dim else "joint"
 
 
-def norm_offset(norm: nn.Module) -> float:
-    """What a norm adds to its weights before it multiplies by them: 1 in Gemma 3, else 0."""
-    alone = copy.deepcopy(norm).to_empty(device="cpu")
+def norm_offset(attention, name: str) -> float:
+    """What the norm of a parameter adds to it before it multiplies by it: 1 in Gemma 3, else 0."""
+    if "_norm." not in name:
+        return 0
+    alone = copy.deepcopy(attention.get_submodule(name.partition(".")[0])).to_empty(device="cpu")
     nn.init.zeros_(alone.weight)
     return float(alone(torch.ones_like(alone.weight)).detach().mean().round())
 
@@ -184,7 +186,7 @@ def head_parameters(attention) -> dict[str, torch.Tensor]:
     for name, parameter in parameters.items():
         if name[0] in "qk":
             parameters[name] = by_channel(attention, in_order, parameter, order)
-            offset = norm_offset(attention.get_submodule(name[:6])) if "_norm." in name else 0
+            offset = norm_offset(attention, name)
             parameters[name] = parameters[name] + offset if offset else parameters[name]
     return parameters
 
@@ -194,15 +196,14 @@ def as_stored(attention, parameters: dict[str, torch.Tensor]) -> dict[str, torch
     stored, order = {}, attention.rope_pairs.order
     for name, parameter in parameters.items():
         if name[0] in "qk":
-            offset = norm_offset(attention.get_submodule(name[:6])) if "_norm." in name else 0
+            offset = norm_offset(attention, name)
             parameter = parameter - offset if offset else parameter
             parameter = by_channel(attention, as_they_were, parameter, order)
         stored[name.replace("o_proj.", f"{output_name(attention)}.")] = parameter
-    if is_fused(attention):
-        for kind in ("weight", "bias"):
-            if f"q_proj.{kind}" in stored:
-                parts = [stored.pop(f"{letter}_proj.{kind}") for letter in "qkv"]
-                stored[f"qkv_proj.{kind}"] = torch.cat(parts)
+    for kind in ("weight", "bias") if is_fused(attention) else ():
+        if f"q_proj.{kind}" in stored:
+            parts = [stored.pop(f"{letter}_proj.{kind}") for letter in "qkv"]
+            stored[f"qkv_proj.{kind}"] = torch.cat(parts)
     return stored
 
 
@@ -245,10 +246,8 @@ def watch_heads(attention, function) -> list:
 
 
 def rope_frequencies(model, attention) -> torch.Tensor:
-    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU.
-
-    Those of the model's rotary embedding, which has one RoPE per type of layer in OLMo 3, where they are what
-    keys are turned by; they are longer.
+    """The angle by which RoPE rotates each pair, in radians per position: [d/2] float64 on the CPU, from the
+    model's rotary embedding, of several the one that agrees with this layer's pairs; else those themselves.
     """
     angles = attention.rope_pairs.angles
     for name, buffer in model.model.named_buffers():

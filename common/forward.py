@@ -93,7 +93,7 @@ def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -
     """What a decoder layer that is called with these calls its self_attn with: args, kwargs."""
     with replaced({layer.self_attn: reach}):
         try:
-            type(layer).forward(layer, hidden, *args, **named)
+            type(layer).forward(layer, hidden, *args, **named)  # its own: attention_alone may stand in for it
         except Reached as reached:
             return reached.found
 

@@ -51,10 +51,6 @@ class Layers:
         if self.config.tie_word_embeddings and weights is None:
             check_tied(path)
 
-    def outside(self) -> list[str]:
-        """The names of the parts outside of decoder layers: the embedding, the final norm, the head."""
-        return families.outside(self.model)
-
     @contextlib.contextmanager
     def part(self, name: str):
         """Context manager: a module by name, as "model.embed_tokens", "model.layers.0" or "lm_head"."""
@@ -117,7 +113,7 @@ class Layers:
         names = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
         parts = {self.model.get_submodule(name): functools.partial(self.layer, index)
                  for index, name in enumerate(names)}
-        for name in self.outside():
+        for name in families.outside(self.model):
             parts[self.model.get_submodule(name)] = functools.partial(self.part, name)
         for module, part in parts.items() if self.layerwise else ():
             hooks.append(module.register_forward_pre_hook(
@@ -151,7 +147,7 @@ class Layers:
 
         Yields them one at a time.
         """
-        _, *last = self.outside()
+        _, *last = families.outside(self.model)
         with contextlib.ExitStack() as stack:
             for name in last:
                 stack.enter_context(self.part(name))
@@ -263,7 +259,7 @@ class CheckpointWriter:
 
     def write_rest(self, layers: Layers) -> None:
         """Write the embedding, final norm and head of `layers`."""
-        for name in layers.outside():
+        for name in families.outside(layers.model):
             with layers.part(name) as module:
                 self.write(name, module)
 

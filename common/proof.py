@@ -38,12 +38,12 @@ from common.weights import first_line
 TOLERANCE = 1e-4  # of the size of outputs: norms and RoPE are float32, and norms add a small number
 TURNS = 1e-5  # of a rotation by RoPE, which is float32
 LARGE = 2.0**14  # of a channel: clipping shows
-TOKENS = 24
+TOKENS = 24  # of a text to prove with: some lie outside of a short window
+# of an attention layer; what else one has is named where it is refused
 PARTS = "q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, "q_norm", "k_norm"
-KNOWN = {  # what attention functions are called with, and common/training/attention.py takes into account
+KNOWN = {  # options of attention functions: those that packed rows and generation know, and what sets none
     "dropout", "scaling", "sliding_window", "softcap", "s_aux",
     "position_ids", "use_cache", "past_key_values", "cache_position", "position_embeddings"}
-
 CALLED = {"attention_mask", "position_ids", "cache_position"}  # tensors that decoder layers are called with
 
 
@@ -160,7 +160,8 @@ def pairs_of(query: torch.Tensor, key: torch.Tensor) -> RopePairs:
         raise refused
     for position in range(2):  # a query may be scaled, by its position, too
         scale = (query[position] * key[position]).sum() / key[position].square().sum()
-        if not scale > 0 or (query[position] - scale * key[position]).abs().max() > TURNS * scale:
+        difference = (query[position] - scale * key[position]).abs().max() / key[0].max()
+        if not scale > 0 or difference > TURNS * scale:
             raise Refused("its queries are not rotated as its keys are")
     turn = start.T @ key[1] / key[0].max()
     first, second = (turn.triu(1) + turn.tril(-1)).clamp(max=0).nonzero(as_tuple=True)  # -sin, sin across

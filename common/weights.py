@@ -134,35 +134,43 @@ def require_dense(name: str, tensor) -> None:
         raise ValueError(f"expected a dense tensor {shown(name)}, found {found}")
 
 
-def open_for(model, directory: str) -> dict:
-    """open_checkpoint by the names of a model's own tensors. What transformers stores otherwise than a model
-    holds it, each expert of a mixture by itself, is converted by transformers when it is read.
+class TensorNames:
+    """What the tensors of a checkpoint are in a model. What transformers stores otherwise than a model holds
+    it, each expert of a mixture by itself, is converted by transformers when it is read.
 
     Raises UserError for files that are damaged, and for tensors that cannot be converted.
     """
-    stored, transforms = open_checkpoint(directory), get_model_conversion_mapping(model, add_legacy=False)
-    renamings, converters = ([transform for transform in transforms if isinstance(transform, kind)]
-                             for kind in (WeightRenaming, WeightConverter))
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    tensors, groups = {}, {}
-    for key in sorted(stored, key=dot_natural_key):  # experts in their order
-        if any(pattern.search(key) for pattern in ignored):
-            continue
-        name, pattern = rename_source_key(key, renamings, converters)
-        if pattern is None:
-            tensors[name] = stored[key]
-        else:
-            groups.setdefault(name, []).append((key, pattern))
-    for name, parts in groups.items():
-        converter = next(each for each in converters if parts[0][1] in each.source_patterns)
-        made = functools.partial(convert, converter, name, parts, model)
-        try:
-            shapes = made({key: torch.empty(shape_of(stored[key]), device="meta") for key, _ in parts})
-        except Exception as error:  # one is missing, or has another shape
-            raise UserError(f"{directory}: expected tensors that make {name}, found others: "
-                            f"{first_line(error)}") from error
-        tensors |= {target: Converted(made, stored, target, like.shape) for target, like in shapes.items()}
-    return tensors
+
+    def __init__(self, model, directory: str):
+        stored, transforms = open_checkpoint(directory), get_model_conversion_mapping(model, add_legacy=False)
+        renamings, converters = ([transform for transform in transforms if isinstance(transform, kind)]
+                                 for kind in (WeightRenaming, WeightConverter))
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        self.directory, self.keys, self.made, groups = directory, {}, {}, {}
+        for key in sorted(stored, key=dot_natural_key):  # experts in their order
+            if any(pattern.search(key) for pattern in ignored):
+                continue
+            name, pattern = rename_source_key(key, renamings, converters)
+            if pattern is None:
+                self.keys[name] = key
+            else:
+                groups.setdefault(name, []).append((key, pattern))
+        for name, parts in groups.items():
+            converter = next(each for each in converters if parts[0][1] in each.source_patterns)
+            make = functools.partial(convert, converter, name, parts, model)
+            try:
+                made = make({key: torch.empty(shape_of(stored[key]), device="meta") for key, _ in parts})
+            except Exception as error:  # one is missing, or has another shape
+                raise UserError(f"{directory}: expected tensors that make {name}, found others: "
+                                f"{first_line(error)}") from error
+            self.made |= {target: (make, tensor.shape) for target, tensor in made.items()}
+
+    def open(self) -> dict:
+        """open_checkpoint by the names in the model."""
+        stored = open_checkpoint(self.directory)
+        tensors = {name: stored[key] for name, key in self.keys.items() if key in stored}
+        return tensors | {name: Converted(make, stored, name, shape)
+                          for name, (make, shape) in self.made.items()}
 
 
 def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]], model, stored) -> dict:
@@ -177,7 +185,7 @@ def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]],
 
 
 def as_stored_by(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors by name -> as transformers stores them: the inverse of open_for."""
+    """A model's tensors by name -> as transformers stores them: the inverse of TensorNames."""
     return revert_weight_conversion(model, tensors)
 
 
@@ -200,18 +208,18 @@ class StoredWeights:
     """The weights of a checkpoint directory, read a few tensors at a time by their names in a model."""
 
     def __init__(self, path: str, model):
-        self.path, self.model = path, model
+        self.path, self.tensors = path, TensorNames(model, path)
 
     def names(self) -> set[str]:
         """Names of the stored tensors."""
-        return set(open_for(self.model, self.path))
+        return set(self.tensors.open())
 
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors by name. Raises UserError for one that is missing or has another shape.
 
         The files are reopened each time, because pages read from an open one stay in memory.
         """
-        stored = open_for(self.model, self.path)
+        stored = self.tensors.open()
         for name, tensor in tensors.items():
             if name not in stored:
                 raise UserError(f"{self.path}: expected a tensor {name}, found none")

@@ -39,15 +39,15 @@ class StaticLayer(DynamicLayer):
         return self.buffer[:, :, :, : self.place.span]
 
 
-def single_query(module, query, key, value, attention_mask, ages=None, scaling=None, sliding_window=None,
-                 softcap=None, s_aux=None, **kwargs):
+def single_query(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
+                 s_aux=None, **kwargs):
     """Attention of one token a row: query [n, H, 1, d], key and value [n, G, S, d] -> [n, 1, H, d].
 
-    ages [S]: by how many positions the token is later; below zero: not written yet. Every key is read once,
-    not once a query head. softcap, s_aux [H]: the cap of a Gemma 2 on scores, the sinks of a GPT-OSS.
+    module.ages [S]: by how many positions the token is later; below zero: not written yet. Every key is read
+    once, not once a query head. softcap, s_aux [H]: the cap of a Gemma 2 on scores, the sinks of a GPT-OSS.
     """
     (n, groups, _, head_dim), heads = key.shape, query.shape[1]
-    ages = module.ages if ages is None else ages
+    ages = module.ages
     unread = ages < 0 if sliding_window is None else (ages < 0) | (ages >= sliding_window)
     scores = (query * scaling).view(n, groups, heads // groups, head_dim) @ key.mT
     if softcap is not None:
@@ -96,11 +96,11 @@ class Decoder:
         """Read self.tokens at this place, and draw the next ones; it changes nothing to do it twice."""
         place, config = self.place, self.model.config
         ages = place.position - self.places[: place.span]
-        for layer in self.model.model.layers:  # StableLM and Nemotron pass nothing on to their attention
+        for layer in self.model.model.layers:  # not all classes pass options on to their attention
             layer.self_attn.ages = ages
         before, config._attn_implementation = config._attn_implementation, "single-query"
         hidden = self.model.model(
-            input_ids=self.tokens[:, None], position_ids=place.position[None], ages=ages,
+            input_ids=self.tokens[:, None], position_ids=place.position[None],
             past_key_values=self.cache, use_cache=True).last_hidden_state
         config._attn_implementation = before
         logits = head_of(self.model)(hidden[:, -1])  # [n, V] float32

@@ -174,7 +174,7 @@ class LayerGrams:
         # what stage 1 adds to the sums of LayerStats
         self.output = tensors.get("output.gram")  # W_O,i^T W_O,i, [H, d, d]
         self.free = tensors.get("key.free")  # rope.free_pairs, [d/2] bool
-        self.joint_norm = bool(tensors.get("key.joint_norm", False))  # families.Family.norm
+        self.joint_norm = bool(tensors.get("key.joint_norm", False))  # families.norm_kind
         self.head_norms = "key.normed" in tensors
         self.frequencies = tensors.get("rope.frequencies")  # [d/2]: radians per position of each RoPE pair
 

@@ -70,17 +70,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Size:
-    """Parameter counts of a model: in total, in one layer, outside the layers (embedding, head, norm)."""
+    """Parameter counts of a model: in total, of its largest layer, and outside of layers."""
 
     whole: int
     layer: int
     root: int
     attention: int  # of one layer
+    layers: int  # how many there are
 
     def trained(self, student: Student | None) -> tuple[int, int, int]:
         """Trained parameters: of the model, of a layer, and of what is outside the layers."""
         if student and student.train == "attention":
-            return (self.whole - self.root) // self.layer * self.attention, self.attention, 0
+            return self.layers * self.attention, self.attention, 0
         return self.whole, self.layer, self.root
 
 
@@ -96,7 +97,7 @@ def size(config, student: Student | None = None) -> Size:
     whole, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
     largest = max(model.model.layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
     layer, attention = (sum(p.numel() for p in part.parameters()) for part in (largest, largest.self_attn))
-    return Size(whole, layer, whole - layers, attention)
+    return Size(whole, layer, whole - layers, attention, config.num_hidden_layers)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, choose_chats
 from common.data.text import NONE, is_generated, sequence_length
 from common.errors import UserError
-from common.families import OUTPUTS
+from common.families import OUTPUTS, needs_eager
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.records import SOURCE
 from common.training import checkpoints, engine, hardware, plan
@@ -106,9 +106,16 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
     if args.student and filled.masks != "off":
         raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
-    if args.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
     return filled
+
+
+def require_attention(attention: str, config) -> None:
+    """Raise UserError unless this --attention works for a model of this config."""
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
+    if needs_eager(config) and attention != "packed":  # GPT-OSS's own eager takes a row for one sample
+        raise UserError("--attention: expected packed for a model whose scores have caps or sinks, found "
+                        f"{attention}")
 
 
 def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cuda: bool,
@@ -144,7 +151,9 @@ def settle(
 ) -> tuple[Settings, TrainingRun]:
     """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
-    args = with_defaults(args, defaults, conversion, load_config(source).max_position_embeddings)
+    config = load_config(source)
+    require_attention(args.attention, config)
+    args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
     args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
     context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)

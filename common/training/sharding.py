@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.models import empty_model, kept_tensors
 from common.training.attention import Trainee
-from common.weights import open_for, shape_of
+from common.weights import TensorNames, shape_of
 
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s. One that dies
 # is noticed by torchrun at once, but not by those that are joining it.
@@ -296,7 +296,7 @@ def load_rows(model, sources) -> None:
     for name, parameter in kept_tensors(model).items():
         directory, key = sources(name)
         if directory not in opened:
-            opened[directory] = open_for(model, directory)
+            opened[directory] = TensorNames(model, directory).open()
         if key not in opened[directory]:
             raise UserError(f"{directory}: expected a tensor {key}, found none")
         stored = opened[directory][key]

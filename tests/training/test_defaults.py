@@ -1,6 +1,7 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
 import argparse
+import contextlib
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from common.training.engine import Schedule, batch_for, epochs_to_steps, publish
 from common.training.heldout import QUESTIONS
 from common.training.plan import longest_share
 from common.training.sharding import Execution, Ranks
+from helpers import tiny_model
 from students import SCHEDULE, stage5
+from test_families import FAMILIES
 from training_runs import flags
 
 PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
@@ -152,6 +155,16 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     assert said[-1:] == [f"rows    of up to {tokens} tokens, weights gathered {gathered}"] * cuda
     assert chosen.teacher_schedule is None
     return chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole
+
+
+@pytest.mark.parametrize(("name", "attention", "refused"), [
+    ("gemma2", "packed", False), ("gemma2", "eager", True), ("gpt_oss", "sdpa", True),
+    ("olmo", "eager", False),
+])
+def test_attention_of_scores_with_caps_or_sinks_is_packed(name, attention, refused):
+    config = tiny_model(**FAMILIES[name]).config
+    with pytest.raises(UserError, match="expected packed") if refused else contextlib.nullcontext():
+        settings.require_attention(attention, config)
 
 
 def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):

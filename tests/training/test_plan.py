@@ -95,8 +95,14 @@ def test_sizes_are_those_of_the_model():
         size = budget.size(tiny_model(bias=True).config, kind)
         layers = sum(p.numel() for p in model.model.layers.parameters())
         attention = sum(p.numel() for p in model.model.layers[0].self_attn.parameters())
-        assert size == budget.Size(size.whole, layers // 3, size.whole - layers, attention)
+        assert size == budget.Size(size.whole, layers // 3, size.whole - layers, attention, 3)
         assert size.whole == sum(p.numel() for p in model.parameters())
+    mixed = tiny_model(**FAMILIES["glm4_moe"])  # a first layer without experts
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in mixed.model.layers]
+    size = budget.size(mixed.config)
+    assert of_layers[0] < of_layers[1] == size.layer and size.root == size.whole - sum(of_layers)
+    trained = sum(p.numel() for name, p in mixed.named_parameters() if ".self_attn." in name)
+    assert size.trained(budget.Student(2, (), "attention"))[0] == trained
 
 
 def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bool = False) -> int:
