@@ -126,7 +126,13 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
     ({"model_type": "phi", "qk_layernorm": True}, "it has q_layernorm, k_layernorm"),
     ({"model_type": "cohere", "use_qk_norm": True}, "its attention"),
     ({"model_type": "olmo", "clip_qkv": 8.0}, "its values are not those of v_proj"),
+    ({"model_type": "gemma", "use_bidirectional_attention": True}, "expected causal attention"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
     ({"num_key_value_heads": 1}, "it has 1 key/value head: nothing to merge"),
+    ({"num_key_value_heads": 3}, "its 8 heads cannot share 3 key/value heads evenly"),
+    ({"model_type": "mistral", "sliding_window": 1}, "its sliding_window is 1; transformers cannot cache"),
+    ({"model_type": "olmo3", "sliding_window": 0, "layer_types": ["sliding_attention"] * 2},
+     "its sliding_window is 0; transformers cannot cache"),
 ])
 def test_a_class_is_refused_for_what_is_in_the_way(changes, reason):
     message = refusal(**changes)
