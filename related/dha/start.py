@@ -252,7 +252,7 @@ def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
 
 def aligned(args, path: str, search: dict, grams_of) -> tuple:
     """The model after search with its heads rotated towards those of their groups, and its metrics."""
-    model, groups = load_model(path), search["groups"]
+    model, groups = Layers(path, torch.float32, "cpu").model, search["groups"]  # with its RoPE pairs
     tokens = torch.randint(model.config.vocab_size, CHECKED, generator=torch.Generator().manual_seed(0))
     expected = all_logits(model, tokens)
     for index, layer in enumerate(model.model.layers):
