@@ -7,8 +7,8 @@ to the teacher (Eq. 27-31).
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
-                      tensorboard/ (if installed), heldout.npy (held-out text that is not measured here,
-                      for stage 7); stage.json when training is complete
+                      tensorboard/ (if installed), heldout.npy and heldout_chats.jsonl (held-out text and
+                      chats that are not measured here, for stage 7); stage.json when training is complete
         RUN/tokens/   the tokens of --text
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
@@ -157,7 +157,8 @@ FLAGS = {
              "as many others are written to heldout.npy, for stage 7; with split, fewer where the held-out "
              "parts are short; of generated text, a tenth of what is trained on", 32),
         Flag("heldout-chats", cli.non_negative, "number of chats to measure, of the held-out parts of "
-             "--chat; of generated ones, a tenth of what is trained on", 32),
+             "--chat; as many others are written to heldout_chats.jsonl, for stage 7; of generated ones, a "
+             "tenth of what is trained on", 32),
         Flag("heldout-questions", cli.non_negative, "first N of each task's validation split (default: "
              f"{QUESTIONS}, of tasks that have one)"),
         Flag("heldout-every", cli.positive, "steps between measurements; merged/, the first and the last "
@@ -308,7 +309,7 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
     inputs = conversion.inputs | input_digests(run.started.args.run, read)
     ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     if ranks.first:
-        run.heldout.write_text(run.directory)
+        run.heldout.write_unmeasured(run.directory)
     teacher = build_teacher(run.teacher, ranks, run.execution)
     saved = checkpoints.newest(run.directory, ranks)
     start = checkpoints.step_of(saved) if saved else 0

@@ -1,7 +1,7 @@
-"""Stage 7: evaluate checkpoints side by side: eight tasks, perplexity, KV cache size, speed.
+"""Stage 7: evaluate checkpoints side by side: chats, eight tasks, perplexity, KV cache size, speed.
 
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
-        tasks, a text, or what a calibration has not read of its own
+        tasks, chats, a text, or what a calibration has not read of its own
 Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
         RUN/frontier.png: bytes against KL of every checkpoint and cache, with --cache
         RUN/eval.jsonl: each checkpoint's answer to each question
@@ -11,16 +11,18 @@ Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if ther
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
+    python 07_eval.py --run runs/mine --tasks none --chat runs/mine/train/heldout_chats.jsonl --text none
     python 07_eval.py --run runs/mine --tasks none --cache q8_0 q8_0/q4_0 q4_0     # with quantized caches
     python 07_eval.py                            # the demo model, under a minute on two cores
 
 Exact match, as in the authors' code: greedy generation to an end of sequence, of 512 tokens at most,
 stripped, equals the text of the right answer (in eval.jsonl an answer ends where it can no longer equal it).
 Likelihood: the right choice has the highest log-probability, summed over its tokens. Averages are micro over
-questions, the paper's "Avg.", and macro over tasks, ± standard error. Text: perplexity, and how close a
-checkpoint is to the first one, as mean KL and as the share of tokens for which both predict the same next one
-(top-1 agreement). Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to
-text (--bos, --no-bos). Quantized caches are simulated, in ggml's formats and three layouts: with channels in
+questions, the paper's "Avg.", and macro over tasks, ± standard error. Text, and the answers of chats:
+perplexity, and how close a checkpoint is to the first one, as mean KL, as the share of tokens for which both
+predict the same next one (top-1 agreement), and as the difference of their losses; ± standard error over
+sequences. Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to text
+(--bos, --no-bos). Quantized caches are simulated, in ggml's formats and three layouts: with channels in
 transformers' order, with RoPE's pairs side by side, and these rotated, as llama.cpp does.
 """
 
@@ -30,6 +32,7 @@ import importlib
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +40,8 @@ import torch
 from common import artifacts, cli, evaluate, models, proof
 from common.cli import run_stage, stage_parser
 from common.data import demo
-from common.data.rows import Sample, abbreviated, parse_object
+from common.data.chat import has_tokens, load_chats, load_tokenized
+from common.data.rows import TABLE_NAMES, Sample, abbreviated, parse_object
 from common.data.sources import CHECKED, DataContext, begun, read_unread, unread_length
 from common.data.tasks import (
     TASKS,
@@ -57,12 +61,15 @@ from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
 from common.records import SOURCE
 from common.reporting import card, plots
 from common.reporting.tables import (
+    CHATS,
+    TEXT,
     answers_section,
     cache_rows,
     caches_section,
     caption,
     results_table,
     summary_line,
+    without_speeds,
 )
 
 ANSWER_TOKENS = 64  # at most, to a prompt
@@ -93,13 +100,17 @@ def parse():
                              "token (default: if the checkpoint's tokenizer does so itself)")
     parser.add_argument("--prompts", metavar="FILE",
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
-    parser.section("perplexity and speed")
+    parser.section("text, chats and speed")
     parser.add_argument("--text",
                         help="c4, demo (its held-out part), a .txt, .jsonl, .json, .json.gz or .parquet "
                              "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), "
                              "RUN/calibration (what it has not read of its sources), or none to skip "
                              "perplexity (default: c4; demo for the demo)")
-    parser.add_argument("--sequences", type=cli.positive, default=32, help="number of sequences")
+    parser.add_argument("--chat", metavar="FILE",
+                        help=f"also compare answers of chats: a {TABLE_NAMES} file with a column "
+                             "messages, or RUN/train/heldout_chats.jsonl of stage 5")
+    parser.add_argument("--sequences", type=cli.positive, default=32,
+                        help="number of sequences of text, and of chats")
     parser.add_argument("--length", type=cli.positive, metavar="N",
                         help=f"tokens per sequence (default: {CHECKED}, or the model's limit if lower)")
     parser.add_argument("--cache", nargs="+", metavar="FORMAT",
@@ -122,9 +133,9 @@ def parse():
         args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
-    if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts):
-        raise UserError("--layerwise: expected no --tasks, --limit or --prompts, because it answers no "
-                        "questions")
+    if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts or args.chat):
+        raise UserError("--layerwise: expected no --tasks, --limit, --prompts or --chat, because it answers "
+                        "no questions")
     if args.cache and (args.layerwise or args.text == NONE):
         raise UserError("--cache: expected a text, and no --layerwise")
     for text in args.cache or ():
@@ -228,18 +239,18 @@ def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The text and questions for one checkpoint, tokenized with its tokenizer."""
+    """Texts, chats and questions for one checkpoint, tokenized with its tokenizer."""
 
     tokenizer: object
-    length: int  # tokens per sequence
-    tokens: torch.Tensor | None  # [sequences, length]; None for --text none
-    text: str  # where the tokens come from, in one line
+    length: int  # tokens per sequence of text
+    sets: dict[str, tuple[list[Sample], str]]  # CHATS, TEXT, as far as there are any -> samples, their source
     samples: dict[str, list[list[Sample]]]  # task -> question -> choice
     prompts: list[list[int]]  # token ids of --prompts
 
 
 def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, prompts, args) -> Tokenized:
-    """Tokenize text, questions and prompts for one checkpoint, and check their lengths by its positions.
+    """Tokenize text, chats, questions and prompts for one checkpoint, and check their lengths by its
+    positions.
 
     unread: tokens in place of text, and what they are, from read_calibration_text; or None.
     """
@@ -254,6 +265,9 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
     if tokens is not None and tokens.max() >= config.vocab_size:
         raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
                         f"found {tokens.max()}")
+    sets = {CHATS: read_chats(path, tokenizer, config, args)} if args.chat else {}
+    if tokens is not None:
+        sets[TEXT] = list(map(Sample, tokens.tolist())), description
     samples = {}
     for task, questions in tasks.items():
         samples[task] = [choice_samples(example, tokenizer) for example in questions.values()]
@@ -264,7 +278,20 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
     if longest + ANSWER_TOKENS > positions:
         raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
                         f"an answer of {ANSWER_TOKENS} within {path}'s positions, found {longest}")
-    return Tokenized(tokenizer, length, tokens, description, samples, asked)
+    return Tokenized(tokenizer, length, sets, samples, asked)
+
+
+def read_chats(path: str, tokenizer, config, args) -> tuple[list[Sample], str]:
+    """The chats of --chat for a checkpoint, and where they come from.
+
+    Raises UserError for what cannot be read, and for tokens beyond the checkpoint's positions.
+    """
+    positions = config.max_position_embeddings
+    if not has_tokens(args.chat):
+        return load_chats(args.chat, tokenizer, positions, EVALUATION, args.sequences)
+    chats, description = load_tokenized(args.chat, config.vocab_size, args.sequences)
+    check_lengths(enumerate(chats, 1), positions, f"{path}: {args.chat}")
+    return chats, description
 
 
 def is_calibration(text: str) -> bool:
@@ -289,18 +316,20 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
     return read_unread(record, context, args.sequences, length)
 
 
-def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], text: str) -> set[str]:
+def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], sources) -> set[str]:
     """The names of the checkpoints with the first one's vocabulary, whose tokens can be compared.
 
-    Raises UserError for tokens (of a .npy file or a calibration) and a checkpoint with another vocabulary.
+    sources: of text and chats. Raises UserError for one of tokens (a .npy file, a calibration, tokenized
+    chats) and a checkpoint with another vocabulary.
     """
     vocabularies = {name: each.tokenizer.get_vocab() for name, each in tokenized.items()}
     first = next(iter(checkpoints))
     same = {name for name in checkpoints if vocabularies[name] == vocabularies[first]}
-    if (text.endswith(".npy") or is_calibration(text)) and len(same) < len(checkpoints):
-        other = next(path for name, path in checkpoints.items() if name not in same)
-        raise UserError(f"{text}: expected checkpoints with one tokenizer, as it has tokens, found those of "
-                        f"{checkpoints[first]} and {other}; pass text, not tokens")
+    others = [path for name, path in checkpoints.items() if name not in same]
+    for source in sources if others else ():
+        if source.endswith(".npy") or is_calibration(source) or has_tokens(source):
+            raise UserError(f"{source}: expected checkpoints with one tokenizer, as it has tokens, found "
+                            f"those of {checkpoints[first]} and {others[0]}; pass text, not tokens")
     return same
 
 
@@ -318,11 +347,11 @@ def read_prompts(path: str | None) -> list[str]:
     return prompts
 
 
-def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, is_first: bool, reference, args):
-    """All metrics of one checkpoint, one outcome per question, and its predictions for the text.
+def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference: dict | None, args):
+    """All metrics of one checkpoint, one outcome per question, and its predictions for each of its sets.
 
-    checkpoint: from models.describe. reference: the first checkpoint's predictions; None for that one, and
-    where they are of other tokens.
+    checkpoint: from models.describe. reference: the first checkpoint's predictions, of sets with the same
+    tokens; None for that one.
     """
     path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
     spread = models.needs_several_gpus(path, dtype, device)
@@ -336,14 +365,16 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, is_first: 
     metrics["tasks"], outcomes = evaluate.answer_questions(
         name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
     metrics |= evaluate.averages(metrics["tasks"])
-    predictions = None
-    if tokenized.tokens is not None:
-        on_text, predictions = evaluate.text_metrics(model, tokenized.tokens, reference)
-        metrics |= on_text | perplexity_metrics(on_text["perplexity"], tokenized)
-        if args.cache:
-            caches = [parse_cache(text) for text in args.cache if has_blocks(model.config)]
-            against = predictions if is_first else reference
-            metrics["caches"] = evaluate.cache_metrics(model, tokenized.tokens, against, caches)
+    predictions = {}
+    for prefix, (samples, source) in tokenized.sets.items():
+        against = (reference or {}).get(prefix)
+        compared, predictions[prefix] = evaluate.prediction_metrics(model, samples, against)
+        metrics |= {f"{prefix}{key}": value for key, value in compared.items()}
+        metrics |= measured_on(prefix, samples, source)
+    if args.cache and TEXT in predictions:
+        caches = [parse_cache(text) for text in args.cache if has_blocks(model.config)]
+        against = predictions[TEXT] if reference is None else reference.get(TEXT)
+        metrics["caches"] = evaluate.cache_metrics(model, tokenized.sets[TEXT][0], against, caches)
     if tokenized.prompts:
         metrics["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
     row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
@@ -357,18 +388,43 @@ def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -
     print(f"reads   {path}, layer by layer")
     layers = Layers(path, dtype, device, layerwise=True)
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
-    if tokenized.tokens is not None:
-        perplexity = evaluate.layerwise_perplexity(layers, tokenized.tokens, args.run)
-        metrics |= perplexity_metrics(perplexity, tokenized)
+    if TEXT in tokenized.sets:
+        samples, source = tokenized.sets[TEXT]
+        tokens = torch.tensor([sample.prompt for sample in samples])
+        metrics |= evaluate.layerwise_perplexity(layers, tokens, args.run)
+        metrics |= measured_on(TEXT, samples, source)
     row = torch.arange(tokenized.length) % layers.config.vocab_size
     # the weights are on the meta device, which suffices for sizes
     return metrics | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
 
 
-def perplexity_metrics(perplexity: float, tokenized: Tokenized) -> dict:
-    """The perplexity and what it was measured on."""
-    return {"perplexity": perplexity, "perplexity_text": tokenized.text,
-            "perplexity_tokens": tokenized.tokens.numel()}
+def measured_on(prefix: str, samples: list[Sample], source: str) -> dict:
+    """What the metrics with this prefix were measured on: where it comes from, and its number of tokens."""
+    tokens = sum(sample.answer_tokens or len(sample) for sample in samples)
+    return {f"{prefix}perplexity_text": source, f"{prefix}perplexity_tokens": tokens}
+
+
+def measure_all(described: dict, tokenized: dict[str, Tokenized], tasks, comparable: set[str], args):
+    """The metrics of each checkpoint, by name, and all outcomes of questions.
+
+    described: name -> models.describe; the first is the reference. comparable: from same_tokenizers. Raises
+    UserError for a checkpoint that changes meanwhile.
+    """
+    results, outcomes, predictions = {}, [], None
+    for name, checkpoint in described.items():
+        if args.layerwise:
+            results[name] = measure_layerwise(name, checkpoint, tokenized[name], args)
+            continue
+        ours, first = tokenized[name].sets, next(iter(tokenized.values())).sets
+        same = predictions and {prefix: each for prefix, each in predictions.items()
+                                if name in comparable and ours[prefix][0] == first[prefix][0]}
+        results[name], answered, predicted = measure(name, checkpoint, tokenized[name], tasks, same, args)
+        predictions = predicted if predictions is None else predictions
+        outcomes += answered
+    for path, fingerprint in ((each["path"], each["fingerprint"]) for each in described.values()):
+        if models.describe(path)["fingerprint"] != fingerprint:
+            raise UserError(f"{path}: changed while it was measured; run the same command again")
+    return results, outcomes
 
 
 def main():
@@ -378,7 +434,7 @@ def main():
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
-    inputs |= digests_of([args.text, args.prompts, *task_files(args.tasks)])
+    inputs |= digests_of([args.text, args.chat, args.prompts, *task_files(args.tasks)])
     inputs |= artifacts.input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
     try:
         started = artifacts.begin_stage(
@@ -397,47 +453,33 @@ def main():
     tokenized = {name: prepare(path, tasks, text, unread, prompts, args)
                  for name, path in checkpoints.items()}
     reference, device = next(iter(checkpoints)), models.pick_device(args.device)
-    comparable = same_tokenizers(checkpoints, tokenized, text)
-    for description in dict.fromkeys(each.text for each in tokenized.values() if each.text):
+    comparable = same_tokenizers(checkpoints, tokenized, list(filter(None, (text, args.chat))))
+    sets = [each for texts in tokenized.values() for each in texts.sets.values()]
+    for description in dict.fromkeys(description for _, description in sets):
         print(f"reads   {description}")
     args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer))
 
-    results, outcomes, predictions = {}, [], None
-    for name in checkpoints:
-        if args.layerwise:
-            results[name] = measure_layerwise(name, described[name], tokenized[name], args)
-            continue
-        same_text = text != NONE and name in comparable and torch.equal(
-            tokenized[name].tokens, tokenized[reference].tokens)
-        results[name], model_outcomes, predicted = measure(
-            name, described[name], tokenized[name], tasks, name == reference,
-            predictions if same_text else None, args)
-        predictions = predictions or predicted
-        outcomes += model_outcomes
-    for name, path in checkpoints.items():
-        if models.describe(path)["fingerprint"] != described[name]["fingerprint"]:
-            raise UserError(f"{path}: changed while it was measured; run the same command again")
-
+    results, outcomes = measure_all(described, tokenized, tasks, comparable, args)
     table = results_table(results) + caches_section(results) + answers_section(prompts, results)
-    hardware = f"{device}, {args.dtype}"
-    note = caption(results[reference], source, args.limit, args.seed, hardware, args.bos)
+    said = partial(caption, source=source, limit=args.limit, seed=args.seed,
+                   hardware=f"{device}, {args.dtype}", bos=args.bos)
     memory = cli.peak_memory()
     record = started.record(described[reference], {"peak_memory_gib": memory})
     record |= {"device": device, "begin_of_sequence": args.bos, "prompts": prompts, "results": results}
     with artifacts.write_beside(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
-        write_text(os.path.join(aside, TABLE), f"{note}\n\n{table}\n")
+        write_text(os.path.join(aside, TABLE), f"{said(results[reference])}\n\n{table}\n")
         if cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
         artifacts.write_record(aside, record, os.path.basename(output))
     print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
     for name, path in checkpoints.items():
-        pair = {key: results[key] for key in (reference, name)}
+        pair = {key: without_speeds(results[key]) for key in (reference, name)}
         answers = caches_section(pair) + answers_section(prompts, pair)
         if has_card(path) and not is_within(path, args.run):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
-        elif card.write_scores(path, f"{results_table(pair)}\n\n{note}{answers}"):
+        elif card.write_scores(path, f"{results_table(pair)}\n\n{said(pair[reference])}{answers}"):
             print(f"wrote   {os.path.join(path, artifacts.CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 

@@ -1,4 +1,7 @@
-"""Logits of two models, or of a model and a text, compared; logits are a list of [T, V], one a sequence."""
+"""Logits of two models, or of a model and a text, compared; means over tokens and their standard errors.
+
+Logits are a list of [T, V], one a sequence.
+"""
 
 import math
 
@@ -6,29 +9,63 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.method.losses import kl
+from common.method.losses import cross_entropy, kl
 
 LARGEST_LOSS = 700  # nats per token: beyond it perplexity overflows
 
 
-def mean_nll(logits, tokens: torch.Tensor) -> float:
-    """Mean negative log-likelihood (nats) of the next token. logits: of each row of tokens in turn."""
+def compare(
+    ours: torch.Tensor,  # [n, V] logits
+    theirs: torch.Tensor,  # [n, V]
+    targets: torch.Tensor,  # [n], the next tokens
+) -> tuple[torch.Tensor, ...]:
+    """A model compared with its teacher at each of n positions: the metrics of metrics.COMPARED, [n] each."""
+    losses = (cross_entropy(logits, targets) for logits in (ours, theirs))
+    return kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1)
+
+
+def ratio(totals: list[float], counts: list[int]) -> tuple[float, float | None]:
+    """A mean over tokens from each sequence's total and number of tokens, and its standard error.
+
+    Sequences are drawn independently, the tokens within one are not: the error is that of a ratio estimator,
+    sqrt(m / (m - 1) sum (total - mean count)^2) / sum count over m sequences; None for one.
+    """
+    number, tokens = len(counts), sum(counts)
+    mean = sum(totals) / tokens
+    if number < 2:
+        return mean, None
+    squares = sum((total - mean * count) ** 2 for total, count in zip(totals, counts, strict=True))
+    return mean, math.sqrt(number / (number - 1) * squares) / tokens
+
+
+def sequence_losses(logits, tokens: torch.Tensor) -> list[float]:
+    """Mean next-token loss (nats) of each row of tokens [n, T]. logits: of each row in turn."""
     losses = [F.cross_entropy(rows[:-1].double(), row[1:].to(rows.device))
               for rows, row in zip(logits, tokens, strict=True)]
-    return float(torch.stack(losses).mean())  # the host waits for a device here alone
+    return torch.stack(losses).tolist()  # the host waits for a device here alone
+
+
+def mean_nll(logits, tokens: torch.Tensor) -> float:
+    """Mean negative log-likelihood (nats) of the next token. logits: of each row of tokens in turn."""
+    losses = sequence_losses(logits, tokens)
+    return sum(losses) / len(losses)
 
 
 def perplexity_of(logits, tokens: torch.Tensor) -> float:
     """exp of the mean next-token loss of these logits. Raises UserError if that overflows or is NaN."""
-    loss = mean_nll(logits, tokens)
+    return perplexity_from(mean_nll(logits, tokens))
+
+
+def perplexity_from(loss: float) -> float:
+    """exp of a mean loss in nats. Raises UserError if that overflows or is NaN."""
     if not loss <= LARGEST_LOSS:
         raise UserError(f"perplexity: expected a loss of at most {LARGEST_LOSS} nats, found {loss:.3g}")
     return math.exp(loss)
 
 
 def mean_kl(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    """Mean over tokens of KL(first || second), nats."""
-    parts = [kl(b.double(), a.double()).mean() for a, b in zip(first, second, strict=True)]
+    """Mean of KL(first || second), nats, over all tokens that predict one: each sequence's but its last."""
+    parts = [kl(b[:-1].double(), a[:-1].double()).mean() for a, b in zip(first, second, strict=True)]
     return float(torch.stack(parts).mean())
 
 

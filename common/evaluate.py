@@ -4,21 +4,27 @@ import contextlib
 import itertools
 import math
 import time
+from statistics import median
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from common.data.chat import apply_template, fixed_template
-from common.equivalence import mean_kl, perplexity_of
+from common.data.rows import Sample
+from common.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
 from common.errors import UserError
 from common.forward import attention_alone, replaced
+from common.head import Head, head_of
+from common.method.losses import cross_entropy
+from common.metrics import COMPARED
 from common.models import bos_prefix
 from common.progress import Progress
 from common.quantized_cache import LAYOUTS, PLAIN, quantized
+from common.training.packing import build_row
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
-REPEATS = 3  # runs of `speed`, of which the fastest counts
+REPEATS = 5  # runs of `speed`, of which the median counts
 
 
 @torch.no_grad()
@@ -29,45 +35,73 @@ def perplexity(model, tokens: torch.Tensor) -> float:
 
 
 class Predictions:
-    """A model's predictions for a text, at a fraction of the logits' size: the head and its inputs."""
+    """A model's predictions for samples, at a fraction of the logits' size: the head and its inputs."""
 
-    def __init__(self, head):
-        self.head, self.hidden = head, []  # [1, T, hidden] per row of tokens
+    def __init__(self, head: Head):
+        self.head, self.hidden = head, []  # [1, T, hidden] per sample
 
-    def logits(self, row: int) -> torch.Tensor:
-        """Logits [T, vocab] of a row."""
-        return self.head.forward(self.hidden[row])[0]  # past its hooks: it may be measured itself
+    def logits(self, number: int) -> torch.Tensor:
+        """Logits [T, vocab] of a sample."""
+        products = self.head.linear.forward(self.hidden[number])  # past its hooks: it may be measured itself
+        return self.head.finish(products, None)[0]
 
 
 @torch.no_grad()
-def text_metrics(model, tokens: torch.Tensor, reference: Predictions | None) -> tuple[dict, Predictions]:
-    """Perplexity over tokens [n, T] and, against the predictions of a reference for the same tokens, "kl"
-    KL(reference || model) in nats and "agreement", the share of tokens at which both predict the same one.
+def prediction_metrics(model, samples: list[Sample],
+                       reference: Predictions | None) -> tuple[dict, Predictions]:
+    """Metrics of a model's predictions: of the answers of chats, of every token but the first of texts.
 
-    Also returns the model's own predictions. Without a reference that has its vocabulary, no kl or agreement.
+    "perplexity" and, against the predictions of a reference for the same samples, "kl" KL(reference || model)
+    in nats, "agreement", the share of tokens at which both predict the same one, and "loss_above", the
+    model's next-token loss minus the reference's; each with its standard error over samples, NAME_stderr, if
+    there are several. Also returns the model's own predictions. Without a reference that has its vocabulary,
+    perplexity alone. Raises UserError if that overflows.
     """
-    predictions, divergences, agreements = Predictions(model.get_output_embeddings()), [], []
+    predictions, sums, counts = Predictions(head_of(model)), [], []
 
-    def compare(head, inputs, logits):
+    def keep(head, inputs, products):
         predictions.hidden.append(inputs[0])
-        theirs = reference and reference.logits(len(predictions.hidden) - 1).to(logits.device)
-        if reference and theirs.shape == logits[0].shape:
-            divergences.append(mean_kl([theirs], [logits[0]]))
-            agreements.append(float((theirs.argmax(-1) == logits[0].argmax(-1)).double().mean()))
 
-    with predictions.head.register_forward_hook(compare):
-        metrics = {"perplexity": perplexity(model, tokens)}
-    if divergences:
-        metrics |= {"kl": sum(divergences) / len(tokens), "agreement": sum(agreements) / len(tokens)}
-    return metrics, predictions
+    with predictions.head.linear.register_forward_hook(keep):
+        for number, sample in enumerate(Progress(samples, desc="predictions", unit="seq", leave=False)):
+            row = build_row([sample], 1)
+            at = row.answer_at if sample.answer_tokens else row.prompt_at
+            logits = model(input_ids=row.input_ids.to(model.device), use_cache=False).logits[0]
+            theirs, targets = reference and reference.logits(number), row.targets[at].to(logits.device)
+            compared = reference is not None and theirs.shape == logits.shape
+            logits = logits[at].double()
+            columns = (compare(logits, theirs[at].to(logits), targets) if compared
+                       else [cross_entropy(logits, targets)])
+            sums.append(torch.stack([column.double().sum() for column in columns]))
+            counts.append(len(at))
+    names = COMPARED if compared else ["loss"]
+    return means_with_errors(dict(zip(names, torch.stack(sums).T.tolist(), strict=True)), counts), predictions
 
 
-def cache_metrics(model, tokens: torch.Tensor, reference: Predictions, caches) -> dict[str, dict]:
-    """For a cache of f16, and for each of `caches`, its bytes per token and text_metrics in each layout."""
+def means_with_errors(totals: dict[str, list[float]], counts: list[int]) -> dict[str, float]:
+    """The metrics of prediction_metrics from the sums over each sample's tokens, named as in COMPARED, and
+    their numbers.
+    """
+    if "teacher_loss" in totals:
+        pairs = zip(totals["loss"], totals.pop("teacher_loss"), strict=True)
+        totals["loss_above"] = [ours - theirs for ours, theirs in pairs]
+    means = {name: ratio(column, counts) for name, column in totals.items()}
+    loss, error = means.pop("loss")
+    perplexity = perplexity_from(loss)
+    # d exp(loss) = exp(loss) d loss
+    means = {"perplexity": (perplexity, error and perplexity * error)} | means
+    errors = {f"{name}_stderr": error for name, (_, error) in means.items() if error is not None}
+    return {name: mean for name, (mean, _) in means.items()} | errors
+
+
+def cache_metrics(model, samples: list[Sample], reference: Predictions, caches) -> dict[str, dict]:
+    """For a cache of f16, and for each of `caches`, its bytes per token and, in each layout, what
+    prediction_metrics gives.
+    """
 
     def measured(cache, layout: str) -> dict:
         with quantized(model, cache, layout):
-            return text_metrics(model, tokens, reference)[0]
+            return prediction_metrics(model, samples, reference)[0]
 
     by_layout = {PLAIN: dict.fromkeys(LAYOUTS, measured(PLAIN, "halves"))}  # f16 is the same in all
     for cache in caches:
@@ -78,13 +112,16 @@ def cache_metrics(model, tokens: torch.Tensor, reference: Predictions, caches) -
 
 
 @torch.no_grad()
-def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> float:
-    """As perplexity, of the common.layers.Layers of a model; hidden states are in a file in `directory`."""
+def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> dict[str, float]:
+    """Perplexity over tokens [n, T], with its standard error, of the common.layers.Layers of a model; hidden
+    states are in a file in `directory`.
+    """
     hidden = layers.embed(tokens.split(1), directory)
     total = layers.config.num_hidden_layers
     for layer in Progress(layers.decoder_layers(), "perplexity", total, unit="layer", leave=False):
         layers.advance(layer, hidden)
-    return perplexity_of(layers.logits_of(hidden), tokens)
+    losses = sequence_losses(layers.logits_of(hidden), tokens)
+    return means_with_errors({"loss": losses}, [1] * len(losses))
 
 
 def left_padded(prompts: list, pad: int, device) -> dict[str, torch.Tensor]:
@@ -249,7 +286,8 @@ def speed(model, tokens: torch.Tensor) -> dict[str, float]:
             output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
         prefill.append(prefilled - start)
         decode.append(_now(model) - prefilled)
-    return {"prefill_tokens_per_s": len(tokens) / min(prefill), "decode_tokens_per_s": DECODED / min(decode)}
+    return {"prefill_tokens_per_s": len(tokens) / median(prefill),
+            "decode_tokens_per_s": DECODED / median(decode)}
 
 
 def _now(model) -> float:

@@ -135,9 +135,10 @@ if [ -n "${PLAN:-}" ]; then
 fi
 train  # a complete training is left as it is; other flags are refused
 stage 06_export.py --run "$RUN" --update "${BASIS[@]}"
-HELDOUT=$RUN/train/heldout.npy
+HELDOUT=$RUN/train/heldout.npy CHATS=$RUN/train/heldout_chats.jsonl
 [ -e "$HELDOUT" ] || HELDOUT=none CACHES=()  # chats alone, or text too short to hold two samples of it out
-stage 07_eval.py "${EVALUATE[@]}" --text "$HELDOUT" "${CACHES[@]}"
+[ -e "$CHATS" ] && CHATS=(--chat "$CHATS") || CHATS=()
+stage 07_eval.py "${EVALUATE[@]}" "${CHATS[@]}" --text "$HELDOUT" "${CACHES[@]}"
 "$PYTHON" pipelines/report.py --run "$RUN"
 awk '{ name[NR] = $1; spent[NR] = $2; total += $2 }
   END { for (i = 1; i <= NR; i++) if (spent[i])

@@ -1,5 +1,6 @@
 """Chats for training: `messages` through the tokenizer's chat template, assistant turns as answers."""
 
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from common.progress import Progress
 from common.weights import first_line
 
 RENDERED, RENDER_SECONDS = 10**7, 10  # that a template may take: a thousand times what a long chat does
+TOKENS = "segments"  # column of tokenized chats: lists of token ids, prompt and answer in turn
 AVERAGE_SECONDS = 0.1  # that it may take each time, beyond the first RENDER_SECONDS
 sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
@@ -63,6 +65,37 @@ def load_chats(path: str, tokenizer, longest: int, split: str = TRAIN,
     answers = sum(len(sample.segments) // 2 for sample in samples)
     where = PARTS[split] + (f" in {len(samples)} samples" if len(samples) > chats else "")
     return samples, f"{path}: {chats} chats{where}, {answers} answers; {cut} cut to {longest} tokens"
+
+
+def token_lines(chats: list[Sample]) -> str:
+    """Tokenized chats as lines of JSON, which load_tokenized reads."""
+    rows = ({TOKENS: [list(map(int, segment)) for segment in chat.segments]} for chat in chats)
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def has_tokens(path: str) -> bool:
+    """Whether the chats of a file are tokenized, which suits one tokenizer alone. Raises UserError for a file
+    without rows.
+    """
+    return os.path.isfile(path) and path.endswith(TABLES) and TOKENS in next(read_rows(path))[1]
+
+
+def load_tokenized(path: str, vocabulary: int, most: int) -> tuple[list[Sample], str]:
+    """The first chats of a file of token_lines, and a one-line description. Raises UserError for what is no
+    chat of token ids below `vocabulary` with an answer.
+    """
+    samples = []
+    for place, row in itertools.islice(read_rows(path), most):
+        segments = row.get(TOKENS)
+        lists = isinstance(segments, list) and all(isinstance(segment, list) for segment in segments)
+        ids = [token for segment in segments for token in segment] if lists else [None]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise UserError(f"{path} {place}: expected column {TOKENS!r} with lists of token ids below "
+                            f"{vocabulary}, found {abbreviated(segments)}")
+        samples.append(Sample(*segments))
+        if not segments[:1] or not segments[0] or not samples[-1].answer_tokens:
+            raise UserError(f"{path} {place}: expected a prompt and an answer, found {abbreviated(segments)}")
+    return samples, f"{path}: {len(samples)} tokenized chats"
 
 
 class Template:

@@ -44,6 +44,8 @@ PARTS = (
     Part("gqa", "06_export.py", "gqa/stage.json"),
     Part("eval", "07_eval.py", "eval.json", picture="frontier.png"),
 )
+COMPARED = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
+            "kl": "KL", "agreement": "top-1 agreement"}  # metrics of the overview, chats first
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 
 
@@ -111,6 +113,7 @@ def overview(directory: str, records: dict[str, dict]) -> dict:
         "kv_heads": next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None),
         "cost": cost(records),
         "results": records.get("eval", {}).get("results", {}),
+        "compared_titles": COMPARED,
     }
 
 
@@ -130,7 +133,8 @@ def cost(records: dict[str, dict]) -> str:
     changes = [f"{title} {tables.rate(before, name)} → {tables.rate(after, name)}"
                for name, title in names.items()
                if tables.is_number(before.get(name)) and tables.is_number(after.get(name))]
-    return ", ".join(changes)
+    divergence = [f"KL on answers of chats {tables.rate(after, 'chat_kl')}"] * ("chat_kl" in after)
+    return ", ".join([*divergence, *changes])
 
 
 def section(directory: str, part: Part, record: dict) -> dict:

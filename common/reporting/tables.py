@@ -13,6 +13,15 @@ from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
+CHATS, TEXT = "chat_", ""  # prefixes of the metrics on answers of chats, and on every token of texts
+COMPARED = {  # metric -> title, digits
+    "kl": ("KL from the first, nats", 4),
+    "agreement": ("top-1 agreement", 4),
+    "loss_above": ("loss above the first's, nats", 4),
+    "perplexity": ("perplexity", 3),
+}
+SPEEDS = {"prefill_tokens_per_s": "prefill tokens/s", "decode_tokens_per_s": "decode tokens/s"}
+FEW = 4096  # tokens below which a caption warns: two texts give other differences
 MOST_COLUMNS = 6  # checkpoints side by side; with more, lines are too long to read and each gets a row
 # record fields that are not metrics
 PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
@@ -79,30 +88,36 @@ def results_table(results: dict[str, dict]) -> str:
 def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
     """Title -> rows (title, chance or "", a cell per checkpoint). columns: each checkpoint's metrics."""
     sections, kinds = {}, {"exact_match": "exact match, %", "likelihood": "likelihood, %"}
+    sections["answers of chats"] = compared_rows(columns, CHATS)
     for kind, title in kinds.items() if any(column["tasks"] for column in columns) else ():
         rows = [rate_row(task, [column["tasks"][task] for column in columns], kind, "chance")
                 for task in columns[0]["tasks"]]
         rows += [rate_row(f"*{name}*", columns, f"{average}_{kind}", f"{average}_chance")
                  for average, name in AVERAGES.items()]
         sections[title] = rows
-    costs = []
-    if "perplexity" in columns[0]:
-        costs.append(("perplexity", "", *(number(column, "perplexity", 3) for column in columns)))
-    if any("kl" in column for column in columns):
-        for title, key in (("KL from the first, nats", "kl"), ("top-1 agreement", "agreement")):
-            costs.append((title, "", "", *(number(column, key, 4) for column in columns[1:])))
-    costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
-    for title, key in (("KV bytes per token", "cache_bytes_per_token"),
-                       ("prefill tokens/s", "prefill_tokens_per_s"),
-                       ("decode tokens/s", "decode_tokens_per_s")):
+    sections["text"] = compared_rows(columns, TEXT)
+    costs = [("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns))]
+    for key, title in {"cache_bytes_per_token": "KV bytes per token", **SPEEDS}.items():
         if any(key in column for column in columns):
             costs.append((title, "", *(number(column, key, 0) for column in columns)))
-    return sections | {"cost": costs}
+    return {title: rows for title, rows in (sections | {"cost": costs}).items() if rows}
+
+
+def compared_rows(columns: list[dict], prefix: str) -> list[tuple[str, ...]]:
+    """A row of each metric in COMPARED that was measured, with standard errors."""
+    return [(title, "", *(number(column, prefix + key, digits) for column in columns))
+            for key, (title, digits) in COMPARED.items() if any(prefix + key in column for column in columns)]
 
 
 def number(column: dict, key: str, digits: int) -> str:
-    """A metric, or "-" if it was not measured."""
-    return f"{column[key]:.{digits}f}" if key in column else "-"
+    """A metric with its standard error, if it has one, or "-" if it was not measured."""
+    numbers = [column[name] for name in (key, f"{key}_stderr") if name in column]
+    return " ± ".join(f"{each:.{digits}f}" for each in numbers) or "-"
+
+
+def without_speeds(metrics: dict) -> dict:
+    """A checkpoint's metrics for its card: speeds are those of one machine, busy or not."""
+    return {key: value for key, value in metrics.items() if key not in SPEEDS}
 
 
 def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[str, ...]:
@@ -120,8 +135,7 @@ class CacheRow(NamedTuple):
     format: str
     bytes_per_token: float
     kls: tuple[float, ...]  # from the first checkpoint, in each layout
-    perplexity: float
-    agreement: float
+    cells: tuple[str, ...]  # these with their errors; perplexity and agreement in the last layout
 
     def is_dominated(self, rows: list["CacheRow"]) -> bool:
         """Whether one of them has no more bytes and a lower KL in every layout."""
@@ -131,19 +145,23 @@ class CacheRow(NamedTuple):
 
 def cache_rows(results: dict[str, dict]) -> list[CacheRow]:
     """Every checkpoint with every cache that it was compared in."""
-    return [CacheRow(name, cache, metrics["bytes_per_token"],
-                     tuple(metrics[layout]["kl"] for layout in LAYOUTS),
-                     metrics["rotated"]["perplexity"], metrics["rotated"]["agreement"])
-            for name, checkpoint in results.items() for cache, metrics in checkpoint.get("caches", {}).items()
-            if "kl" in metrics["rotated"]]
+    rows = []
+    for name, checkpoint in results.items():
+        for cache, metrics in checkpoint.get("caches", {}).items():
+            last = metrics["rotated"]
+            if "kl" in last:
+                kls = tuple(metrics[layout]["kl"] for layout in LAYOUTS)
+                cells = *(number(metrics[layout], "kl", 4) for layout in LAYOUTS), number(
+                    last, "perplexity", 3), number(last, "agreement", 4)
+                rows.append(CacheRow(name, cache, metrics["bytes_per_token"], kls, cells))
+    return rows
 
 
 def caches_table(results: dict[str, dict]) -> Table:
     """A row per checkpoint and cache; those that are dominated are marked by >."""
     rows = cache_rows(results)
     cells = [(f"{row.name} >" if row.is_dominated(rows) else row.name, row.format,
-              f"{row.bytes_per_token:.0f}", *(f"{kl:.4f}" for kl in row.kls), f"{row.perplexity:.3f}",
-              f"{row.agreement:.4f}") for row in rows]
+              f"{row.bytes_per_token:.0f}", *row.cells) for row in rows]
     header = ("quantized caches", "format", "bytes per token", *(f"KL, {layout}" for layout in LAYOUTS),
               "perplexity, rotated", "top-1, rotated")
     return Table(header, cells, "KL from the first, nats; >: another has no more bytes and a lower KL in "
@@ -172,20 +190,26 @@ def caption(reference: dict, source: str, limit: int | None, seed: int | None, h
     reference: the first checkpoint's metrics. source: where the questions come from. limit, seed: how they
     were selected. hardware: device and dtype. bos: whether prompts and text had a begin-of-sequence token.
     """
-    text = f" Perplexity of {file_name(reference['perplexity_text'])}." if "perplexity" in reference else ""
+    sentences = []
+    if reference["tasks"]:
+        questions = sum(task["questions"] for task in reference["tasks"].values())
+        selection = "" if limit is None else f", the first {limit} per task"
+        if seed is not None:
+            selection = f", {limit} per task drawn with seed {seed}"
+        sentences.append(
+            "Exact match of greedy generation, and how often the likeliest choice is the right one, ± "
+            f"standard error: {questions} validation questions ({file_name(source)}{selection}), averaged "
+            "over questions (micro, the paper's Avg.) and over tasks (macro).")
+    for prefix, title in ((CHATS, "Answers"), (TEXT, "Text")):
+        if f"{prefix}perplexity" in reference:
+            tokens, read = (reference[f"{prefix}perplexity_{name}"] for name in ("tokens", "text"))
+            few = ", too few to tell close models apart" if tokens < FEW else ""
+            sentences.append(f"{title}: {tokens} tokens{few}, ± standard error over sequences; "
+                             f"{file_name(read)}.")
+    timed = SPEEDS.keys() <= reference.keys()
+    speeds = "Speeds: one sequence, median of five runs," if timed else "Measured"
     beginning = f"{'with a' if bos else 'no'} begin-of-sequence token"
-    if not reference["tasks"]:
-        measured = "Speeds: one sequence" if "decode_tokens_per_s" in reference else "Layer by layer"
-        return markdown_text(f"{text} {measured} on {hardware}, {beginning}.")
-    questions = sum(task["questions"] for task in reference["tasks"].values())
-    selection = "" if limit is None else f", the first {limit} per task"
-    if seed is not None:
-        selection = f", {limit} per task drawn with seed {seed}"
-    line = ("Exact match of greedy generation, and how often the likeliest choice is the right one, "
-            f"± standard error: {questions} validation questions ({file_name(source)}{selection}), averaged "
-            f"over questions (micro, the paper's Avg.) and over tasks (macro), {beginning}."
-            f"{text} Speeds: one sequence on {hardware}.")
-    return markdown_text(line)
+    return markdown_text(" ".join([*sentences, f"{speeds} on {hardware}, {beginning}."]))
 
 
 def file_name(source: str) -> str:
@@ -195,14 +219,17 @@ def file_name(source: str) -> str:
 
 
 def summary_line(results: dict[str, dict]) -> str:
-    """One line: micro averages, or else perplexities, and the last KV cache relative to the first."""
-    scores = []
+    """One line: KL on chats, micro averages, or else perplexities, and the last KV cache relative to the
+    first.
+    """
+    scores = [f"{name} KL on answers {number(metrics, 'chat_kl', 4)}" for name, metrics in results.items()
+              if "chat_kl" in metrics]
     for name, metrics in results.items():
         if metrics["tasks"]:
             rate, error = metrics["micro_exact_match"], metrics["micro_exact_match_stderr"]
             scores.append(f"{name} micro average {rate:.1%} ± {error:.1%}")
         elif "perplexity" in metrics:
-            scores.append(f"{name} perplexity {metrics['perplexity']:.3f}")
+            scores.append(f"{name} perplexity {number(metrics, 'perplexity', 3)}")
     sizes = [metrics["cache_bytes_per_token"] for metrics in results.values()]
     return "; ".join([*scores, f"KV cache of the last {sizes[-1] / sizes[0]:.3f} of the first's"])
 
@@ -288,8 +315,9 @@ def score_tables(results: dict[str, dict], prompts) -> list[Table]:
     shown = {"tasks", "answers", "caches"} | averages | {f"{name}_stderr" for name in averages}
     others = [flatten({name: value for name, value in model.items() if name not in shown})
               for model in models]
-    names = dict.fromkeys(name for metrics in others for name in metrics)
-    rows = [(label(name), *(metrics.get(name) for metrics in others)) for name in names]
+    names = dict.fromkeys(name for metrics in others for name in metrics if not name.endswith("_stderr"))
+    rows = [(label(name), *(rate(metrics, name) if f"{name}_stderr" in metrics else metrics.get(name)
+                            for metrics in others)) for name in names]
     tables.append(Table(("", *results), rows))
     caches = caches_table(results)
     tables += [caches] if caches.rows else []

@@ -43,7 +43,8 @@ from common.models import kept_tensors
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with
 ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
-OF_STUDENT = ("curves.png", "heldout.npy")  # which a teacher's training does not write
+HELDOUT_TEXT, HELDOUT_CHATS = "heldout.npy", "heldout_chats.jsonl"  # for stage 7
+OF_STUDENT = ("curves.png", HELDOUT_TEXT, HELDOUT_CHATS)  # which a teacher's training does not write
 OWN = re.compile("|".join((r"step-\d+", "tensorboard", *map(re.escape, (SETTINGS, METRICS, *OF_STUDENT)))))
 EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]*")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -1,5 +1,6 @@
 """Held-out measurement: how close the student is to its teacher on samples that it is not trained on."""
 
+import io
 import os
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.data.chat import load_chats
+from common.data.chat import load_chats, token_lines
 from common.data.pool import SPLIT, Sources, generated_rows
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated, read_sequences
@@ -22,15 +23,14 @@ from common.data.text import (
     TooShort,
     is_generated,
     packed_rows,
-    read_token_rows,
-    write_array,
 )
+from common.equivalence import compare
 from common.errors import UserError
-from common.files import known_sha256
+from common.files import known_sha256, open_bytes, write_file
 from common.head import head_of
-from common.method.losses import cross_entropy, kl
 from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
+from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.packing import rows_of_step
 from common.training.sharding import release
 
@@ -42,13 +42,13 @@ class Heldout:
     """Sets of samples kept out of training, and how often the student is measured on them.
 
     A set whose samples have answers is measured on its answer tokens, a set of texts on every token but each
-    text's first. The measured texts choose the checkpoint that stage 6 exports; as many others are left for
-    stage 7, and are neither trained on nor measured here.
+    text's first. The measured texts and chats choose the checkpoint that stage 6 exports; as many others are
+    left for stage 7, and are neither trained on nor measured here.
     """
 
     sets: dict[str, list[Sample]]  # some of SETS -> samples, at least one
     every: int  # steps between measurements
-    unmeasured: Sequence[Sample] = ()  # texts
+    unmeasured: Sequence[Sample] = ()  # texts and chats
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
@@ -63,18 +63,27 @@ class Heldout:
             step.metrics |= {f"{START}_{name}": figure for name, figure in metrics.items()}
             step.began += metrics["heldout_seconds"]
 
-    def write_text(self, directory: str) -> None:
-        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text.
+    def write_unmeasured(self, directory: str) -> None:
+        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text, and
+        the unmeasured chats to heldout_chats.jsonl, for its --chat.
 
-        Raises UserError if there is another file of this name.
+        Raises UserError if there is another file of these names.
         """
-        path, rows = os.path.join(directory, "heldout.npy"), [sample.prompt for sample in self.unmeasured]
-        if os.path.lexists(path):  # of this training, which goes on
-            if not rows or not np.array_equal(read_token_rows(path), rows):
-                raise UserError(f"{path}: expected nothing or the held-out text of this training, found "
-                                "another file; move it away first")
-        elif rows:
-            write_array(path, np.array(rows, TOKEN))
+        texts = [sample.prompt for sample in self.unmeasured if not sample.answer_tokens]
+        chats = [sample for sample in self.unmeasured if sample.answer_tokens]
+        array = io.BytesIO()
+        np.save(array, np.array(texts, TOKEN))
+        for name, content in ((HELDOUT_TEXT, array.getvalue() if texts else b""),
+                              (HELDOUT_CHATS, token_lines(chats).encode())):
+            path = os.path.join(directory, name)
+            if os.path.lexists(path):  # of this training, which goes on
+                with open_bytes(path) as file:
+                    if file.read() != content:
+                        raise UserError(f"{path}: expected nothing or what this training holds out, found "
+                                        "another file; move it away first")
+            elif content:
+                with write_file(path) as file:
+                    file.write(content)
 
     def measurements(self, steps: int) -> int:
         """The number of measurements in `steps` steps."""
@@ -104,7 +113,7 @@ class Heldout:
             for row in rows:
                 row = row.to(ranks.device)
                 positions = row.answer_at if answers else row.prompt_at
-                sums += compare(student, teacher, row, positions, schedule.loss_chunk)
+                sums += sums_at(positions, student, teacher, row, schedule.loss_chunk)
             dist.all_reduce(sums)
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):
@@ -114,11 +123,11 @@ class Heldout:
         return metrics | {"heldout_seconds": round(time.perf_counter() - began, 4)}
 
 
-def compare(
+def sums_at(
+    positions: torch.Tensor,  # [n] of the row's tokens that predict one
     student,
     teacher,
     row,
-    positions: torch.Tensor,  # [n] of the row's tokens that predict one
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> torch.Tensor:
     """[5] float64: n, and sums over these positions of the metrics in COMPARED."""
@@ -127,9 +136,7 @@ def compare(
     def sums_of(hidden, head):
         sums = torch.zeros(1 + len(COMPARED), dtype=torch.float64, device=hidden.device)
         for at in positions.split(chunk):
-            ours, theirs = head(hidden[at]), teacher_head(teacher_hidden[at])
-            losses = (cross_entropy(logits, row.targets[at]) for logits in (ours, theirs))
-            columns = (kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1))
+            columns = compare(head(hidden[at]), teacher_head(teacher_hidden[at]), row.targets[at])
             sums[0] += len(at)
             sums[1:] += torch.stack([column.double().sum() for column in columns])
         return sums
@@ -140,13 +147,13 @@ def compare(
 def load_heldout(sources: Sources, context: DataContext, texts: list[Sample], every: int) -> Heldout:
     """What is held out, tokenized for the checkpoint context.model.
 
-    texts: heldout_texts. Every second one of the texts is measured, every so many steps. Raises UserError for
-    questions that cannot be read or are too long.
+    texts: heldout_texts. Every second one of the texts and of the chats is measured, every so many steps.
+    Raises UserError for questions that cannot be read or are too long.
     """
     chats, questions = heldout_chats(sources, context), heldout_questions(sources, context)
-    sets = {TEXT_SET: texts[::2], CHAT_SET: chats, TASK_SET: questions}
+    sets = {TEXT_SET: texts[::2], CHAT_SET: chats[::2], TASK_SET: questions}
     sets = {name: samples for name, samples in sets.items() if samples}
-    return Heldout(sets, every, texts[1::2])
+    return Heldout(sets, every, [*texts[1::2], *chats[1::2]])
 
 
 def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
@@ -195,12 +202,12 @@ def split_texts(sources: Sources, context: DataContext, count: int) -> list[Samp
 
 
 def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
-    """At most `heldout_chats` chats of the held-out parts of --chat, from each source as many.
+    """At most twice `heldout_chats` chats of the held-out parts of --chat, from each source as many.
 
     Of generated ones at most a tenth of what is trained on, but two. Raises UserError for chats that cannot
     be read.
     """
-    count, samples, chats = sources.heldout_chats, [], list(dict.fromkeys(sources.chat))
+    count, samples, chats = 2 * sources.heldout_chats, [], list(dict.fromkeys(sources.chat))
     share = -(-count // max(1, len(chats)))
     for source in chats if count else ():
         if is_generated(source):

@@ -6,6 +6,7 @@ import types
 
 import numpy
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -35,24 +36,68 @@ def test_a_perplexity_that_overflows_is_refused(model, scale):
         equivalence.perplexity_of(logits, TOKENS)
 
 
+TEXTS = [Sample(row) for row in TOKENS.tolist()]
+CHAT = [Sample(row[:9], row[9:14], row[14:20], row[20:40]) for row in TOKENS.tolist()]
+
+
 @torch.no_grad()
-def test_metrics_on_text_against_a_reference(model):
-    """From whole logits; a reference of another vocabulary says nothing."""
-    other = tiny_model(seed=1)
-    losses = [model(row[None], labels=row[None]).loss.item() for row in TOKENS]  # by transformers
-    figures, predictions = evaluate.text_metrics(model, TOKENS, None)
-    assert figures == {"perplexity": pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)}
-    ours, theirs = (net(TOKENS).logits.double().log_softmax(-1) for net in (other, model))
-    figures, _ = evaluate.text_metrics(other, TOKENS, predictions)
-    assert figures["perplexity"] == evaluate.perplexity(other, TOKENS)
-    divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-    assert figures["kl"] == pytest.approx(float(divergence), rel=1e-5)
-    agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
-    assert figures["agreement"] == pytest.approx(float(agreement))
-    itself, _ = evaluate.text_metrics(tiny_model(), TOKENS, predictions)
-    assert (itself["kl"], itself["agreement"]) == (0, 1)
+@pytest.mark.parametrize(("samples", "predicting"), [
+    (TEXTS, [*range(49)]), (CHAT, [*range(8, 13), *range(19, 39)])])
+def test_predictions_against_a_reference(model, samples, predicting):
+    """From whole logits: of texts every token but the first, of chats the answers; errors are scipy's of
+    sequences of one length. A reference of another vocabulary says nothing.
+    """
+    other, ids = tiny_model(seed=1), TOKENS[:, : len(samples[0])]
+    metrics, predictions = evaluate.prediction_metrics(model, samples, None)
+    ours, theirs = (net(ids).logits.double().log_softmax(-1)[:, predicting] for net in (other, model))
+    targets = ids[:, [position + 1 for position in predicting], None]
+    losses, reference_losses = (-logits.gather(-1, targets)[..., 0] for logits in (ours, theirs))
+    assert metrics == approximately(perplexity=reference_losses)
+    metrics, _ = evaluate.prediction_metrics(other, samples, predictions)
+    assert metrics == approximately(
+        perplexity=losses, kl=(theirs.exp() * (theirs - ours)).sum(-1), loss_above=losses - reference_losses,
+        agreement=(ours.argmax(-1) == theirs.argmax(-1)).double())
+    itself, _ = evaluate.prediction_metrics(tiny_model(), samples, predictions)
+    assert (itself["kl"], itself["agreement"], itself["loss_above"], itself["kl_stderr"]) == (0, 1, 0, 0)
     small = tiny_model(vocab_size=300)
-    assert evaluate.text_metrics(small, TOKENS, predictions)[0].keys() == {"perplexity"}
+    assert evaluate.prediction_metrics(small, samples, predictions)[0].keys() == {
+        "perplexity", "perplexity_stderr"}
+    single, _ = evaluate.prediction_metrics(other, samples[:1], None)
+    assert single.keys() == {"perplexity"}  # one sequence has no spread
+
+
+def approximately(**columns):
+    """The means of columns [sequences, tokens] and their standard errors over sequences."""
+    expected = {}
+    for name, column in columns.items():
+        mean, error = float(column.mean()), scipy.stats.sem(column.mean(1))
+        if name == "perplexity":
+            mean, error = math.exp(mean), math.exp(mean) * error
+        expected |= {name: mean, f"{name}_stderr": error}
+    return pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+def test_the_error_of_a_ratio_is_the_spread_of_repeated_samples():
+    """Sequences of any length, whose tokens depend on each other: 4,000 samples of 60 sequences, whose
+    spread is known to 1.1 %. Errors of a mean of independent tokens would be a third of it.
+    """
+    generator = numpy.random.default_rng(0)
+    counts = generator.integers(5, 200, (4000, 60))
+    means = 2 + generator.normal(0, 0.5, counts.shape) + generator.normal(0, 1, counts.shape) / counts**0.5
+    estimates = [equivalence.ratio((mean * count).tolist(), count.tolist())
+                 for mean, count in zip(means, counts, strict=True)]
+    spread = numpy.std([mean for mean, _ in estimates])
+    assert numpy.mean([error for _, error in estimates]) == pytest.approx(spread, rel=0.04)
+
+
+@torch.no_grad()
+def test_a_reference_with_a_cap_is_compared_by_its_logits():
+    """Not by the products of its head: from itself it differs by nothing."""
+    granite = tiny_model(model_type="granite", logits_scaling=8.0)
+    _, predictions = evaluate.prediction_metrics(granite, TEXTS, None)
+    metrics, _ = evaluate.prediction_metrics(granite, TEXTS, predictions)
+    assert (metrics["kl"], metrics["agreement"]) == (pytest.approx(0, abs=1e-12), 1)
+    torch.testing.assert_close(predictions.logits(1), granite(TOKENS[1:2]).logits[0])
 
 
 @pytest.mark.parametrize("template, prefix", [(None, ""), ("{{ messages[0]['content'] }}!", "!")])
@@ -86,7 +131,10 @@ def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtyp
     path, row = save_tiny(tmp_path / "model", dtype, **changes), TOKENS[0]
     whole, layers = load_model(path, dtype), Layers(path, dtype, "cpu", layerwise=True)
     expected = evaluate.perplexity(whole, TOKENS)
-    assert evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path)) == pytest.approx(expected, rel=1e-6)
+    metrics, samples = evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path)), TEXTS
+    assert metrics["perplexity"] == pytest.approx(expected, rel=1e-6)
+    if dtype == torch.float32:
+        assert metrics == pytest.approx(evaluate.prediction_metrics(whole, samples, None)[0], rel=1e-5)
     cached = evaluate.cache_bytes_per_token(whole, row)
     assert evaluate.cache_bytes_per_token(layers.model, row) == cached
     assert {parameter.device.type for parameter in layers.model.parameters()} == {"meta"}
@@ -106,7 +154,8 @@ def test_all_devices_of_a_model_are_waited_for(monkeypatch):
 def test_logit_comparisons():
     first, second = torch.randn(2, 2, 4, 9, generator=torch.Generator().manual_seed(0))
     pairs = list(zip(first, second, strict=True))
-    divergences = [F.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean") for a, b in pairs]
+    divergences = [F.kl_div(b[:-1].log_softmax(-1), a[:-1].softmax(-1), reduction="batchmean")
+                   for a, b in pairs]  # the last token predicts none that is known
     assert equivalence.mean_kl(first, second) == pytest.approx(float(sum(divergences)) / 2, abs=1e-6)
     assert equivalence.max_difference(first, second) == float((first - second).abs().max())
 
@@ -202,7 +251,8 @@ def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model, batch):
 
 
 def test_speed_is_tokens_over_seconds(model, monkeypatch):
-    seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58])  # prefill 2, 1, 4; decode 8, 20, 4
+    seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58, 60, 68, 98, 100, 105, 106])
+    # prefill 2, 1, 4, 8, 5; decode 8, 20, 4, 30, 1
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
     shapes, forward = [], model.forward
 
@@ -212,8 +262,8 @@ def test_speed_is_tokens_over_seconds(model, monkeypatch):
         return forward(input_ids, past_key_values=past_key_values, **options)
 
     monkeypatch.setattr(model, "forward", noted)
-    assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 1, "decode_tokens_per_s": 32 / 4}
-    assert shapes == [(1, 50, 0), *((1, 1, length) for length in range(50, 82))] * 3
+    assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 4, "decode_tokens_per_s": 32 / 8}
+    assert shapes == [(1, 50, 0), *((1, 1, length) for length in range(50, 82))] * 5
 
 
 EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)

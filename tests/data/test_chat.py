@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from common.data import chat
 from common.data.chat import load_chats
+from common.data.rows import Sample
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TooShort
 from common.errors import UserError
 from helpers import END, byte_tokenizer
@@ -244,6 +245,19 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path, name, tokenizer, messag
         save_chats(tmp_path / written, messages(*CHAT))
     with pytest.raises(UserError, match=message):
         load_chats(str(tmp_path / name), tokenizer, 100)
+
+
+@pytest.mark.parametrize(("segments", "message"), [
+    ([[1], [9]], "with lists of token ids below 9, found"), ([[1], [-1]], "below 9"), ([1], "below 9"),
+    ([[1], ["a"]], "below 9"), (None, "below 9"), ([[1], [True]], "below 9"),
+    ([[], [1]], "expected a prompt and an answer, found"), ([[1]], "a prompt and an answer"),
+    ([], "a prompt and an answer")])
+def test_tokenized_chats_that_are_none_are_one_line(tmp_path, segments, message):
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(chat.token_lines([Sample([1, 2], [8])]) + json.dumps({"segments": segments}) + "\n")
+    assert chat.load_tokenized(str(path), 9, 1)[0] == [Sample([1, 2], [8])]
+    with pytest.raises(UserError, match=f"tokens.jsonl line 2: .*{message}"):
+        chat.load_tokenized(str(path), 9, 2)
 
 
 def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):

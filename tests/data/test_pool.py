@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import cli
-from common.data.chat import load_chats
+from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -78,7 +78,9 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
 
 
 def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_of_one):
-    """Of each source as many texts and chats, in its order; every second text is measured."""
+    """Of each source as many texts and chats, in its order; every second one is measured, the others are
+    written for stage 7.
+    """
     (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
     save_chats(Path(path), *(chat_of(f"chat {number}") for number in range(60)))
     table = tmp_path / "t.jsonl"
@@ -90,8 +92,21 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     expected = [row for source in sources.text[:2] for row in packed_rows(source, tokenizer, 3, 16, HELDOUT)]
     assert [sample.prompt for sample in texts] == expected and len(texts) == 6
     heldout = load_heldout(sources, origin, texts, every=5)
-    assert heldout.sets[TEXT_SET] == texts[::2] and heldout.unmeasured == texts[1::2]
-    assert heldout.sets[CHAT_SET] == load_chats(path, tokenizer, 256, HELDOUT)[0][:2]
+    held_out = load_chats(path, tokenizer, 256, HELDOUT)[0][:4]
+    assert heldout.sets == {TEXT_SET: texts[::2], CHAT_SET: held_out[::2]} and len(held_out) == 4
+    assert heldout.unmeasured == [*texts[1::2], *held_out[1::2]]
+    home = tmp_path / "train"
+    home.mkdir()
+    for _ in range(2):  # of a training that goes on
+        heldout.write_unmeasured(str(home))
+    assert np.load(home / "heldout.npy").tolist() == [text.prompt for text in texts[1::2]]
+    left = str(home / "heldout_chats.jsonl")
+    assert has_tokens(left) and not has_tokens(path)
+    assert list(map(tokens_of, load_tokenized(left, 1000, 9)[0])) == list(map(tokens_of, held_out[1::2]))
+    assert len(load_tokenized(left, 1000, 1)[0]) == 1
+    Path(left).write_text(Path(left).read_text() + "{}\n")
+    with pytest.raises(UserError, match="heldout_chats.jsonl: expected nothing or what this training holds"):
+        heldout.write_unmeasured(str(home))
     pool = load_pool(sources, origin)
     assert pool.answered == load_chats(path, tokenizer, 256, TRAIN)[0]
     together = [token for source in sources.text for row in packed_rows(source, tokenizer, 10**6, 1, TRAIN)
@@ -99,6 +114,10 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     trained = [token for sample in pool.texts for token in sample.prompt]
     assert trained == together[: len(together) // 16 * 16]
     assert not load_heldout(replace(sources, heldout_chats=0), origin, [], every=5).sets
+
+
+def tokens_of(sample: Sample) -> list[list[int]]:
+    return [list(segment) for segment in sample.segments]
 
 
 def test_what_is_too_short_to_hold_out_is_said(chats, tmp_path, group_of_one, capsys):
@@ -157,7 +176,7 @@ def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
         assert [sample.prompt for sample in pool.texts] == generated(
             "generated", origin, changed.text_tokens // 100, 100).tolist()
     found = load_heldout(sources, origin, [], every=5).sets.get(CHAT_SET, [])
-    assert found == as_samples(generated("generated", origin, 3, 100, HELDOUT, chats=True))
+    assert found == as_samples(generated("generated", origin, 3, 100, HELDOUT, chats=True))[::2]
     pool = load_pool(replace(sources, text=()), origin)
     assert list(pool) == as_samples(generated("generated", origin, 30, 100, chats=True))
 

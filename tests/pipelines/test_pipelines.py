@@ -206,7 +206,7 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
     tasks, prompts = tmp_path / "my tasks", tmp_path / "my prompts.txt"
     for directory in (run / "train", tasks):
         directory.mkdir()
-    for file in (run / "train" / "heldout.npy", prompts):
+    for file in (run / "train" / "heldout.npy", run / "train" / "heldout_chats.jsonl", prompts):
         file.touch()
     settings = CONVERTED | {"TASKS": tasks, "ONLY": "piqa siqa", "PROMPTS": prompts}
     commands = recorded("convert.sh", RUN=run, NPROC=3, FLAGS="--lr 1e-4", LENGTH=128, **settings)
@@ -222,7 +222,8 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
         "04_align.py --run RUN --calibration RUN/calibration --merge closed-form --refit attention",
         f"{LAUNCHER.format(3)} 05_prune_train.py {training}",
         "06_export.py --run RUN --update --cache-basis rotated",
-        f"07_eval.py {evaluation} --text RUN/train/heldout.npy --cache q8_0 q8_0/q4_0 q4_0",
+        f"07_eval.py {evaluation} --chat RUN/train/heldout_chats.jsonl --text RUN/train/heldout.npy "
+        "--cache q8_0 q8_0/q4_0 q4_0",
         "pipelines/report.py --run RUN"]
 
 

@@ -52,9 +52,9 @@ def legend(axis) -> list[str]:
 
 
 def test_the_frontier_joins_what_nothing_smaller_and_closer_beats():
-    rows = [CacheRow("source", "f16", 64.0, (0.0, 0.0), 3.0, 1.0),
-            CacheRow("source", "q4_0", 18.0, (0.5, 0.2), 3.0, 0.9),
-            CacheRow("gqa", "f16", 32.0, (0.3, 0.3), 4.0, 0.8)]
+    rows = [CacheRow("source", "f16", 64.0, (0.0, 0.0), ()),
+            CacheRow("source", "q4_0", 18.0, (0.5, 0.2), ()),
+            CacheRow("gqa", "f16", 32.0, (0.3, 0.3), ())]
     figure = figure_of(plots.frontier, rows, ["halves", "rotated"], "KL from x")
     joined = [[18, 32, 64], [0.5, 0.3, 0.0]], [[18, 64], [0.2, 0.0]]  # on the right gqa is worse and larger
     for panel, (axis, title) in enumerate(zip(figure.axes, ("halves", "rotated"), strict=True)):
@@ -218,7 +218,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path, capsys):
 
 
 def test_names_are_no_mathematics():
-    row = CacheRow("$a_b_{/$c", "f16", 64.0, (0.5,), 3.0, 1.0)
+    row = CacheRow("$a_b_{/$c", "f16", 64.0, (0.5,), ())
     figure = plots.frontier.__wrapped__(pyplot, [row], ["halves"], "$x_{/$y")
     figure.canvas.draw()
     pyplot.close(figure)

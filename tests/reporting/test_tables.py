@@ -11,6 +11,7 @@ from common.reporting.tables import (
     markdown_table,
     results_table,
     summary_line,
+    without_speeds,
 )
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
@@ -52,15 +53,19 @@ def test_every_figure_stands_under_its_checkpoint():
         results[name] = figures(
             tasks={"boolq": {"questions": 4, "chance": 0.5 + number / 10} | task},
             micro_chance=0.51 + number / 10, macro_chance=0.52 + number / 10,
-            perplexity=7.0 + number, heads=16, kv_heads=8 - 3 * number,
+            perplexity=7.0 + number, perplexity_stderr=0.5 + number / 4, heads=16, kv_heads=8 - 3 * number,
             cache_bytes_per_token=640 - 100 * number, prefill_tokens_per_s=300 + number,
             decode_tokens_per_s=30 + number,
             **{f"micro_{key}": value for key, value in micro.items()},
             **{f"macro_{key}": value for key, value in macro.items()},
-            **({"kl": number / 8, "agreement": 0.9 - number / 8} if number else {}))
+            **({"kl": number / 8, "agreement": 0.9 - number / 8, "loss_above": number / 16,
+                "loss_above_stderr": number / 32, "chat_kl": number / 4, "chat_kl_stderr": number / 64}
+               if number else {}))
     header, _, *rows = cells(results_table(results))
     assert header == ["", "chance", "a", "b", "c"]
     assert rows == [
+        ["**answers of chats**", "", "", "", ""],  # first: what a chat model is judged by
+        ["KL from the first, nats", "", "-", "0.2500 ± 0.0156", "0.5000 ± 0.0312"],
         ["**exact match, %**", "", "", "", ""],
         ["boolq", "50.0", "0.1 ± 3.1", "0.3 ± 3.3", "0.5 ± 3.5"],
         ["*micro average, as published*", "51.0", "1.1 ± 4.1", "1.3 ± 4.3", "1.5 ± 4.5"],
@@ -69,10 +74,12 @@ def test_every_figure_stands_under_its_checkpoint():
         ["boolq", "50.0", "6.1 ± 9.1", "6.3 ± 9.3", "6.5 ± 9.5"],
         ["*micro average, as published*", "51.0", "7.1 ± 10.1", "7.3 ± 10.3", "7.5 ± 10.5"],
         ["*macro average*", "52.0", "8.1 ± 11.1", "8.3 ± 11.3", "8.5 ± 11.5"],
+        ["**text**", "", "", "", ""],
+        ["KL from the first, nats", "", "-", "0.1250", "0.2500"],
+        ["top-1 agreement", "", "-", "0.7750", "0.6500"],
+        ["loss above the first's, nats", "", "-", "0.0625 ± 0.0312", "0.1250 ± 0.0625"],
+        ["perplexity", "", "7.000 ± 0.500", "8.000 ± 0.750", "9.000 ± 1.000"],
         ["**cost**", "", "", "", ""],
-        ["perplexity", "", "7.000", "8.000", "9.000"],
-        ["KL from the first, nats", "", "", "0.1250", "0.2500"],
-        ["top-1 agreement", "", "", "0.7750", "0.6500"],
         ["kv heads", "", "8 of 16", "5 of 16", "2 of 16"],
         ["KV bytes per token", "", "640", "540", "440"],
         ["prefill tokens/s", "", "300", "301", "302"],
@@ -86,13 +93,14 @@ def test_many_checkpoints_have_a_row_each():
     titles = ["boolq", "*micro average, as published*", "*macro average*"]
     assert [table[0] for table in tables] == [
         ["exact match, %", *titles], ["likelihood, %", *titles],
-        ["cost", "perplexity", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
+        ["text", "perplexity"],
+        ["cost", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
     ]
     for table, rate in zip(tables, ("25.0 ± 12.5", "75.0 ± 6.2"), strict=False):
         assert table[2] == ["chance", "50.0", "40.0", "50.0"]
         assert table[3:] == [[name, rate, rate, rate] for name in results]
-    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000", "2 of 8", "64", "1000", "11"]
-                             for number in range(7)]
+    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000"] for number in range(7)]
+    assert tables[3][2:] == [[name, "2 of 8", "64", "1000", "11"] for name in results]
     del results["gqa6"]
     assert cells(results_table(results))[0] == ["", "chance", *results]
 
@@ -106,12 +114,14 @@ def test_the_last_line_has_the_micro_average():
                                      "KV cache of the last 0.250 of the first's")
     results = {name: figures(tasks={}, perplexity=value) for name, value in (("a", 7.25), ("b", 8.5))}
     assert summary_line(results).startswith("a perplexity 7.250; b perplexity 8.500; KV cache ")
+    results["b"] |= {"chat_kl": 0.5, "chat_kl_stderr": 0.25}
+    assert summary_line(results).startswith("b KL on answers 0.5000 ± 0.2500; a perplexity 7.250; ")
 
 
 def test_odd_text_breaks_neither_a_table_nor_a_caption_nor_the_card(tmp_path):
     """A second evaluation must find the place of the first, with nothing of the first left behind."""
     table = results_table({ODD: figures()})
-    notes = [note_of(figures(perplexity=7.0, perplexity_text=ODD) | changes, ODD)
+    notes = [note_of(figures(perplexity=7.0, perplexity_text=ODD, perplexity_tokens=9) | changes, ODD)
              for changes in ({}, {"tasks": {}})]
     section = answers_section([ODD], {ODD: {"answers": [ODD]}})
     for text, places, lines in ((table, 1, 15), (notes[0], 2, 1), (notes[1], 1, 1), (section, 3, 5)):
@@ -136,10 +146,20 @@ def test_a_caption_names_files_without_their_directories(tmp_path):
     """And keeps the names of what is no file."""
     (tmp_path / "held out.npy").touch()
     (tmp_path / "tasks").mkdir()
-    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "of held out.npy: 3 rows."),
-                        ("c4 (a/b): 3 rows", "of c4 (a/b): 3 rows.")):
-        note = note_of(figures(perplexity=7.0, perplexity_text=text), f"{tmp_path}/tasks/")
-        assert f"Perplexity {shown}" in note and " validation questions (tasks), averaged" in note
+    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "; held out.npy: 3 rows."),
+                        ("c4 (a/b): 3 rows", "; c4 (a/b): 3 rows.")):
+        measured = figures(perplexity=7.0, perplexity_text=text, perplexity_tokens=9)
+        note = note_of(measured, f"{tmp_path}/tasks/")
+        assert shown in note and " validation questions (tasks), averaged" in note
+
+
+@pytest.mark.parametrize(("tokens", "few"), [(4095, True), (4096, False)])
+@pytest.mark.parametrize(("prefix", "title"), [("chat_", "Answers"), ("", "Text")])
+def test_a_caption_warns_of_few_tokens(prefix, title, tokens, few):
+    read = {"perplexity": 7.0, "perplexity_text": "c4", "perplexity_tokens": tokens}
+    note = note_of(figures(**{f"{prefix}{name}": value for name, value in read.items()}))
+    warning = ", too few to tell close models apart" * few
+    assert f"{title}: {tokens} tokens{warning}, ± standard error over sequences; c4." in note
 
 
 def test_a_caption_says_how_the_questions_were_chosen():
@@ -149,11 +169,12 @@ def test_a_caption_says_how_the_questions_were_chosen():
                                (3, 7, ", 3 per task drawn with seed 7")):
         note = note_of(reference, "demo", limit, seed, bos=True)
         assert f": 10 validation questions (demo{shown}), " in note
-        assert "with a begin-of-sequence token. Speeds: one sequence on cpu." in note
+        assert "Speeds: one sequence, median of five runs, on cpu, with a begin-of-sequence token." in note
     alone = figures(tasks={})
-    assert note_of(alone) == "Speeds: one sequence on cpu, no begin-of-sequence token."
-    del alone["decode_tokens_per_s"]
-    assert note_of(alone).startswith("Layer by layer on cpu")
+    assert note_of(alone) == ("Speeds: one sequence, median of five runs, on cpu, no begin-of-sequence "
+                              "token.")
+    assert note_of(without_speeds(alone)) == "Measured on cpu, no begin-of-sequence token."
+    assert "tokens/s" not in results_table({"gqa": without_speeds(alone)})  # of a card
 
 
 def test_caches_have_rows_and_dominated_ones_a_mark():

@@ -16,6 +16,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 from common import evaluate, models
 from common.data import text
+from common.data.chat import load_chats, token_lines
 from common.data.tasks import example_from_row
 from common.errors import UserError
 from common.evaluate import require_finite
@@ -160,7 +161,8 @@ def test_layer_by_layer_metrics_are_the_whole_models(evaluation):
     done = run("07_eval.py", *flags, "--run", other)
     results, expected = results_of(other), results_of(home / "run")
     for name in ("a", "b"):
-        assert results[name].pop("perplexity") == pytest.approx(expected[name]["perplexity"], rel=1e-6)
+        for metric in ("perplexity", "perplexity_stderr"):
+            assert results[name].pop(metric) == pytest.approx(expected[name][metric], rel=1e-5)
         assert results[name].pop("tasks") == {}
         assert results[name].items() <= expected[name].items() and "heads" in results[name]
         assert not [key for key in results[name] if "tokens_per_s" in key]
@@ -264,13 +266,66 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
     results = written["results"]
     assert written["prompts"] == asked
     assert [len(results[name]["answers"]) for name in ("a", "b")] == [2, 2]
-    assert (results["again"]["kl"], results["again"]["agreement"]) == (0, 1)  # from the first, not the second
+    again = results["again"]  # compared with the first, not the second
+    assert (again["kl"], again["agreement"], again["loss_above"], again["loss_above_stderr"]) == (0, 1, 0, 0)
     assert results["again"]["answers"] == results["a"]["answers"] != results["b"]["answers"]
     assert "kl" not in results["a"] and results["b"]["kl"] > 0 and 0 <= results["b"]["agreement"] <= 1
     assert read_outcomes(tmp_path) == []
     assert (home / "run" / "second" / "README.md").read_bytes() == card
     prompts.write_text("\n")
     expect_error("prompts.txt: expected a prompt a line, found none", "07_eval.py", *arguments, "--force")
+
+
+def with_template(path, directory):
+    """A copy of a checkpoint whose tokenizer has a chat template."""
+    shutil.copytree(path, directory)
+    template = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+                "{% if add_generation_prompt %}<assistant>{% endif %}")
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_answers_of_chats_come_first_from_messages_as_from_their_tokens(evaluation, tmp_path):
+    """heldout_chats.jsonl has the same chats as tokens, which suit one tokenizer alone."""
+    home, _, _ = evaluation
+    paths = {name: with_template(home / path, tmp_path / name) for name, path in
+             (("a", "first"), ("b", "run/second"))}
+    (tmp_path / "run").mkdir()
+    paths["b"] = paths["b"].rename(tmp_path / "run" / "b")
+    chats, tokens = tmp_path / "chats.jsonl", tmp_path / "tokens.jsonl"
+    turns = [("user", "What?"), ("assistant", "It is a colour."), ("user", "And?"), ("assistant", "No.")]
+    rows = [{"messages": [{"role": role, "content": f"{content}{number}"} for role, content in turns]}
+            for number in range(3)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples, _ = load_chats(str(chats), models.load_tokenizer(str(paths["a"])), 256, text.EVALUATION)
+    tokens.write_text(token_lines(samples))
+    words = ["--run", tmp_path / "run", "--model", f"a={paths['a']}", f"b={paths['b']}", "--tasks", "none",
+             "--text", "none"]
+    done = run("07_eval.py", *words, "--chat", chats)
+    results = results_of(tmp_path / "run")
+    nets = [models.load_model(str(path)) for path in paths.values()]
+    _, reference = evaluate.prediction_metrics(nets[0], samples, None)
+    expected, _ = evaluate.prediction_metrics(nets[1], samples, reference)
+    assert {key: results["b"][f"chat_{key}"] for key in expected} == expected
+    assert "chat_kl" not in results["a"] and results["a"]["chat_perplexity"] > 1
+    assert results["b"]["chat_perplexity_tokens"] == sum(sample.answer_tokens for sample in samples)
+    table = (tmp_path / "run" / "eval.md").read_text()
+    assert table.index("**answers of chats**") < table.index("**cost**") and "too few to tell" in table
+    assert done.stdout.splitlines()[-1].startswith("07_eval: b KL on answers ")
+    card = (paths["b"] / "README.md").read_text()
+    assert "answers of chats" in card and "tokens/s" not in card and "Measured on cpu" in card
+    run("07_eval.py", *words, "--chat", tokens, "--update")
+    again = results_of(tmp_path / "run")["b"]
+    assert {key: again[f"chat_{key}"] for key in expected} == expected
+    vocabulary = json.loads((paths["b"] / "tokenizer.json").read_text())
+    vocab = vocabulary["model"]["vocab"]
+    vocab["!"], vocab["?"] = vocab["?"], vocab["!"]
+    (paths["b"] / "tokenizer.json").write_text(json.dumps(vocabulary))
+    expect_error(f"{tokens}: expected checkpoints with one tokenizer, as it has tokens", "07_eval.py", *words,
+                 "--chat", tokens, "--update")
+    for flags, message in ((["--chat", "gone.jsonl"], "chats gone.jsonl: expected a .jsonl"),
+                           (["--chat", chats, "--layerwise"], "--layerwise: expected no --tasks, --limit, ")):
+        expect_error(message, "07_eval.py", *words, *flags, "--update")
 
 
 def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, checkpoint, tmp_path):

@@ -250,7 +250,7 @@ def test_what_is_held_out(group_of_one, inputs, tmp_path):
     text = Sample((1, 2, 3))
     single = kept_out(inputs, group_of_one, [text], tasks=NONE)
     assert single.sets == {TEXT_SET: [text]} and not single.unmeasured
-    single.write_text(str(tmp_path))
+    single.write_unmeasured(str(tmp_path))
     assert not list(tmp_path.iterdir())  # none is left for stage 7
 
 
