@@ -134,6 +134,16 @@ def test_the_headline_says_what_the_conversion_cost(tmp_path):
     write_json(str(tmp_path / "eval.json"), evaluation)
     headline = "exact match 98.8 ± 1.2% → 87.6 ± 1.2%, perplexity 7.5 → 8.25 "
     assert headline in read(tmp_path).text
+    measured["gqa"] |= {"chat_kl": 0.5, "chat_kl_stderr": 0.125, "kl": 0.25, "kl_stderr": 0.0625}
+    write_json(str(tmp_path / "eval.json"), evaluation)
+    page = read(tmp_path)
+    assert f"KL on answers of chats 0.5 ± 0.125, {headline}" in page.text
+    assert ["checkpoint", "exact match", "", "KL, chats", "perplexity", "KL", "kv heads",
+            "KV bytes per token"] in page.rows
+    assert ["gqa", "87.6\u00a0±\u00a01.2%", "", "0.5\u00a0±\u00a00.125", "8.25", "0.25\u00a0±\u00a00.0625",
+            "2", "2,048"] in page.rows
+    assert ["KL", "–", "–", "0.25\u00a0±\u00a00.0625"] in page.rows  # in the table of all metrics
+    assert not [row for row in page.rows if "stderr" in row[0]]
     del measured["gqa"]
     write_json(str(tmp_path / "eval.json"), evaluation)
     assert "exact match 9" not in read(tmp_path).text
