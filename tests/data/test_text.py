@@ -93,7 +93,7 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
     ("t.npy", np.full((1, 4), -1, "<i4"), "expected token ids, found -1"),
     ("t.npy", ROW, "expected a .npy file of tokens"),
     ("t.npy", b"", "expected a .npy file of tokens"),
-    ("t.bin", ROW, r"text .*t.bin: expected c4, demo, or a .txt"),
+    ("t.bin", ROW, r"text .*t.bin: expected c4, demo, hf:.*, or a .txt"),
 ])
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
     path = tmp_path / name
