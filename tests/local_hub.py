@@ -23,12 +23,13 @@ LOGIN = "accept its license on its page and log in with `hf auth login`"
 class LocalHub(ThreadingHTTPServer):
     """directories: "models/NAME" or "datasets/NAME" -> the files of that repository.
 
-    downloaded: names of the files it has sent. refusal: of a file, or of everything if `refuses_all`: status,
+    downloaded: names of the files it has sent, revisions: of what commits. refusal: of a file, or of everything if `refuses_all`: status,
     error code and message.
     """
 
     def __init__(self, directories: dict):
         self.directories, self.downloaded, self.commit = directories, [], "a" * 40
+        self.revisions = set()
         self.refusal, self.refuses_all = None, True
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -76,6 +77,7 @@ class Answer(BaseHTTPRequestHandler):
         if not (directory / name).is_file():
             self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
             return
+        self.server.revisions.add(FILE.fullmatch(self.path.partition("?")[0])[3])
         self.server.downloaded += [name] * (self.command == "GET")
         content, headers = (directory / name).read_bytes(), {"ETag": f'"{name.replace("/", "-")}"'}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

@@ -54,7 +54,8 @@ def test_a_data_set_is_known_by_its_commit(data_set):
     read = digests_of(sources)
     assert read == dict.fromkeys(("hf:acme/data:text", "hf:acme/data:chats"), "a" * 40)
     data_set.commit = second
-    assert digests_of(sources) == read
+    assert digests_of(sources) == read and next(read_rows("hf:acme/data:text"))
+    assert data_set.revisions == {"a" * 40}
     data_sets.commit_of.cache_clear()
     assert {*digests_of(sources).values()} == {second}
 
