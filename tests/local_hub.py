@@ -21,10 +21,10 @@ LOGIN = "accept its license on its page and log in with `hf auth login`"
 
 
 class LocalHub(ThreadingHTTPServer):
-    """directories: "models/NAME" or "datasets/NAME" -> the files of that repository.
+    """directories: "models/NAME" or "datasets/NAME" -> the files of that repository, at every commit.
 
-    downloaded: names of the files it has sent, revisions: of what commits. refusal: of a file, or of everything if `refuses_all`: status,
-    error code and message.
+    downloaded: names of the files it has sent; revisions: of which commits. refusal: of a file, or of
+    everything if `refuses_all`: status, error code and message.
     """
 
     def __init__(self, directories: dict):
@@ -49,7 +49,7 @@ class Answer(BaseHTTPRequestHandler):
         elif described and self.repository(*described.groups()):
             self.answer_json({"id": described[2], "sha": self.server.commit})
         elif file and (directory := self.repository(file[1] or "models", file[2])):
-            self.answer_file(directory, file[4])
+            self.answer_file(directory, file[3], file[4])
         else:
             self.answer(404, b"", **{"X-Error-Code": "RepoNotFound"})
 
@@ -73,13 +73,15 @@ class Answer(BaseHTTPRequestHandler):
     def answer_json(self, content):
         self.answer(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
 
-    def answer_file(self, directory, name):
+    def answer_file(self, directory, revision, name):
         if not (directory / name).is_file():
             self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
             return
-        self.server.revisions.add(FILE.fullmatch(self.path.partition("?")[0])[3])
+        self.server.revisions.add(revision)
         self.server.downloaded += [name] * (self.command == "GET")
         content, headers = (directory / name).read_bytes(), {"ETag": f'"{name.replace("/", "-")}"'}
+        if revision != "main":
+            headers["X-Repo-Commit"] = revision
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked:
             part = slice(int(asked[1]), int(asked[2]) + 1)
